@@ -1,0 +1,35 @@
+"""Package metadata of deepspeed_ext; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "_version.py").read_text(), re.MULTILINE)[1]
+
+setup(
+    name="deepspeed-ext",
+    version=VERSION,
+    description="Offload and ZeRO extensions for DeepSpeed: tiered flattening, single-parameter all-gather, "
+    "an overlapped optimizer process and automatic CPU core separation",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
+    package_data={"deepspeed_ext": ["py.typed"]},
+    install_requires=[
+        "torch>=2.4",
+        "deepspeed>=0.19,<0.20",
+        "psutil>=5.9",
+        "pydantic>=2.5",
+        "tqdm",
+    ],
+    extras_require={
+        "transformers": ["transformers>=4.45", "accelerate>=1.0"],
+        "plots": ["matplotlib"],
+        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-psutil", "types-tqdm"],
+    },
+    entry_points={"console_scripts": ["deepspeed-ext = deepspeed_ext.cli:main"]},
+)
