@@ -81,6 +81,6 @@ def _stated(topology: Topology, rank: int, text: str, warnings: list[str]) -> fr
 
 
 def _known_node(topology: Topology, node: int | None) -> int | None:
-    if node is not None and node not in topology.nodes:
+    if node is not None and topology.nodes and node not in topology.nodes:
         raise ConfigError(f"--gpu-node {node}: there is no such NUMA node (nodes: {format_cpulist(topology.nodes)})")
     return node

@@ -115,11 +115,11 @@ class _Placer:
         need = self.needs[rank]
         kind = need.optimizer_kind
         outwards = self._nodes(rank)
-        fitting = [node for node in outwards if self.free[node, kind] >= need.optimizer]
-        if not fitting:
-            fitting = [node for node in outwards if self._make_room(rank, node)]
-        # Fewest nodes if it must be split.
-        for node in fitting or sorted(outwards, key=lambda node: -self.free[node, kind]):
+        fits = next((node for node in outwards if self.free[node, kind] >= need.optimizer), None)
+        if fits is None:
+            fits = next((node for node in outwards if self._make_room(rank, node)), None)
+        # Largest first: as few nodes as possible if it must be split.
+        for node in sorted(outwards, key=lambda node: -self.free[node, kind]) if fits is None else [fits]:
             taken = min(self.free[node, kind], need.optimizer - self.optimizer[rank].total())
             if taken > 0:
                 self.free[node, kind] -= taken

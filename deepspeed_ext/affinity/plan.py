@@ -178,7 +178,8 @@ class _HostPlanner:
         """Counts of a rank's two roles from its share, the quota and the request."""
         share = {kind: count for kind, count in sorted(pool.shares[rank].items()) if count}
         facts = self.ranks[rank]
-        home = home_node(self.topology, facts.accelerator_node, _slice(pool, rank))
+        near = pool.cores if facts.accelerator_node is not None else _slice(pool, rank)
+        home = home_node(self.topology, facts.accelerator_node, near)
         total = self._within_quota(sum(share.values()), facts)
         fastest = min(share)
         if not self.request.separate or total == 1:

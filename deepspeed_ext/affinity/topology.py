@@ -53,7 +53,7 @@ class Topology:
 
     cores: tuple[Core, ...]
     nodes: tuple[int, ...] = (0,)
-    """Every NUMA node, those without CPUs (HBM, CXL, accelerator memory) included."""
+    """Every NUMA node, those without CPUs (HBM, CXL, accelerator memory) included; empty where sysfs tells none."""
     distances: tuple[tuple[int, ...], ...] = ()
     """Row and column i belong to ``nodes[i]``; empty where sysfs does not say."""
     isolated: frozenset[int] = frozenset()
@@ -128,7 +128,7 @@ def read_topology(root: Path | str = "/") -> Topology:
 
 def flat_topology(cpus: frozenset[int]) -> Topology:
     """What is left where sysfs is missing: every CPU its own core, one node."""
-    return Topology(tuple(Core(id=cpu, pus=(cpu,)) for cpu in sorted(cpus)))
+    return Topology(tuple(Core(id=cpu, pus=(cpu,)) for cpu in sorted(cpus)), nodes=())
 
 
 def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[int]]:
@@ -151,7 +151,7 @@ def _read_nodes(
     """(node ids, distance rows, node of each CPU); one node 0 that holds everything where there is no node directory."""
     paths = dict(numbered(base, "node"))
     if not paths:
-        return (0,), (), dict.fromkeys(online, 0)
+        return (), (), dict.fromkeys(online, 0)
     node_of: dict[int, int] = {}
     for node, path in paths.items():
         for cpu in read_cpus(path, "cpulist", "cpumap") or ():
