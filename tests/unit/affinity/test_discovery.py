@@ -56,7 +56,7 @@ def test_a_cpu_whose_siblings_disagree_is_its_own_core(tmp_path: Path) -> None:
     for name in ("core_cpus_list", "thread_siblings_list"):
         write(tmp_path / CPU / "cpu1/topology" / name, "1-2")
         write(tmp_path / CPU / "cpu4/topology" / name, "6-7")
-    assert [core.pus for core in read_topology(tmp_path).cores] == [(0,), (1,), (2,), (3,), (4,), (5,), (6, 7)]
+    assert [core.pus for core in read_topology(tmp_path).cores] == [(0,), (1,), (2, 3), (4,), (5,), (6, 7)]
 
 
 def test_without_topology_every_online_cpu_is_a_core(tmp_path: Path) -> None:
