@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    doctor = commands.add_parser("doctor", help="can this machine run each part, and what is missing", allow_abbrev=False)
+    doctor = commands.add_parser(
+        "doctor", help="can this machine run each part, and what is missing", allow_abbrev=False
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(command=_doctor)
 
@@ -90,8 +92,12 @@ def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
     tune.add_argument("--ranks", metavar="R", type=_positive, help="local ranks [number of accelerators, at least 1]")
     _add_ranks(tune)
     tune.add_argument("--quick", action="store_true", help="fewer steps on smaller buffers: under 20 seconds")
-    tune.add_argument("--elements", metavar="M", type=_positive, help="parameters of a rank to update [from cache size]")
-    tune.add_argument("--gpu-step-ms", metavar="MS", type=float, help="accelerator time of a step that hides the update")
+    tune.add_argument(
+        "--elements", metavar="M", type=_positive, help="parameters of a rank to update [from cache size]"
+    )
+    tune.add_argument(
+        "--gpu-step-ms", metavar="MS", type=float, help="accelerator time of a step that hides the update"
+    )
     tune.add_argument("--update-interval", metavar="S", type=_positive, default=1, help="steps a host update [1]")
     tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
     tune.add_argument("--output", metavar="FILE", help="write the result there and not into the cache")

@@ -36,9 +36,7 @@ def omp_binding(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def find_allowed(
-    topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None
-) -> Allowed:
+def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None) -> Allowed:
     """The allowed CPUs of this process (root "/") or of the process that the tree ``root`` describes.
 
     In order: what a launcher states in DSEXT_ALLOWED_CPUS, the mask from before torch was imported, the union of the

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from deepspeed_ext.affinity.tree import read_cpus, read_int, read_text
 
-__all__ = ["read_cgroup_id", "read_cpu_quota_cores", "read_cpuset", "read_throttled_count"]
+__all__ = ["read_cgroup_id", "read_cpu_quota_cores", "read_cpuset", "read_memory_limit_bytes", "read_throttled_count"]
 
 
 def _own_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -61,6 +61,18 @@ def read_cpuset(root: Path | str = "/") -> frozenset[int] | None:
             if cpus:
                 return cpus
     return None
+
+
+def read_memory_limit_bytes(root: Path | str = "/") -> int | None:
+    """The tightest memory limit from this process's group up to the root; None without a limit."""
+    limits = []
+    for group in _own_groups(Path(root), "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = read_int(group / name)
+            # Version 1 writes "no limit" as the largest page-aligned signed number.
+            if limit is not None and limit < 1 << 62:
+                limits.append(limit)
+    return min(limits, default=None)
 
 
 def read_throttled_count(root: Path | str = "/") -> int:

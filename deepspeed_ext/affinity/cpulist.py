@@ -12,7 +12,7 @@ _ITEM = re.compile(r"(\d+)(?:-(\d+)(?::(\d+)(?:/(\d+))?)?)?")
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """CPUs of a list such as ``0,4-11``, ``0-31:2/8`` (kernel: two of every eight) or ``0-31:2`` (taskset: every second).
+    """CPUs of a list such as ``0,4-11``, ``0-31:2/8`` (kernel: two of each eight) or ``0-31:2`` (taskset: each second).
 
     Empty text is the empty set, as in the kernel's own files.
 

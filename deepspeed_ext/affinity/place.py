@@ -127,28 +127,20 @@ class _Placer:
 
     def _make_room(self, rank: int, node: int) -> bool:
         """Move training cores off ``node``, this rank's own first, if its optimizer then fits there."""
-        slot = (node, self.needs[rank].optimizer_kind)
-        missing = self.needs[rank].optimizer - self.free[slot]
+        kind = self.needs[rank].optimizer_kind
         owners = [rank, *(other for other in reversed(self.needs) if other != rank)]
-        if missing > sum(self.training[owner][slot] for owner in owners):
+        missing = self.needs[rank].optimizer - self.free[node, kind]
+        room = sum(self.free[other, kind] for other in self.package_of if other != node)
+        if missing > min(room, sum(self.training[owner][node, kind] for owner in owners)):
             return False
-        moves = []
         for owner in owners:
-            elsewhere = [other for other in self._nodes(owner) if other != node]
-            for other in elsewhere:
-                # Same kind: what a rank may train on does not change by being moved.
-                room = self.free[other, slot[1]] - sum(count for _, target, count in moves if target == other)
-                still = self.training[owner][slot] - sum(count for who, _, count in moves if who == owner)
-                count = min(room, still, missing - sum(count for _, _, count in moves))
-                if count > 0:
-                    moves.append((owner, other, count))
-        if sum(count for _, _, count in moves) < missing:
-            return False
-        for owner, other, count in moves:
-            self.training[owner][slot] -= count
-            self.training[owner][other, slot[1]] += count
-            self.free[slot] += count
-            self.free[other, slot[1]] -= count
+            for other in (other for other in self._nodes(owner) if other != node):
+                count = min(missing, self.training[owner][node, kind], self.free[other, kind])
+                self.training[owner][node, kind] -= count
+                self.training[owner][other, kind] += count
+                self.free[node, kind] += count
+                self.free[other, kind] -= count
+                missing -= count
         return True
 
     def _cut(self) -> dict[int, Placement]:

@@ -61,7 +61,7 @@ class PlanRequest:
     optimizer_cores: int | None = None
     """Cores of a rank for its optimizer process; None: what PyTorch leaves."""
     separate: bool = True
-    """False where the optimizer runs in the trainer's own process: each rank then keeps its whole share in one piece."""
+    """False where the optimizer runs in the trainer's own process: each rank keeps its whole share in one piece."""
 
     def __post_init__(self) -> None:
         if self.pt_reserved_cores is not None:

@@ -64,9 +64,7 @@ def plan_svg(topology: Topology, plan: HostPlan) -> str:
     return "\n".join([head, _rect(0, 0, width, y, "#fff", "none"), *body, *legend, "</svg>\n"])
 
 
-def _core_box(
-    core: Core, x: float, top: float, owner: dict[int, tuple[int, str]], shared: set[int]
-) -> Iterator[str]:
+def _core_box(core: Core, x: float, top: float, owner: dict[int, tuple[int, str]], shared: set[int]) -> Iterator[str]:
     height = len(core.pus) * (CELL - 10) + 4
     yield _rect(x, top, CELL, height, "#f4f4f4", "#555")
     for row, cpu in enumerate(core.pus):
@@ -97,9 +95,7 @@ def _colour(rank: int, role: str) -> str:
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, stroke: str) -> str:
-    return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{stroke}"/>'
-    )
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{stroke}"/>'
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "middle", size: int = 11, colour: str = "#222") -> str:

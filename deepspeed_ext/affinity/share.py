@@ -53,14 +53,16 @@ def usable_cores(topology: Topology, allowed: frozenset[int]) -> dict[Core, tupl
 
 
 def home_node(topology: Topology, wanted: int | None, cores: Sequence[Core]) -> int:
-    """The node a rank should live on: its accelerator's, else the nearest that has cores, else where most of its are."""
+    """The node a rank should live on: its accelerator's, else the nearest with cores; unknown: where most of its are."""
     held = Counter(core.node for core in cores)
     if wanted is None:
         return min(held, key=lambda node: (-held[node], node))
     return min(held, key=lambda node: (topology.distance(wanted, node), node))
 
 
-def share_cores(topology: Topology, usable: Sequence[Iterable[Core]], accelerator_nodes: Sequence[int | None]) -> Sharing:
+def share_cores(
+    topology: Topology, usable: Sequence[Iterable[Core]], accelerator_nodes: Sequence[int | None]
+) -> Sharing:
     """Divide cores between ranks.
 
     Args:
@@ -157,9 +159,7 @@ def _draft(
     return held
 
 
-def _improving_path(
-    held: Mapping[ClassKey, Counter[int]], ranks: Ranks
-) -> list[tuple[ClassKey, int, int]] | None:
+def _improving_path(held: Mapping[ClassKey, Counter[int]], ranks: Ranks) -> list[tuple[ClassKey, int, int]] | None:
     """Moves (class, from, to) that make a poorer rank richer by one at the cost of one richer by two or more."""
     wealth = {rank: sum(counts[rank] for counts in held.values()) for rank in ranks}
     for poorest in sorted(ranks, key=lambda rank: (wealth[rank], rank)):

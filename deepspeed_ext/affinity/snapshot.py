@@ -9,7 +9,7 @@ _initial: frozenset[int] | None = None
 
 
 def take() -> None:
-    """Remember the mask of the calling thread, once, unless torch was imported first; never fails, costs microseconds."""
+    """Remember the mask of the calling thread, once, unless torch was imported first; costs microseconds."""
     global _initial
     if _initial is None and "torch" not in sys.modules and hasattr(os, "sched_getaffinity"):
         _initial = frozenset(os.sched_getaffinity(0))

@@ -16,7 +16,7 @@ from pathlib import Path
 from deepspeed_ext._errors import UnsupportedError
 from deepspeed_ext.affinity.tree import numbered, read_cpus, read_int, read_text
 
-__all__ = ["Core", "Topology", "flat_topology", "read_accelerator_node", "read_online", "read_topology"]
+__all__ = ["Core", "Topology", "flat_topology", "read_accelerator_node", "read_cache_bytes", "read_online", "read_topology"]
 
 # Two cores whose capacity or clock differ by less than this are of one kind (turbo bins, rounding).
 SAME_KIND_FRACTION = 0.10
@@ -148,7 +148,7 @@ def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[in
 def _read_nodes(
     base: Path, online: frozenset[int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, int]]:
-    """(node ids, distance rows, node of each CPU); one node 0 that holds everything where there is no node directory."""
+    """(node ids, distance rows, node of each CPU); node 0 holds everything where there is no node directory."""
     paths = dict(numbered(base, "node"))
     if not paths:
         return (), (), dict.fromkeys(online, 0)
@@ -156,7 +156,7 @@ def _read_nodes(
     for node, path in paths.items():
         for cpu in read_cpus(path, "cpulist", "cpumap") or ():
             node_of.setdefault(cpu, node)
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for path in paths.values():
         row = (read_text(path / "distance") or "").split()
         if len(row) != len(paths) or not all(value.isdecimal() for value in row):
@@ -184,6 +184,19 @@ def _read_cache(directory: Path) -> int:
         if level > best_level and shared and read_text(index / "type") != "Instruction":
             best_level, lowest = level, min(shared)
     return lowest
+
+
+def read_cache_bytes(root: Path | str = "/") -> int:
+    """Bytes of all last-level caches of the host; 0 where sysfs does not say."""
+    sizes: dict[tuple[int, frozenset[int]], int] = {}
+    for _, cpu in numbered(Path(root, "sys/devices/system/cpu"), "cpu"):
+        for _, index in numbered(cpu / "cache", "index"):
+            shared = read_cpus(index, "shared_cpu_list", "shared_cpu_map") or frozenset()
+            size = (read_text(index / "size") or "0").upper()
+            number = int(size.rstrip("KMG")) if size.rstrip("KMG").isdecimal() else 0
+            sizes[read_int(index / "level") or 0, shared] = number << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 def _read_kinds(root: Path, online: frozenset[int]) -> tuple[dict[int, int], frozenset[int]]:

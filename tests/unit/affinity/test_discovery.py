@@ -40,7 +40,9 @@ def test_cpu_lists_are_read_as_the_kernel_and_taskset_write_them(text: str, cpus
     assert parse_cpulist(format_cpulist(cpus)) == frozenset(cpus)
 
 
-@pytest.mark.parametrize("text", ["a", "1,,2", "3-1", "-1", "1-", "0-4294967295", "1:2", "0-7:0/4", "0-7:5/4", "0x3", "1 2"])
+@pytest.mark.parametrize(
+    "text", ["a", "1,,2", "3-1", "-1", "1-", "0-4294967295", "1:2", "0-7:0/4", "0-7:5/4", "0x3", "1 2"]
+)
 def test_malformed_cpu_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"CPU|range|group"):
         parse_cpulist(text)

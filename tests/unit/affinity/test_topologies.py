@@ -1,4 +1,4 @@
-"""The plans of known hosts: from the pure planner, and from the command line over their sysfs in old and new spelling."""
+"""The plans of known hosts: from the pure planner, and from the command line over their sysfs, old and new."""
 
 from __future__ import annotations
 
