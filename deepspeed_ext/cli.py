@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from deepspeed_ext._errors import DeepSpeedExtError
+from deepspeed_ext._errors import ConfigError, DeepSpeedExtError, UnsupportedError
 from deepspeed_ext._version import __version__
 
 __all__ = ["main"]
@@ -29,12 +29,21 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.name == "run":  # whatever the script raises is its own
+        return _run(parser, arguments)
     try:
         return arguments.command(arguments)
-    except (DeepSpeedExtError, ValueError) as error:
-        print(f"deepspeed-ext {arguments.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    except (ConfigError, UnsupportedError, ValueError) as error:
+        return _complain(arguments, error, EXIT_BAD_INPUT)
+    except (DeepSpeedExtError, OSError) as error:
+        return _complain(arguments, error, EXIT_PROBLEM)
+
+
+def _complain(arguments: argparse.Namespace, error: Exception, status: int) -> int:
+    print(f"deepspeed-ext {arguments.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,7 +120,6 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
-    run.set_defaults(command=_run)
 
 
 def _reserved_cores(text: str) -> int | float:
@@ -155,19 +163,21 @@ def _plan(arguments: argparse.Namespace) -> int:
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
     if arguments.svg:
-        _write(arguments.svg, plan_svg(host.topology, plan))
+        Path(arguments.svg).write_text(plan_svg(host.topology, plan))
     return 0
 
 
 def _tune(arguments: argparse.Namespace) -> int:
     from deepspeed_ext.affinity.tune import run_from_cli
 
-    return run_from_cli(arguments)
+    for text in run_from_cli(arguments):
+        print(text)
+    return 0
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if not Path(arguments.script).is_file():
-        raise ValueError(f"there is no script {arguments.script}")
+        parser.error(f"run: there is no script {arguments.script}")
     import deepspeed_ext  # takes the affinity snapshot, which must come before torch
 
     deepspeed_ext.enable()
@@ -175,13 +185,6 @@ def _run(arguments: argparse.Namespace) -> int:
     sys.path[0] = os.path.dirname(os.path.abspath(arguments.script))
     runpy.run_path(arguments.script, run_name="__main__")
     return 0
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ from pathlib import Path
 from deepspeed_ext._errors import UnsupportedError
 from deepspeed_ext.affinity.tree import numbered, read_cpus, read_int, read_text
 
-__all__ = ["Core", "Topology", "flat_topology", "read_accelerator_node", "read_cache_bytes", "read_online", "read_topology"]
+__all__ = [
+    "Core",
+    "Topology",
+    "flat_topology",
+    "read_accelerator_node",
+    "read_cache_bytes",
+    "read_online",
+    "read_topology",
+]
 
 # Two cores whose capacity or clock differ by less than this are of one kind (turbo bins, rounding).
 SAME_KIND_FRACTION = 0.10
