@@ -4,6 +4,7 @@ Each command imports what it needs when it runs: ``plan`` answers without import
 """
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
@@ -148,7 +149,8 @@ def _node(text: str) -> int | None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from deepspeed_ext import doctor
 
-    checks = doctor.examine()
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed's logger would otherwise write into the report
+        checks = doctor.examine()
     print(json.dumps(doctor.as_json(checks), indent=2) if arguments.json else doctor.as_text(checks))
     return EXIT_PROBLEM if any(check.status == "problem" for check in checks) else 0
 

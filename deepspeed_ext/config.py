@@ -7,7 +7,7 @@ never the string "auto", because DeepSpeed drops "auto" before it validates and 
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt
 
 from deepspeed_ext.affinity.plan import check_reserved_cores
 
@@ -15,7 +15,7 @@ __all__ = ["CoreBindingConfig", "FlattenTier", "ReservedCores", "ZeroFields", "i
 
 FlattenTier = Literal["accelerator", "distributed", "host"]
 
-ReservedCores = Annotated[int | float, Field(strict=True), AfterValidator(check_reserved_cores)]
+ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(check_reserved_cores)]
 """Cores to keep for PyTorch: an int is a count of at least 1, a float a fraction between 0 and 1, both excluded."""
 
 

@@ -53,7 +53,7 @@ def usable_cores(topology: Topology, allowed: frozenset[int]) -> dict[Core, tupl
 
 
 def home_node(topology: Topology, wanted: int | None, cores: Sequence[Core]) -> int:
-    """The node a rank should live on: its accelerator's, else the nearest with cores; unknown: where most of its are."""
+    """The node a rank should live on: its accelerator's, else the nearest with cores; unknown: where most are."""
     held = Counter(core.node for core in cores)
     if wanted is None:
         return min(held, key=lambda node: (-held[node], node))

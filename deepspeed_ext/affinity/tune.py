@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from deepspeed_ext._errors import DeepSpeedExtError, WorkerError
+from deepspeed_ext._errors import ConfigError, WorkerError
 from deepspeed_ext.affinity import accelerators, tuned
 from deepspeed_ext.affinity.cgroup import read_memory_limit_bytes, read_throttled_count
 from deepspeed_ext.affinity.host import HostFacts, read_host
@@ -79,8 +79,11 @@ def local_host(
 ) -> HostFacts:
     """This host with the given local ranks; by default one for each accelerator, next to it, and at least one."""
     if allowed or accelerator_nodes:
-        return read_host("/", allowed, accelerator_nodes)
-    number = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, accelerators.count())
+        host = read_host("/", allowed, accelerator_nodes)
+        if ranks not in (None, len(host.ranks)):
+            raise ConfigError(f"--ranks {ranks}, but --allowed or --gpu-node was given for {len(host.ranks)}")
+        return host
+    number = ranks or max(1, accelerators.count())
     host = read_host("/", None, [None] * number)
     found = []
     for rank in host.ranks:
@@ -378,7 +381,8 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
     """Tune as the command line asks; yields what to print.
 
     Raises:
-        DeepSpeedExtError: the input contradicts itself or nothing could be measured.
+        ConfigError: the arguments contradict each other or the host.
+        WorkerError: nothing could be measured.
     """
     from tqdm import tqdm
 

@@ -121,4 +121,8 @@ def main() -> None:
             request = connection.recv()
         except (EOFError, ConnectionError):
             return
-        connection.send(worker.move(request) if isinstance(request, Move) else worker.steps(request))
+        if isinstance(request, Move):
+            worker.move(request)
+            connection.send("moved")
+        else:
+            connection.send(worker.steps(request))

@@ -15,9 +15,9 @@ from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES
 from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.affinity.plan import RankPlan
 
-__all__ = ["WorkerPlace"]
+__all__ = ["WorkerPlace", "can_set_memory_policy"]
 
-MPOL_PREFERRED = 1
+MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "riscv64": 237}
 
 
@@ -93,3 +93,9 @@ def _prefer_memory_of(node: int) -> None:
     mask[node // bits] = 1 << node % bits
     # The kernel takes one bit less than the number it is told.
     ctypes.CDLL(None).syscall(number, MPOL_PREFERRED, mask, len(mask) * bits + 1)
+
+
+def can_set_memory_policy() -> bool:
+    """Whether the kernel lets this process choose where its memory lies; resets the policy to the default."""
+    number = SET_MEMPOLICY.get(platform.machine())
+    return number is not None and ctypes.CDLL(None).syscall(number, MPOL_DEFAULT, None, 0) == 0
