@@ -34,9 +34,7 @@ def test_takes_the_fastest_tier_that_fits(facts: FlattenFacts, reserve: float, f
     usable = facts.free_bytes - int(reserve * facts.total_bytes)
     for faster in TIERS[:chosen]:
         assert (
-            faster in failed
-            or required_bytes(faster, facts) > usable
-            or (faster == "distributed" and facts.ranks == 1)
+            faster in failed or required_bytes(faster, facts) > usable or (faster == "distributed" and facts.ranks == 1)
         )
 
 
