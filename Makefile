@@ -11,7 +11,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 TORCH_SPEC ?= torch==2.13.0
 # The first supported interpreter that can make virtual environments; PYTHON=/path/to/python3.12 names another.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3,$(if $(call usable,$(name)),$(name))))
-usable = $(filter yes,$(shell $(1) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 14) and print("yes")' 2>/dev/null))
+usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 14) and print("yes")' 2>/dev/null))
 # Ranks of `make train`: one an accelerator, or two on a machine without.
 RANKS ?= $(shell $(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)')
 MODE ?= zero2
