@@ -29,13 +29,13 @@ help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 train: $(VENV)/.stamp-package  ## train the example model (MODE=zero2 RANKS=2 ARGS="--steps 100 --resume")
-	deepspeed --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
+	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-dev  ## run the tests, a few minutes on two cores
-	python -m pytest -m "not full" $(ARGS)
+	python -m pytest $(ARGS)
 
 test-full: $(VENV)/.stamp-dev  ## run the tests with the whole matrix of settings
-	python -m pytest $(ARGS)
+	python -m pytest --full $(ARGS)
 
 test-gpu: $(VENV)/.stamp-dev  ## run the tests that need a GPU; skips, and says so, where there is none
 	python -m pytest -m gpu $(ARGS) || [ $$? -eq 5 ]  # 5: no test is marked gpu
@@ -53,7 +53,7 @@ bench: $(VENV)/.stamp-dev  ## measure against upstream DeepSpeed, side by side
 	for script in tests/perf/bench_*.py; do echo "== $$script"; python "$$script" $(ARGS); done
 
 docs: $(VENV)/.stamp-dev  ## write docs/config_reference.md and configs/schema.json from the config models
-	python -m deepspeed_ext._reference
+	python -m tools.config_reference
 
 clean:  ## remove .venv, build products and outputs
 	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

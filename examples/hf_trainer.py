@@ -8,9 +8,12 @@ Three lines are ours: `deepspeed_ext.enable()`, the extended config in `Training
 """
 
 import argparse
+import os
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from data import standard_library_text
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -23,6 +26,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.utils import is_torch_bf16_gpu_available
 
 import deepspeed_ext
 from deepspeed_ext.integrations.transformers import log_measurements
@@ -57,12 +61,12 @@ class StopAfter(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "hf.json", help="DeepSpeed config")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "hf", help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of the whole run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of the whole run")
     parser.add_argument("--stop-after", type=int, help="save and stop after this step, as if interrupted")
     parser.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, for comparison")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences a rank and micro-step")
@@ -72,10 +76,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if not args.config.is_file():
         parser.error(f"--config {args.config}: no such file")
     return args
+
+
+def accelerator_config() -> dict[str, bool]:
+    """Connect the ranks where there is no accelerator; Accelerate would take each of them for a run of its own."""
+    if torch.accelerator.is_available() or "LOCAL_RANK" not in os.environ:
+        return {}
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    return {"use_configured_state": True}
 
 
 def build_trainer(args: argparse.Namespace) -> Trainer:
@@ -89,11 +102,12 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
         warmup_steps=10,
         lr_scheduler_type="cosine",
         weight_decay=0.1,
-        bf16=True,
+        bf16=is_torch_bf16_gpu_available(),  # the Trainer refuses bf16 under DeepSpeed on a CPU
         logging_steps=args.log_every,
         logging_first_step=True,
         save_steps=args.steps,
         report_to="none",
+        accelerator_config=accelerator_config(),
     )
     text = standard_library_text()
     config = LlamaConfig(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def rotary_table(seq_len: int, head_dim: int, theta: float = 10_000.0) -> Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x1, x2) of a head by its angle. x: [batch, heads, seq, head_dim]; cos, sin: [seq, head_dim / 2]."""
+    """Turn each pair of a head by its angle. x: [batch, heads, seq, head_dim]; cos, sin: [seq, head_dim / 2]."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
@@ -42,7 +42,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq, dim = x.shape
         q, k, v = self.qkv(x).view(batch, seq, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        x = functional.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         return self.out(x.transpose(1, 2).reshape(batch, seq, dim))
 
 
@@ -57,7 +57,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -102,7 +102,7 @@ class LanguageModel(nn.Module):
         logits = self.head(self.norm(x))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -45,18 +45,18 @@ EVAL_BATCHES = 16
 PROMPT = b"def "
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_argument_group("run")
     run.add_argument("--mode", choices=MODES, default="zero2", help="which file of configs/ to train with")
     run.add_argument("--config", type=Path, help="another DeepSpeed config instead of the mode's")
     run.add_argument("--output", type=Path, help="folder of the run (default: outputs/MODE)")
     run.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
-    run.add_argument("--steps", type=int, default=500, help="optimizer steps of the whole run (default: %(default)s)")
+    run.add_argument("--steps", type=int, default=500, help="optimizer steps of the whole run")
     run.add_argument("--stop-after", type=int, help="save and stop after this step, as if interrupted")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, for comparison")
-    run.add_argument("--sample-bytes", type=int, default=240, help="length of the generated text (default: %(default)s)")
+    run.add_argument("--sample-bytes", type=int, default=240, help="length of the generated text")
     overrides = parser.add_argument_group("in place of the config's values")
     overrides.add_argument("--batch-size", type=int, help="sequences a rank and micro-step")
     overrides.add_argument("--grad-accum", type=int, help="micro-steps an optimizer step")
@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--heads", type=int, default=ModelConfig.num_heads)
     model.add_argument("--seq-len", type=int, default=ModelConfig.max_seq_len)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.dim % (2 * args.heads):
         parser.error(f"--dim {args.dim} must be divisible by twice --heads {args.heads}")
     if args.config is not None and not args.config.is_file():
@@ -134,10 +134,10 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 def train_step(engine: deepspeed.DeepSpeedEngine, text: ByteText, step: int, args: argparse.Namespace) -> float:
     """One optimizer step; returns the mean loss of its micro-batches over all ranks, nats a byte."""
-    micro_steps = engine.gradient_accumulation_steps()
+    micro_steps, batch_size = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     losses = []
     for micro_step in range(step * micro_steps, (step + 1) * micro_steps):
-        batch = text.batch(micro_step, dist.get_rank(), engine.train_micro_batch_size_per_gpu(), args.seq_len, args.seed)
+        batch = text.batch(micro_step, dist.get_rank(), batch_size, args.seq_len, args.seed)
         loss = engine(*(tensor.to(engine.device) for tensor in batch))
         engine.backward(loss)
         engine.step()
@@ -191,7 +191,7 @@ def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: ar
     if not run_file.is_file():
         raise SystemExit(f"--resume: no run in {args.output}; train without --resume first")
     before = json.loads(run_file.read_text())
-    changed = [f"{name}: was {before.get(name)}, is {value}" for name, value in settings.items() if before.get(name) != value]
+    changed = [f"{name}: was {before.get(name)}, is {now}" for name, now in settings.items() if before.get(name) != now]
     if changed:
         raise SystemExit(f"--resume: the run in {args.output} has other settings ({'; '.join(changed)})")
     path, client_state = engine.load_checkpoint(str(args.output))
@@ -209,19 +209,15 @@ def report_start(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def report_memory() -> None:
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    accelerator = get_accelerator()
-    device = "" if accelerator.device_name() == "cpu" else f", accelerator {accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
-    print(f"peak memory of rank 0: host {host / 2**20:,.0f} MiB{device}")
+    print(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
+    if get_accelerator().device_name() != "cpu":
+        print(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
 
 
-def main() -> None:
-    args = parse_args()
-    share_cores()
-    deepspeed.init_distributed()
+def run(args: argparse.Namespace) -> float:
+    """Train, save, evaluate and sample; needs the process group. Returns the held-out loss, nats a byte."""
     is_first_rank = dist.get_rank() == 0
     say = print if is_first_rank else lambda *_: None
-
     text = standard_library_text()
     engine = build_engine(args, load_config(args))
     settings = {**asdict(engine.module.config), "seed": args.seed, "steps": args.steps}
@@ -241,8 +237,17 @@ def main() -> None:
     say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {args.output / f'step{last}'}")
     if is_first_rank:
         report_memory()
-    say(f"a sample:\n{generate(engine, args)}" if args.sample_bytes else "")
+    if args.sample_bytes:
+        say(f"a sample:\n{generate(engine, args)}")
     engine.destroy()
+    return loss
+
+
+def main() -> None:
+    args = parse_args()
+    share_cores()
+    deepspeed.init_distributed()
+    run(args)
     dist.destroy_process_group()
 
 
