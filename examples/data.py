@@ -2,6 +2,7 @@
 
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def _windows(text: Tensor, index: int, rank: int, size: int, seq_len: int, seed:
     return window[:, :-1], window[:, 1:]
 
 
+@cache
 def standard_library_text() -> ByteText:
     """Read all ``.py`` files of the standard library, tests left out, in the order of their names."""
     root = Path(sysconfig.get_path("stdlib"))

@@ -13,6 +13,7 @@ import math
 import os
 import resource
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +40,9 @@ MODES = {
     "zero3_single_gather": "zero3_single_gather.json",
 }
 """What ``--mode`` may be, and its file in ``configs/``."""
+
+# DeepSpeed calls torch by a name that torch 2.13 calls old.
+warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
 
 WARMUP_STEPS = 20
 EVAL_BATCHES = 16
@@ -200,18 +204,13 @@ def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: ar
     return client_state["step"]
 
 
-def report_start(engine: deepspeed.DeepSpeedEngine) -> None:
-    for plan in getattr(engine.optimizer, "flatten_plans", ()):
-        print(f"flatten tier: {plan.tier} ({plan.reason})")
-    startup = getattr(engine.optimizer, "startup", None)
-    if startup is not None:
-        print(startup.table())
-
-
-def report_memory() -> None:
+def report(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Print memory and what the optimizer measured; how start-up went is in the log already."""
     print(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
     if get_accelerator().device_name() != "cpu":
         print(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
+    if hasattr(engine.optimizer, "measurements"):
+        print(*(f"{name}: {value:.4g}" for name, value in engine.optimizer.measurements().items()), sep="\n")
 
 
 def run(args: argparse.Namespace) -> float:
@@ -221,8 +220,6 @@ def run(args: argparse.Namespace) -> float:
     text = standard_library_text()
     engine = build_engine(args, load_config(args))
     settings = {**asdict(engine.module.config), "seed": args.seed, "steps": args.steps}
-    if is_first_rank:
-        report_start(engine)
     say(f"{sum(p.numel() for p in engine.module.parameters()):,} parameters, {len(text.train):,} bytes of text")
 
     first = resume(engine, settings, args) if args.resume else 0
@@ -236,7 +233,7 @@ def run(args: argparse.Namespace) -> float:
     loss = held_out_loss(engine, text, args)
     say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {args.output / f'step{last}'}")
     if is_first_rank:
-        report_memory()
+        report(engine)
     if args.sample_bytes:
         say(f"a sample:\n{generate(engine, args)}")
     engine.destroy()
