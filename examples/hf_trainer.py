@@ -129,14 +129,18 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
     )
 
 
-def main() -> None:
-    args = parse_args()
+def train(args: argparse.Namespace) -> Trainer:
     if not args.upstream:
-        deepspeed_ext.enable()
+        deepspeed_ext.enable()  # before TrainingArguments, which reads the config
     trainer = build_trainer(args)
     log_measurements(trainer)
     trainer.train(resume_from_checkpoint=args.resume)
-    trainer.save_state()
+    return trainer
+
+
+def main() -> None:
+    args = parse_args()
+    trainer = train(args)
     if trainer.is_world_process_zero():
         print(f"trained {trainer.state.global_step} steps; checkpoint in {args.output}")
     dist.destroy_process_group()
