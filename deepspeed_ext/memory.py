@@ -21,7 +21,7 @@ __all__ = [
     "available_host_bytes",
     "free_accelerator_bytes",
     "host_empty",
-    "is_host_buffer",
+    "is_host_storage",
     "is_out_of_memory",
     "total_accelerator_bytes",
 ]
@@ -127,6 +127,6 @@ def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
     return buffer
 
 
-def is_host_buffer(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` lies in a buffer made by `host_empty`; tells host from accelerator where both are the CPU."""
-    return tensor.untyped_storage()._cdata in _host_storages
+def is_host_storage(storage: torch.UntypedStorage) -> bool:
+    """Whether `storage` was made by `host_empty`; tells host from accelerator memory where both are the CPU's."""
+    return storage._cdata in _host_storages
