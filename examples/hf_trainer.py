@@ -11,10 +11,10 @@ import argparse
 import os
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from data import standard_library_text
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
@@ -84,7 +84,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def accelerator_config() -> dict[str, bool]:
     """Connect the ranks where there is no accelerator; Accelerate would take each of them for a run of its own."""
-    if torch.accelerator.is_available() or "LOCAL_RANK" not in os.environ:
+    if get_accelerator().device_name() != "cpu" or "LOCAL_RANK" not in os.environ:
         return {}
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
