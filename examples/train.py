@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import deepspeed
 import deepspeed.comm as dist
@@ -57,6 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--output", type=Path, help="folder of the run (default: outputs/MODE)")
     run.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     run.add_argument("--steps", type=int, default=500, help="optimizer steps of the whole run")
+    run.add_argument("--save-every", type=int, default=100, help="optimizer steps between two checkpoints")
     run.add_argument("--stop-after", type=int, help="save and stop after this step, as if interrupted")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, for comparison")
@@ -149,18 +150,34 @@ def train_step(engine: deepspeed.DeepSpeedEngine, text: ByteText, step: int, arg
     return mean_over_ranks(torch.stack(losses).mean())
 
 
+def save(engine: deepspeed.DeepSpeedEngine, step: int, args: argparse.Namespace) -> None:
+    engine.save_checkpoint(str(args.output), tag=f"step{step}", client_state={"step": step})
+
+
+def open_metrics(first: int, args: argparse.Namespace) -> TextIO:
+    """The file of metrics with the lines of steps before `first`; a file that swallows all on other ranks than 0."""
+    if dist.get_rank() != 0:
+        return open(os.devnull, "w")
+    path = args.output / "metrics.jsonl"
+    before = path.read_text().splitlines(keepends=True)[:first] if first else []
+    path.write_text("".join(before))
+    return path.open("a")
+
+
 def train(engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: int, args: argparse.Namespace) -> None:
-    """Run optimizer steps `first` to `last` - 1 and write a line of metrics for each."""
-    is_first_rank = dist.get_rank() == 0
+    """Run optimizer steps `first` to `last` - 1, write a line of metrics for each and save now and then."""
     tokens_per_step = engine.train_batch_size() * args.seq_len
-    with (args.output / "metrics.jsonl").open("a" if first else "w") if is_first_rank else open(os.devnull, "w") as log:
-        bar = tqdm(range(first, last), total=args.steps, initial=first, unit="step", disable=not is_first_rank)
+    bar = tqdm(range(first, last), total=args.steps, initial=first, unit="step", disable=dist.get_rank() != 0)
+    with open_metrics(first, args) as metrics:
         for step in bar:
             start = time.perf_counter()
             loss = train_step(engine, text, step, args)
             seconds = time.perf_counter() - start
             bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_step / seconds:,.0f} tokens/s")
-            log.write(json.dumps({"step": step, "loss": loss, "seconds": round(seconds, 4)}) + "\n")
+            metrics.write(json.dumps({"step": step, "loss": loss, "seconds": round(seconds, 4)}) + "\n")
+            if (step + 1) % args.save_every == 0 or step + 1 == last:
+                metrics.flush()
+                save(engine, step + 1, args)
 
 
 @torch.no_grad()
@@ -219,7 +236,7 @@ def run(args: argparse.Namespace) -> float:
     say = print if is_first_rank else lambda *_: None
     text = standard_library_text()
     engine = build_engine(args, load_config(args))
-    settings = {**asdict(engine.module.config), "seed": args.seed, "steps": args.steps}
+    settings = {**asdict(engine.module.config), "seed": args.seed}
     say(f"{sum(p.numel() for p in engine.module.parameters()):,} parameters, {len(text.train):,} bytes of text")
 
     first = resume(engine, settings, args) if args.resume else 0
@@ -227,11 +244,12 @@ def run(args: argparse.Namespace) -> float:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "run.json").write_text(json.dumps(settings, indent=2))
     last = min(args.steps, args.stop_after or args.steps)
+    if first >= last:
+        say(f"trained {first} steps already; --steps {first + 100} trains on")
     train(engine, text, first, last, args)
-    engine.save_checkpoint(str(args.output), tag=f"step{last}", client_state={"step": last})
 
     loss = held_out_loss(engine, text, args)
-    say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {args.output / f'step{last}'}")
+    say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {args.output / f'step{max(first, last)}'}")
     if is_first_rank:
         report(engine)
     if args.sample_bytes:
