@@ -60,6 +60,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed:PipelineEngine": None,
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer": None,
     "deepspeed.runtime.engine:DeepSpeedEngine._configure_zero_optimizer": ("self", "optimizer"),
+    "deepspeed.runtime.engine:DeepSpeedEngine._configure_optimizer": ("self", "client_optimizer", "model_parameters"),
     "deepspeed.runtime.engine:DeepSpeedEngine.zero_optimization_stage": ("self",),
     "deepspeed.runtime.engine:DeepSpeedEngine.is_sanity_checks_enabled": ("self",),
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig.__init__": None,

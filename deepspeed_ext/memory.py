@@ -8,6 +8,7 @@ control group's limit.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from deepspeed_ext._upstream import get_accelerator
 __all__ = [
     "accelerator_empty",
     "available_host_bytes",
+    "can_page_lock",
     "free_accelerator_bytes",
     "host_empty",
     "is_host_storage",
@@ -125,6 +127,13 @@ def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
     _host_storages.add(key)
     weakref.finalize(buffer.untyped_storage(), _host_storages.discard, key)
     return buffer
+
+
+@functools.cache
+def can_page_lock() -> bool:
+    """Whether the accelerator really page-locks host memory; on the CPU accelerator it usually has no need to."""
+    accelerator = get_accelerator()
+    return bool(accelerator.is_pinned(accelerator.pin_empty(1, dtype=torch.uint8)))
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:

@@ -3,13 +3,15 @@
     python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--repeats 5] [--offload] [--device cpu|accelerator]
 
 Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating between variants.
-Peak bytes of accelerator memory during flattening: on the CPU from a byte-exact meter in separate, untimed turns, on an
-accelerator from its allocator. They are relative to P, the bytes of the parameters.
+Peak bytes of accelerator memory, relative to P, the bytes of the parameters: of the whole construction by the
+accelerator's allocator; where the CPU is the accelerator, of the flattening alone by a byte-exact meter in separate,
+untimed turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import time
 from contextlib import ExitStack
@@ -18,11 +20,15 @@ from unittest.mock import patch
 
 import deepspeed
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 import deepspeed_ext
+from deepspeed_ext.engine import Engine
+from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from tests.perf import report
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
@@ -60,48 +66,64 @@ def config(variant: str, offload: bool) -> dict[str, Any]:
     }
 
 
-class OptimizerClock:
-    """Wraps the engine's construction of its ZeRO optimizer and keeps what it took."""
+class Clock:
+    """Stands in for two of DeepSpeed's methods and keeps what the construction of the optimizer took.
+
+    Args:
+        meter: on the CPU, meters the flattening alone; without it an accelerator's allocator gives the peak.
+    """
 
     def __init__(self, meter: LiveBytes | None) -> None:
         self.meter = meter
         self.seconds = self.cpu_seconds = 0.0
         self.peak_bytes = 0
-        self._original = deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer
 
-    def wrapper(self) -> Any:
-        def configure(engine: Any, optimizer: Any) -> Any:
+    def around(self, original: Any) -> Any:
+        """A method that times `original`, the engine's construction of its ZeRO optimizer."""
+
+        def method(engine: Any, optimizer: Any) -> Any:
             accelerator = get_accelerator()
             accelerator.synchronize()
             accelerator.reset_peak_memory_stats()
             dist.barrier()
-            with ExitStack() as stack:
-                if self.meter is not None:
-                    self.meter.watch(*engine.module.parameters())
-                    stack.enter_context(self.meter)
-                wall, cpu = time.perf_counter(), time.process_time()
-                result = self._original(engine, optimizer)
-                accelerator.synchronize()
-                self.seconds, self.cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+            wall, cpu = time.perf_counter(), time.process_time()
+            result = original(engine, optimizer)
+            accelerator.synchronize()
+            self.seconds, self.cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
             self.peak_bytes = self.meter.peak["accelerator"] if self.meter else accelerator.max_memory_allocated()
             return result
 
-        return configure
+        return functools.wraps(original)(method)
+
+    def metered(self, original: Any) -> Any:
+        """A method that meters `original`, the flattening of a group."""
+
+        def method(optimizer: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.meter is None:
+                return original(optimizer, tensors, *args, **kwargs)
+            self.meter.watch(*tensors)
+            with self.meter:
+                return original(optimizer, tensors, *args, **kwargs)
+
+        return functools.wraps(original)(method)
 
 
 def one_turn(variant: str, millions: int, offload: bool, metered: bool) -> dict[str, float]:
     model = Blocks(millions)
-    clock = OptimizerClock(LiveBytes() if metered else None)
-    initialize = deepspeed.initialize if variant.startswith("upstream") else deepspeed_ext.initialize
+    clock = Clock(LiveBytes() if metered else None)
+    ours = not variant.startswith("upstream")
+    engine_class, optimizer_class = (Engine, ZeroOptimizer) if ours else (DeepSpeedEngine, DeepSpeedZeroOptimizer)
+    methods = [(engine_class, "_configure_zero_optimizer", clock.around)]
+    methods.append((optimizer_class, "flatten_dense_tensors_aligned", clock.metered))
     with ExitStack() as stack:
-        stack.enter_context(
-            patch.object(deepspeed.runtime.engine.DeepSpeedEngine, "_configure_zero_optimizer", clock.wrapper())
-        )
+        for owner, name, wrap in methods:
+            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         if variant == "upstream host path":
             stack.enter_context(patch.object(type(get_accelerator()), "available_memory", lambda *_: 0))
+        initialize = deepspeed_ext.initialize if ours else deepspeed.initialize
         engine = initialize(model=model, model_parameters=model.parameters(), config=config(variant, offload))[0]
     flatten = 0.0
-    if not variant.startswith("upstream"):
+    if ours:
         flatten = engine.optimizer.measurements()["flatten_seconds"]
     parameter_bytes = sum(flat.nbytes for flat in engine.optimizer.bit16_groups_flat)
     engine.destroy()

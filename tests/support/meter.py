@@ -22,13 +22,13 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: bytes alive now, by kind ("accelerator" or "host").
-        peak: largest value of each since the meter started or since `reset_peak`.
+        peak: largest value of each, and of their sum ("total"), since the meter started or since `reset_peak`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = {"accelerator": 0, "host": 0}
-        self.peak = {"accelerator": 0, "host": 0}
+        self.peak = {"accelerator": 0, "host": 0, "total": 0}
         self._sizes: dict[int, tuple[str, int]] = {}
         self._fresh: list[tuple[int, weakref.ref]] = []
 
@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self._settle()
-        self.peak = dict(self.live)
+        self.peak = self.live | {"total": sum(self.live.values())}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
                 self.live["accelerator"] -= nbytes
                 self.live["host"] += nbytes
         self._fresh.clear()
-        for kind, nbytes in self.live.items():
+        for kind, nbytes in (self.live | {"total": sum(self.live.values())}).items():
             self.peak[kind] = max(self.peak[kind], nbytes)
 
     def _forget(self, key: int) -> None:

@@ -125,15 +125,28 @@ def test_auto_means_not_given() -> None:
     assert ZeroConfig(flatten_tier="auto", flatten_reserve_fraction="auto") == ZeroConfig()
 
 
-def warnings_body(stage: int, zero: dict[str, Any]) -> list[str]:
+def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    config = base_config(stage, torch.bfloat16) | other
+    config["zero_optimization"] |= zero
+    model = OddModel()
     with patch("deepspeed_ext.engine.logger.warning") as warning:
-        initialize(deepspeed_ext.initialize, zero, stage)
+        deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
     return [call.args[0] for call in warning.call_args_list]
 
 
-def test_a_setting_without_effect_warns_on_rank_0_only() -> None:
-    on_rank_0, on_rank_1 = run_ranks(2, warnings_body, 2, {"stage3_allgather_single_param": True})
-    assert on_rank_0 == ["zero_optimization.stage3_allgather_single_param has no effect at ZeRO stage 2"]
+@pytest.mark.parametrize(
+    ("stage", "zero", "other", "says"),
+    [
+        (2, {"stage3_allgather_single_param": True}, {}, "ZeRO stage 2 with ZeroOptimizer"),
+        (0, {"flatten_tier": "host"}, {}, "ZeRO stage 0 with FP16_UnfusedOptimizer"),
+        (1, {"flatten_tier": "host"}, {"data_types": {"grad_accum_dtype": "fp32"}}, "ZeRO stage 1 with BF16_Optimizer"),
+    ],
+)
+def test_a_setting_without_effect_warns_on_rank_0_only(
+    stage: int, zero: dict[str, Any], other: dict[str, Any], says: str
+) -> None:
+    on_rank_0, on_rank_1 = run_ranks(2, warnings_body, stage, zero, other)
+    assert on_rank_0 == [f"zero_optimization.{next(iter(zero))} has no effect: this run uses {says}"]
     assert on_rank_1 == []
 
 
