@@ -18,8 +18,9 @@ MODE ?= zero2
 ARGS ?=
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# DeepSpeed compiles its operators with the ninja of .venv.
+# DeepSpeed compiles its operators with the ninja of .venv, and they belong to the torch that is there.
 export PATH := $(BIN):$(PATH)
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
@@ -31,10 +32,10 @@ help:  ## list the commands
 train: $(VENV)/.stamp-package  ## train the example model (MODE=zero2 RANKS=2 ARGS="--steps 100 --resume")
 	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
-test: $(VENV)/.stamp-dev  ## run the tests, a few minutes on two cores
+test: $(VENV)/.stamp-operators  ## run the tests, a few minutes on two cores
 	python -m pytest $(ARGS)
 
-test-full: $(VENV)/.stamp-dev  ## run the tests with the whole matrix of settings
+test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
 	python -m pytest --full $(ARGS)
 
 test-gpu: $(VENV)/.stamp-dev  ## run the tests that need a GPU; skips, and says so, where there is none
@@ -49,7 +50,7 @@ format: $(VENV)/.stamp-dev  ## put the code into its standard form
 	ruff check --fix .
 	ruff format .
 
-bench: $(VENV)/.stamp-dev  ## measure against upstream DeepSpeed, side by side
+bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed, side by side
 	for file in tests/perf/bench_*.py; do python -m "tests.perf.$$(basename "$$file" .py)" $(ARGS); done
 
 docs: $(VENV)/.stamp-dev  ## write docs/config_reference.md and configs/schema.json from the config models
@@ -89,3 +90,8 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
 	@echo "Installing deepspeed_ext, DeepSpeed, transformers and the tools for tests and types into $(VENV)"
 	@$(PIP) --no-build-isolation --editable '.[transformers,plots,dev]'
 	@touch $(VENV)/.stamp-package $@
+
+$(VENV)/.stamp-operators: $(VENV)/.stamp-dev
+	@echo "Compiling DeepSpeed's CPU operators into $(VENV) (a minute, once)"
+	@DS_ACCELERATOR=cpu python -m tools.build_operators >/dev/null
+	@touch $@

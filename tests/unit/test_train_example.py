@@ -38,6 +38,8 @@ def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path
     mode_flag = ("--mode", mode)
     held_out = run_ranks(2, train, str(tmp_path / "whole"), *mode_flag)
     run_ranks(2, train, str(tmp_path / "parts"), *mode_flag, "--stop-after", "3")
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "loss": 99.0}\n')  # a step that was trained but not saved
     held_out_resumed = run_ranks(2, train, str(tmp_path / "parts"), *mode_flag, "--resume")
     held_out_upstream = run_ranks(2, train, str(tmp_path / "upstream"), *mode_flag, "--upstream")
 
