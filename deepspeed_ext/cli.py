@@ -77,7 +77,10 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="cores of a rank kept for PyTorch: a count, or a fraction between 0 and 1 [0.5]",
     )
     plan.add_argument(
-        "--optimizer-cores", metavar="K", type=_positive, help="cores of a rank for its optimizer [the rest]"
+        "--optimizer-cores",
+        metavar="K",
+        type=_positive,
+        help="cores of a rank for its optimizer [as tuned here, else the rest]",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--svg", metavar="FILE", help="also draw the plan")
@@ -156,12 +159,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from deepspeed_ext.affinity import tuned
     from deepspeed_ext.affinity.host import read_host
     from deepspeed_ext.affinity.plan import PlanRequest, plan_host
     from deepspeed_ext.affinity.report import plan_svg, plan_text
 
     host = read_host(arguments.root, arguments.allowed, arguments.gpu_node)
-    request = PlanRequest(arguments.pt_reserved_cores, arguments.optimizer_cores)
+    optimizer_cores = arguments.optimizer_cores
+    if optimizer_cores is None and arguments.pt_reserved_cores is None and arguments.root == "/":
+        optimizer_cores = tuned.load_all().get(tuned.Fingerprint.of(host.topology, host.ranks).key)
+    request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores)
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
     if arguments.svg:
