@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, require_same_plan
-from deepspeed_ext._logging import log_once, logger
+from deepspeed_ext._logging import log_once, logger, warn_once
 from deepspeed_ext._upstream import (
     ParameterStatus,
     PartitionedParameter,
@@ -32,7 +32,7 @@ from deepspeed_ext.gather.plan import GatherPlan, ParameterFacts, plan_gather
 
 __all__ = ["SingleParameterGather", "attach", "detach"]
 
-UNGROUPED_MIN_NUMEL = 65536
+UNGROUPED_MIN_NUMEL = 262144
 """Where a backend cannot group launches, smaller parameters share a bucket; measured, docs/single_param_gather.md."""
 
 
@@ -111,13 +111,13 @@ def _mark_in_flight(params: Sequence[PartitionedParameter]) -> None:
         param.ds_status = ParameterStatus.INFLIGHT
 
 
-def attach(module: torch.nn.Module, settings: ZeroFields, ranks: RankGroup) -> SingleParameterGather | None:
+def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleParameterGather | None:
     """Let the parameters of `module` be gathered singly, if `settings` ask for it; otherwise as upstream does.
 
     Args:
         module: a model all of whose parameters are partitioned.
         settings: the fields of the config that belong to deepspeed_ext.
-        ranks: all ranks of the model, for the comparison of plans.
+        group: the process group of all ranks that hold a part of the model.
 
     Returns:
         The gather in charge, or None where upstream's is.
@@ -127,8 +127,13 @@ def attach(module: torch.nn.Module, settings: ZeroFields, ranks: RankGroup) -> S
     """
     detach(module)
     if not settings.stage3_allgather_single_param:
+        if settings.stage3_single_param_min_numel is not None:
+            warn_once(
+                "zero_optimization.stage3_single_param_min_numel does nothing: stage3_allgather_single_param is off"
+            )
         return None
-    params = list(module.parameters())
+    ranks = RankGroup.of(group, torch.device(get_accelerator().current_device_name()))
+    params: list[PartitionedParameter] = list(module.parameters())
     grouped = can_group(ranks)
     plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
     require_same_plan("the all-gather of single parameters", plan, ranks)

@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._logging import logger
-from deepspeed_ext._upstream import ParameterStatus, dist
+from deepspeed_ext._upstream import ParameterStatus, PartitionedParameter, dist
 
 __all__ = ["Arrival", "GatherHandle", "can_group", "gather_singles", "gather_together"]
 
@@ -41,7 +41,7 @@ class Arrival:
         storage: set at launch: the parameter's elements, 1-D without padding, valid once the work is done.
     """
 
-    parameter: torch.nn.Parameter
+    parameter: PartitionedParameter
     partition: torch.Tensor
     dtype: torch.dtype
     storage: torch.Tensor | None = None
