@@ -21,7 +21,7 @@ setup(
     package_data={"deepspeed_ext": ["py.typed"]},
     install_requires=[
         "torch>=2.4",
-        "deepspeed>=0.19,<0.20",
+        "deepspeed>=0.19.8,<0.20",
         "psutil>=5.9",
         "pydantic>=2.5",
         "tqdm",

@@ -24,6 +24,8 @@ from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 
+ZERO_STAGE_WEIGHTS = 3
+
 __all__ = ["Engine", "HybridEngine", "PipeEngine", "ZeroConfig"]
 
 
@@ -87,17 +89,24 @@ class Engine(DeepSpeedEngine):
 
     parameter_gather: SingleParameterGather | None = None
 
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        settings = self._config.zero_config
+        if isinstance(settings, ZeroConfig) and dist.get_rank() == 0:
+            stage = int(self.zero_optimization_stage())
+            where = f"ZeRO stage {stage} with {type(self.optimizer).__name__}"
+            flattens = isinstance(self.optimizer, ZeroOptimizer)
+            for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
+                logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
+
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         settings = self._config.zero_config
         if not isinstance(settings, ZeroConfig):  # parsed while the extension was off
             return super()._configure_zero_optimizer(optimizer)
-        stage = int(self.zero_optimization_stage())
-        for field in idle_fields(settings, stage) if dist.get_rank() == 0 else ():
-            logger.warning(f"zero_optimization.{field} has no effect at ZeRO stage {stage}")
         stage_1_and_2 = partial(ZeroOptimizer, settings=settings, check_replicas=self.is_sanity_checks_enabled())
         with swapped(optimizer_class(stage_1_and_2)):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
-        if stage == 3:
+        if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             self.parameter_gather = all_gather.attach(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
 

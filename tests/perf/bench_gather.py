@@ -1,22 +1,22 @@
 """ZeRO-3 all-gather: upstream's coalesced path, upstream's sequential path and ours, side by side in one run.
 
-    python -m tests.perf.bench_gather --world-size 2 --sizes tiny small medium large --rounds 9
+    python -m tests.perf.bench_gather --ranks 2 3 --sizes tiny small medium large
 
 Every variant is its own engine; the engines take turns (A B C A B C ...), so that a slow moment of the machine hits
 all of them. Every parameter is gathered for every use (no persistence, no reuse) and two blocks are prefetched.
 
-Columns: median seconds of a step (forward, backward, optimizer) and its ratio to upstream's coalesced path; live bytes
-at the peak of fetching one block, over the bytes of that block; peak of live bytes above rest in a forward pass
-without gradients; collectives of that forward pass. Bytes are counted by `tests.support.meter` (on an accelerator by
+Columns: milliseconds of a step (forward, backward, optimizer; the slowest rank), its ratio to upstream's coalesced path;
+live bytes at the peak of fetching one block, over the bytes of that block; peak of live bytes above rest in forward and
+backward; collectives that gathered parameters there. Bytes are counted by `tests.support.meter` (on an accelerator by
 its allocator); what a backend allocates inside itself is not in them.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
-import platform
-import statistics
+import importlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import deepspeed_ext
+from tests.perf import report
 from tests.support.collectives import Collectives
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -75,7 +76,6 @@ class Measured:
     fetch_ratio: float = 0.0
     peak_bytes: int = 0
     num_gathers: int = 0
-    names: str = ""
 
 
 def build(width: int, num_blocks: int, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
@@ -152,63 +152,73 @@ def measure_memory(engine: Any, batch: torch.Tensor, measured: Measured) -> None
     with Collectives() as collectives:
         engine.backward(engine(batch))
     measured.num_gathers = sum("gather" in name or name == "allreduce_" for name in collectives.names)
-    measured.names = str(__import__("collections").Counter(collectives.names))
     engine.step()
 
 
-def body(width: int, num_blocks: int, dtype: torch.dtype, rounds: int, steps: int) -> dict[str, Measured]:
-    device = get_accelerator().current_device_name()
-    batch = torch.randn(4, width, device=device, dtype=dtype)
-    engines = {name: build(width, num_blocks, dtype, fields) for name, fields in VARIANTS.items()}
+def body(size: str, dtype: str, repeats: int, steps: int, min_numel: int | None) -> dict[str, Measured]:
+    width, num_blocks = SIZES[size]
+    torch_dtype = getattr(torch, dtype)
+    batch = torch.randn(4, width, device=get_accelerator().current_device_name(), dtype=torch_dtype)
+    variants = copy.deepcopy(VARIANTS)
+    if min_numel is not None:
+        variants["ours"]["stage3_single_param_min_numel"] = min_numel
+    engines = {name: build(width, num_blocks, torch_dtype, fields) for name, fields in variants.items()}
     results = {name: Measured() for name in VARIANTS}
-    for engine in engines.values():
-        for _ in range(3):
-            step_seconds(engine, batch)
-    for _ in range(rounds):
-        for name, engine in engines.items():
-            results[name].step_seconds += [step_seconds(engine, batch) for _ in range(steps)]
+    for turn, name in report.alternate(list(VARIANTS), repeats):
+        seconds = [step_seconds(engines[name], batch) for _ in range(steps)]
+        if turn >= 0:
+            results[name].step_seconds += seconds
     for name, engine in engines.items():
         measure_memory(engine, batch, results[name])
         engine.destroy()
     return results
 
 
-def table(world_size: int, size: str, per_rank: list[dict[str, Measured]]) -> None:
-    slowest = {name: [max(seconds) for seconds in zip(*(r[name].step_seconds for r in per_rank))] for name in VARIANTS}
-    base = statistics.median(slowest["upstream coalesced"])
-    for name in VARIANTS:
-        median = statistics.median(slowest[name])
-        worst = max((ranks[name] for ranks in per_rank), key=lambda m: m.peak_bytes)
-        print(
-            f"| {world_size} | {size} | {name} | {median * 1e3:.1f} | {median / base:.3f} | {worst.fetch_ratio:.3f} | "
-            f"{worst.peak_bytes / 2**20:.2f} | {worst.num_gathers} | {worst.names}",
-            flush=True,
-        )
+def table_row(name: str, per_rank: list[dict[str, Measured]]) -> dict[str, Any]:
+    """One variant over all ranks: a step lasts as long as its slowest rank."""
+    steps = zip(*(ranks[name].step_seconds for ranks in per_rank), strict=True)
+    worst = max((ranks[name] for ranks in per_rank), key=lambda measured: measured.peak_bytes)
+    return {
+        "variant": name,
+        "step ms": report.summary([1e3 * max(step) for step in steps]),
+        "fetch peak / bytes": worst.fetch_ratio,
+        "step peak MiB": worst.peak_bytes / 2**20,
+        "gathers": worst.num_gathers,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-size", type=int, nargs="+", default=[2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
-    parser.add_argument("--device", default="cpu", help="device of the ranks: cpu, or the name of an accelerator")
-    options = parser.parse_args()
-    from tests.perf import bench_gather  # the ranks find the body by its module's name, which is not __main__
-
-    print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, {platform.processor() or platform.machine()}")
-    print("| ranks | size | variant | step ms | ratio | fetch peak / bytes | forward peak MiB | collectives |")
-    print("|---|---|---|---|---|---|---|---|")
-    for world_size in options.world_size:
-        for size in options.sizes:
-            width, num_blocks = SIZES[size]
-            arguments = (width, num_blocks, getattr(torch, options.dtype), options.rounds, options.steps)
-            table(
-                world_size,
-                size,
-                run_ranks(world_size, bench_gather.body, *arguments, device=options.device, timeout_seconds=900),
-            )
+    parser.add_argument("--min-numel", type=int, help="stage3_single_param_min_numel (default: ours)")
+    parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
+    args = parser.parse_args()
+    ranks_body = importlib.import_module("tests.perf.bench_gather").body  # found by its module's name in the ranks
+    rows: list[dict[str, Any]] = []
+    for num_ranks in args.ranks:
+        for size in args.sizes:
+            arguments = (size, args.dtype, args.repeats, args.steps, args.min_numel)
+            per_rank = run_ranks(num_ranks, ranks_body, *arguments, device=args.device, timeout_seconds=1500)
+            group = [{"ranks": num_ranks, "size": size, **table_row(name, per_rank)} for name in VARIANTS]
+            for row in group:
+                row["ratio"] = row["step ms"]["median"] / group[0]["step ms"]["median"]
+            rows += group
+    columns = {
+        "ranks": "d",
+        "size": "",
+        "variant": "",
+        "step ms": lambda value: f"{value['median']:.1f} ({value['min']:.1f} to {value['max']:.1f})",
+        "ratio": ".3f",
+        "fetch peak / bytes": ".3f",
+        "step peak MiB": ".2f",
+        "gathers": "d",
+    }
+    print(report.table(rows, columns))
+    print(f"\nwritten to {report.write('gather', vars(args), rows)}")
 
 
 if __name__ == "__main__":
