@@ -5,7 +5,7 @@
 Every variant is its own engine; the engines take turns (A B C A B C ...), so that a slow moment of the machine hits
 all of them. Every parameter is gathered for every use (no persistence, no reuse) and two blocks are prefetched.
 
-Columns: milliseconds of a step (forward, backward, optimizer; the slowest rank), its ratio to upstream's coalesced path;
+Columns: milliseconds of a step (forward, backward, optimizer; slowest rank), its ratio to upstream's coalesced path;
 live bytes at the peak of fetching one block, over the bytes of that block; peak of live bytes above rest in forward and
 backward; collectives that gathered parameters there. Bytes are counted by `tests.support.meter` (on an accelerator by
 its allocator); what a backend allocates inside itself is not in them.
