@@ -104,11 +104,12 @@ def gather_singles(arrivals: Sequence[Arrival], ranks: RankGroup, grouped: bool)
     pairs = [_output_and_input(arrival, ranks) for arrival in arrivals]
     if not grouped or len(pairs) == 1:
         return [dist.allgather_fn(output, part, group=ranks.group, async_op=True) for output, part in pairs]
-    # torch's own interface: deepspeed.comm.all_gather_coalesced returns a work that cannot be waited for
+    # torch's own interface, because deepspeed.comm.all_gather_coalesced returns a work that cannot be waited for; as
+    # bytes, because not every backend takes several dtypes in one launch
     manager: Any
     with torch.distributed._coalescing_manager(group=ranks.group, async_ops=True) as manager:
         for output, part in pairs:
-            _all_gather_single(output, part, group=ranks.group, async_op=True)
+            _all_gather_single(output.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True)
     return [manager]
 
 
