@@ -20,7 +20,7 @@ setup(
     packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
     package_data={"deepspeed_ext": ["py.typed"]},
     install_requires=[
-        "torch>=2.4",
+        "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",
         "psutil>=5.9",
         "pydantic>=2.5",
