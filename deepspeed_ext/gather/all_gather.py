@@ -10,6 +10,7 @@ each parameter straight into its own storage.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -137,8 +138,7 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
     grouped = can_group(ranks)
     plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
     require_same_plan("the all-gather of single parameters", plan, ranks)
-    for reason in sorted(set(plan.reasons.values())):
-        count = sum(reason == other for other in plan.reasons.values())
+    for reason, count in Counter(plan.reasons.values()).items() if dist.get_rank() == 0 else ():
         log_once(logging.INFO, f"{count} of {len(params)} parameters keep upstream's all-gather: {reason}")
     if plan.leaves_all_to_upstream:
         return None

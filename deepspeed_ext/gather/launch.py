@@ -140,11 +140,14 @@ def gather_together(arrivals: Sequence[Arrival], ranks: RankGroup) -> Work:
         nbytes = arrival.parameter.ds_numel * arrival.dtype.itemsize
         offsets.append(offsets[-1] + -(-nbytes // _SEGMENT_BYTES) * _SEGMENT_BYTES)
     bucket = torch.zeros(offsets[-1], dtype=torch.uint8, device=ranks.device)
+    typed = {dtype: bucket.view(dtype) for dtype in {arrival.dtype for arrival in arrivals}}
     for arrival, offset in zip(arrivals, offsets, strict=False):
+        first = offset // arrival.dtype.itemsize
         numel, part_numel = arrival.parameter.ds_numel, arrival.partition.numel()
-        arrival.storage = bucket.narrow(0, offset, numel * arrival.dtype.itemsize).view(arrival.dtype)
+        arrival.storage = typed[arrival.dtype].narrow(0, first, numel)
         start = part_numel * ranks.rank
-        valid = min(part_numel, numel - start)
+        valid = min(part_numel, numel - start)  # without the padding of the last ranks
         if valid > 0:
-            arrival.storage.narrow(0, start, valid).copy_(arrival.partition.narrow(0, 0, valid))
+            part = arrival.partition if valid == part_numel else arrival.partition.narrow(0, 0, valid)
+            typed[arrival.dtype].narrow(0, first + start, valid).copy_(part)
     return dist.all_reduce(bucket.view(torch.int64), group=ranks.group, async_op=True)

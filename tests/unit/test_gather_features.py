@@ -13,6 +13,7 @@ from deepspeed import comm as dist
 import deepspeed_ext
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError, PlanMismatchError
+from deepspeed_ext._upstream import OffloadDeviceEnum
 from deepspeed_ext.engine import ZeroConfig
 from deepspeed_ext.gather.all_gather import SingleParameterGather, attach, detach
 from deepspeed_ext.gather.launch import Arrival, gather_singles, gather_together
@@ -173,6 +174,28 @@ def test_what_is_left_to_upstream_shares_its_coalesced_gather() -> None:
     for names, modes in run_ranks(2, fallback_body):
         assert modes["upstream"] == 2
         assert names == ["_allgather_base_"] * (modes["single"] + 1)
+
+
+def reasons_body() -> list[list[str]]:
+    model = engine_for({}).module
+    group = dist.get_world_group()
+    found = []
+    parameters = list(model.parameters())
+    parameters[0].ds_tensor.final_location = OffloadDeviceEnum.nvme
+    parameters[1].ds_tensor.ds_quant_scale = torch.ones(1)
+    gather = attach(model, ZeroConfig(**OURS), group)
+    assert gather is not None
+    found.append([gather.plan.reasons[p.ds_id].split()[-1] for p in parameters[:2]])
+    found.append([str(len(gather.plan.reasons))])
+    assert attach(model, ZeroConfig(**OURS, zero_quantized_weights=True), group) is None
+    assert not any(isinstance(p.all_gather_coalesced, SingleParameterGather) for p in parameters)
+    return found
+
+
+def test_nvme_and_quantized_parameters_are_left_to_upstream_for_a_reason() -> None:
+    for reasons, count in run_ranks(2, reasons_body):
+        assert reasons == ["in", "case"]
+        assert count == ["2"]
 
 
 def off_body() -> None:

@@ -1,4 +1,4 @@
-"""Single-parameter gather under the Hugging Face Trainer, which makes the model under ``zero.Init`` before the engine."""
+"""Single-parameter gather under the Hugging Face Trainer, which makes the model under ``zero.Init`` first."""
 
 from __future__ import annotations
 
