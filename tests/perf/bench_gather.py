@@ -6,9 +6,9 @@ Every variant is its own engine; the engines take turns (A B C A B C ...), so th
 all of them. Every parameter is gathered for every use (no persistence, no reuse) and two blocks are prefetched.
 
 Columns: milliseconds of a step (forward, backward, optimizer; slowest rank), its ratio to upstream's coalesced path;
-live bytes at the peak of fetching one block, over the bytes of that block; peak of live bytes above rest in forward and
-backward; collectives that gathered parameters there. Bytes are counted by `tests.support.meter` (on an accelerator by
-its allocator); what a backend allocates inside itself is not in them.
+live bytes at the peak of fetching one block, over the bytes of that block; peak of live bytes above rest in the forward
+pass of a training step; collectives that gathered parameters in forward and backward. Bytes are counted by
+`tests.support.meter` (on an accelerator by its allocator); what a backend allocates inside itself is not in them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Measured:
 
     step_seconds: list[float] = field(default_factory=list)
     fetch_ratio: float = 0.0
-    peak_bytes: int = 0
+    forward_peak_bytes: int = 0
     num_gathers: int = 0
 
 
@@ -146,8 +146,9 @@ def measure_memory(engine: Any, batch: torch.Tensor, measured: Measured) -> None
     for parameter in block:
         parameter.partition()
     with Peak(engine) as peak:
-        engine.backward(engine(batch))
-    measured.peak_bytes = peak.nbytes
+        loss = engine(batch)
+    measured.forward_peak_bytes = peak.nbytes
+    engine.backward(loss)
     engine.step()
     with Collectives() as collectives:
         engine.backward(engine(batch))
@@ -177,12 +178,12 @@ def body(size: str, dtype: str, repeats: int, steps: int, min_numel: int | None)
 def table_row(name: str, per_rank: list[dict[str, Measured]]) -> dict[str, Any]:
     """One variant over all ranks: a step lasts as long as its slowest rank."""
     steps = zip(*(ranks[name].step_seconds for ranks in per_rank), strict=True)
-    worst = max((ranks[name] for ranks in per_rank), key=lambda measured: measured.peak_bytes)
+    worst = max((ranks[name] for ranks in per_rank), key=lambda measured: measured.forward_peak_bytes)
     return {
         "variant": name,
         "step ms": report.summary([1e3 * max(step) for step in steps]),
         "fetch peak / bytes": worst.fetch_ratio,
-        "step peak MiB": worst.peak_bytes / 2**20,
+        "forward peak MiB": worst.forward_peak_bytes / 2**20,
         "gathers": worst.num_gathers,
     }
 
@@ -214,7 +215,7 @@ def main() -> None:
         "step ms": lambda value: f"{value['median']:.1f} ({value['min']:.1f} to {value['max']:.1f})",
         "ratio": ".3f",
         "fetch peak / bytes": ".3f",
-        "step peak MiB": ".2f",
+        "forward peak MiB": ".2f",
         "gathers": "d",
     }
     print(report.table(rows, columns))
