@@ -59,7 +59,13 @@ class ZeroFields(BaseModel):
     """Share of the accelerator's total memory that flattening must leave free."""
 
     stage3_allgather_single_param: bool = False
-    """ZeRO-3: gather every parameter straight into its own storage instead of through a bucket."""
+    """ZeRO-3: gather every parameter straight into its own storage instead of through a bucket, which needs a second,
+    temporary copy of what is gathered. Prefetching stays as configured. Excludes ``stage3_allgather_sequential`` and
+    ``stage3_use_all_reduce_for_fetch_params``, which ask for other ways of gathering."""
+
+    stage3_single_param_min_numel: Annotated[int, Field(ge=0)] | None = None
+    """With ``stage3_allgather_single_param``: parameters with fewer elements share one collective and its storage;
+    0 = none does. Not given: 0 where the backend groups launches (NCCL), else the measured 262144."""
 
     core_binding: CoreBindingConfig = CoreBindingConfig()
     """Core separation between PyTorch and the optimizer's threads."""
@@ -77,5 +83,6 @@ def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[
         "flatten_tier": flattens,
         "flatten_reserve_fraction": flattens,
         "stage3_allgather_single_param": gathers,
+        "stage3_single_param_min_numel": gathers,
     }
     return [name for name, needed in matters.items() if name in settings.model_fields_set and not needed]
