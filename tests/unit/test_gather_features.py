@@ -150,7 +150,7 @@ def fallback_body() -> tuple[list[str], dict[str, int]]:
     parameters = sorted(engine.module.parameters(), key=lambda parameter: parameter.ds_id)
     facts = [
         ParameterFacts(p.ds_id, p.ds_numel, 2, "torch.float32", is_on_nvme=index in (0, 3))
-        for index, p in enumerate(parameters[:-1])  # the last one is not known: as if converted later
+        for index, p in enumerate(parameters)
     ]
     stock = {p.ds_id: p.all_gather_coalesced.stock(p) for p in parameters}
     mixed = SingleParameterGather(plan_gather(facts, 0), stock, grouped=False)
