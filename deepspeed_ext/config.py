@@ -7,11 +7,16 @@ never the string "auto", because DeepSpeed drops "auto" before it validates and 
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt
 
-__all__ = ["CoreBindingConfig", "FlattenTier", "ZeroFields", "idle_fields"]
+from deepspeed_ext.affinity.plan import check_reserved_cores
+
+__all__ = ["CoreBindingConfig", "FlattenTier", "ReservedCores", "ZeroFields", "idle_fields"]
 
 FlattenTier = Literal["accelerator", "distributed", "host"]
+
+ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(check_reserved_cores)]
+"""Cores to keep for PyTorch: an int is a count of at least 1, a float a fraction between 0 and 1, both excluded."""
 
 
 class _Section(BaseModel):
@@ -24,7 +29,20 @@ class CoreBindingConfig(_Section):
     """Which CPU cores PyTorch and the optimizer process may use."""
 
     enabled: bool | None = None
-    """Bind the threads of this rank to its share of the cores. Not given: on when ZenFlow is on."""
+    """Bind the threads of this rank to its share of the cores. Not given: on when ZenFlow is on.
+
+    With ZenFlow, PyTorch and the optimizer process get cores apart from each other; with plain ZeRO-Offload, where the
+    optimizer runs on PyTorch's threads, each rank keeps to its own share of the host's cores."""
+
+    optimizer_cores: Annotated[int, Field(ge=1)] | None = None
+    """Cores of a rank for its optimizer process. Not given: what ``deepspeed-ext tune`` has found for exactly this
+    host and these ranks, else what ``zenflow.pt_reserved_cores`` leaves, by default half."""
+
+    use_tuning_result: bool = True
+    """Look for a result of ``deepspeed-ext tune`` in the cache of the user who runs the training."""
+
+    dry_run: bool = False
+    """Log the plan and bind nothing."""
 
 
 class ZeroFields(BaseModel):
