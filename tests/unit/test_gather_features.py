@@ -176,6 +176,25 @@ def test_what_is_left_to_upstream_shares_its_coalesced_gather() -> None:
         assert names == ["_allgather_base_"] * (modes["single"] + 1)
 
 
+def inference_body() -> int:
+    outputs = []
+    for zero, through in (({}, deepspeed.initialize), (OURS, deepspeed_ext.initialize)):
+        config = way_config("plain", "fp32", 1)
+        del config["optimizer"]
+        config["zero_optimization"] |= zero
+        torch.manual_seed(0)
+        engine = through(model=ZooModel(), config=config)[0]
+        engine.eval()
+        with torch.no_grad():
+            outputs.append(torch.stack([engine(batch) for batch in batches(4, dist.get_rank())]))
+    assert torch.equal(*outputs)
+    return engine.parameter_gather.num_collectives
+
+
+def test_inference_without_an_optimizer_equals_upstream() -> None:
+    assert min(run_ranks(2, inference_body)) > 0
+
+
 def reasons_body() -> list[list[str]]:
     model = engine_for({}).module
     group = dist.get_world_group()
