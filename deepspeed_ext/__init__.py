@@ -1,5 +1,48 @@
-"""Offload and ZeRO extensions for DeepSpeed."""
+"""Offload and ZeRO extensions for DeepSpeed.
+
+    import deepspeed, deepspeed_ext
+    deepspeed_ext.enable()
+    engine, *_ = deepspeed.initialize(...)      # now accepts the fields of deepspeed_ext.config
+
+Glossary. For one parameter group of P elements on N data-parallel ranks:
+
+    flat buffer        1-D, 16-bit or fp32, accelerator; all parameters of the group in order, zeros as padding; the
+                       module's parameters are views of it. Owned by the optimizer, lives as long as it does.
+    partition          1-D view of the flat buffer, P/N elements: the part that this rank updates.
+    master partition   1-D, fp32 (or the configured master dtype), where the optimizer steps: accelerator, or host with
+                       CPU offload, then page-locked if asked for.
+    staging chunks     two page-locked host buffers of 32 MiB through which anything pageable crosses the link.
+
+Importing this package imports neither torch nor DeepSpeed; the functions below do.
+"""
+
+from typing import Any
 
 from deepspeed_ext._version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "disable", "enable", "initialize"]
+
+
+def enable() -> None:
+    """Make ``deepspeed.initialize`` accept the extended config and build the extended optimizers. Idempotent.
+
+    Raises:
+        UpstreamError: the installed DeepSpeed is outside the supported range or has moved something.
+    """
+    from deepspeed_ext import _entry
+
+    _entry.enable()
+
+
+def disable() -> None:
+    """Undo `enable`: DeepSpeed is as it was. Engines that exist already keep working. Idempotent."""
+    from deepspeed_ext import _entry
+
+    _entry.disable()
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize`` with the extension on for this call only; same arguments, same return values."""
+    from deepspeed_ext import _entry
+
+    return _entry.initialize(*args, **kwargs)

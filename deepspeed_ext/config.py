@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["CoreBindingConfig", "FlattenTier", "ZeroFields"]
+__all__ = ["CoreBindingConfig", "FlattenTier", "ZeroFields", "idle_fields"]
 
 FlattenTier = Literal["accelerator", "distributed", "host"]
 
@@ -45,3 +45,13 @@ class ZeroFields(BaseModel):
 
     core_binding: CoreBindingConfig = CoreBindingConfig()
     """Core separation between PyTorch and the optimizer's threads."""
+
+
+def idle_fields(settings: ZeroFields, stage: int) -> list[str]:
+    """The fields that the user set although they have no effect at ZeRO `stage`."""
+    stages = {
+        "flatten_tier": (1, 2),
+        "flatten_reserve_fraction": (1, 2),
+        "stage3_allgather_single_param": (3,),
+    }
+    return [name for name, where in stages.items() if name in settings.model_fields_set and stage not in where]

@@ -1,0 +1,205 @@
+"""The only file that names a private part of DeepSpeed.
+
+Everything that deepspeed_ext reads, overrides or swaps in DeepSpeed beyond its public functions is listed here, once:
+the supported versions, the classes that are subclassed, the names that are swapped, and `CONTRACT`, the members that
+our subclasses rely on. `check` compares the contract with the installed DeepSpeed and names whatever has moved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import config as zero_config_module
+from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_ext._errors import UpstreamError
+
+__all__ = [
+    "DeepSpeedEngine",
+    "DeepSpeedHybridEngine",
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOptimizer",
+    "OffloadDeviceEnum",
+    "PipelineEngine",
+    "Swap",
+    "accelerator_branch_only",
+    "check",
+    "deepspeed",
+    "dist",
+    "entry_swaps",
+    "get_accelerator",
+    "optimizer_class",
+    "pins_offload_buffers",
+    "swapped",
+]
+
+SUPPORTED_MINOR = (0, 19)
+
+# member -> parameters that we pass or override; None: an attribute or a method whose signature does not matter to us
+CONTRACT: dict[str, tuple[str, ...] | None] = {
+    "deepspeed:DeepSpeedEngine": None,
+    "deepspeed:DeepSpeedHybridEngine": None,
+    "deepspeed:PipelineEngine": None,
+    "deepspeed.runtime.engine:DeepSpeedZeroOptimizer": None,
+    "deepspeed.runtime.engine:DeepSpeedEngine._configure_zero_optimizer": ("self", "optimizer"),
+    "deepspeed.runtime.engine:DeepSpeedEngine.zero_optimization_stage": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine.is_sanity_checks_enabled": ("self",),
+    "deepspeed.runtime.zero.config:DeepSpeedZeroConfig.__init__": None,
+    "deepspeed.runtime.zero.config:get_zero_config": ("param_dict",),
+    "deepspeed.runtime.zero.stage_1_and_2:get_accelerator": None,
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned": (
+        "self",
+        "tensor_list",
+        "alignment",
+        "use_cpu_data",
+        "param_padding",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_data_parallel_partitions": (
+        "self",
+        "tensor",
+        "group_id",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_model_bit16_weights": ("self", "group_index"),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.initialize_optimizer_states": ("self",),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.initialize_gradient_partitioning_data_structures": (
+        "self",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.create_gradient_handling_hooks": ("self",),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._link_all_hp_params": ("self",),
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty": None,
+}
+
+
+def moved() -> list[str]:
+    """What of `CONTRACT` the installed DeepSpeed does not fulfil: one line a member, empty if all is well."""
+    found = []
+    for name, expected in CONTRACT.items():
+        module_name, path = name.split(":")
+        try:
+            member: Any = importlib.import_module(module_name)
+            for part in path.split("."):
+                member = inspect.getattr_static(member, part)
+        except (ImportError, AttributeError):
+            found.append(f"{name} does not exist")
+            continue
+        if expected is not None:
+            parameters = tuple(inspect.signature(member).parameters)
+            if parameters != expected:
+                found.append(f"{name} takes {parameters}, expected {expected}")
+    return found
+
+
+def check() -> None:
+    """Refuse a DeepSpeed that this package does not know.
+
+    Raises:
+        UpstreamError: the version is outside the supported range, or a member of `CONTRACT` has moved.
+    """
+    major, minor = SUPPORTED_MINOR
+    if (deepspeed.__version_major__, deepspeed.__version_minor__) != SUPPORTED_MINOR:
+        raise UpstreamError(
+            f"deepspeed_ext supports DeepSpeed {major}.{minor}.x and found {deepspeed.__version__}; "
+            f"install one with: pip install 'deepspeed>={major}.{minor},<{major}.{minor + 1}'"
+        )
+    if lines := moved():
+        raise UpstreamError(
+            f"DeepSpeed {deepspeed.__version__} differs from what deepspeed_ext builds on: {'; '.join(lines)}. "
+            "Install the DeepSpeed version named in the README, or a newer deepspeed_ext"
+        )
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One module-level name and the object to stand in for it."""
+
+    module: Any
+    name: str
+    replacement: Any
+
+
+_swap_lock = threading.Lock()
+
+
+@contextmanager
+def swapped(*swaps: Swap) -> Iterator[None]:
+    """Let every `swaps` name mean its replacement inside the block; restores the old objects, also after an error."""
+    with _swap_lock:
+        before = [(swap.module, swap.name, getattr(swap.module, swap.name)) for swap in swaps]
+        for swap in swaps:
+            setattr(swap.module, swap.name, swap.replacement)
+    try:
+        yield
+    finally:
+        with _swap_lock:
+            for module, name, original in reversed(before):
+                setattr(module, name, original)
+
+
+def entry_swaps(
+    engine: type[DeepSpeedEngine],
+    hybrid_engine: type[DeepSpeedHybridEngine],
+    pipeline_engine: type[PipelineEngine],
+    zero_config: type[DeepSpeedZeroConfig],
+) -> list[Swap]:
+    """The names by which ``deepspeed.initialize`` finds its engines and its config class."""
+    return [
+        Swap(deepspeed, "DeepSpeedEngine", engine),
+        Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
+        Swap(deepspeed, "PipelineEngine", pipeline_engine),
+        Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config),
+    ]
+
+
+def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swap:
+    """The name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds its stage 1/2 optimizer."""
+    return Swap(engine_module, "DeepSpeedZeroOptimizer", stage_1_and_2)
+
+
+class _RoomyAccelerator:
+    """The accelerator, except that it always has room for another flat buffer."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return sys.maxsize
+
+    def pin_memory(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._accelerator.is_pinned(tensor):  # upstream would copy it once more
+            return tensor
+        return self._accelerator.pin_memory(tensor, *args, **kwargs)
+
+
+def accelerator_branch_only() -> Swap:
+    """Keeps the stage 1/2 constructor from moving parameters through pageable host memory.
+
+    That constructor decides inside a loop whether a group fits, by asking the accelerator (on NVIDIA: NVML) for its
+    free memory. Told that there is room, it always calls ``flatten_dense_tensors_aligned``, which our subclass
+    overrides and where the real decision is taken.
+    """
+    return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
+
+
+def pins_offload_buffers(offload_config: Any) -> bool:
+    """Whether ``zero_optimization.offload_optimizer`` asks for page-locked host buffers."""
+    return offload_config is not None and offload_config.device != OffloadDeviceEnum.none and offload_config.pin_memory

@@ -1,0 +1,84 @@
+"""The engines that `deepspeed.initialize` builds when the extension is on, and the config class that they read."""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext._logging import logger
+from deepspeed_ext._upstream import (
+    DeepSpeedEngine,
+    DeepSpeedHybridEngine,
+    DeepSpeedZeroConfig,
+    PipelineEngine,
+    dist,
+    optimizer_class,
+    swapped,
+)
+from deepspeed_ext.config import ZeroFields, idle_fields
+from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+
+__all__ = ["Engine", "HybridEngine", "PipeEngine", "ZeroConfig"]
+
+
+class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
+    """DeepSpeed's ``zero_optimization`` section with our fields.
+
+    Raises:
+        ConfigError: a field of ours has a value that is not allowed, or a field is unknown to both.
+    """
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            if message := self._explain(error):
+                raise ConfigError(message) from error
+            raise
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        """One line for each mistake in our fields or in the name of a field; DeepSpeed's own checks keep their text."""
+        lines = []
+        for mistake in error.errors():
+            path = ".".join(str(part) for part in mistake["loc"])
+            if mistake["type"] == "extra_forbidden":
+                known = [name for model in (cls, *cls._sections()) for name in model.model_fields]
+                close = difflib.get_close_matches(str(mistake["loc"][-1]), known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else "; remove it or see docs/config_reference.md"
+                lines.append(f"zero_optimization.{path} is not a field (its value was {mistake['input']!r}){hint}")
+            elif mistake["loc"] and mistake["loc"][0] in ZeroFields.model_fields:
+                lines.append(f"zero_optimization.{path} = {mistake['input']!r}: {mistake['msg']}")
+        return "; ".join(lines)
+
+    @classmethod
+    def _sections(cls) -> list[Any]:
+        defaults = (field.get_default(call_default_factory=True) for field in ZeroFields.model_fields.values())
+        return [type(value) for value in defaults if hasattr(type(value), "model_fields")]
+
+
+class Engine(DeepSpeedEngine):
+    """DeepSpeed's engine; its ZeRO optimizers are ours."""
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        settings = self._config.zero_config
+        if not isinstance(settings, ZeroConfig):  # parsed while the extension was off
+            return super()._configure_zero_optimizer(optimizer)
+        stage = int(self.zero_optimization_stage())
+        for field in idle_fields(settings, stage) if dist.get_rank() == 0 else ():
+            logger.warning(f"zero_optimization.{field} has no effect at ZeRO stage {stage}")
+        stage_1_and_2 = partial(ZeroOptimizer, settings=settings, check_replicas=self.is_sanity_checks_enabled())
+        with swapped(optimizer_class(stage_1_and_2)):
+            return super()._configure_zero_optimizer(optimizer)
+
+
+class HybridEngine(DeepSpeedHybridEngine, Engine):
+    """DeepSpeed's hybrid engine on top of ours."""
+
+
+class PipeEngine(PipelineEngine, Engine):
+    """DeepSpeed's pipeline engine on top of ours."""

@@ -1,0 +1,1 @@
+"""Tiered flattening of parameter groups at the start-up of ZeRO-1/2."""

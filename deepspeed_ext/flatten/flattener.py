@@ -1,0 +1,93 @@
+"""Runs the tier that `plan.choose_tier` chooses, and the next one if it does not fit after all."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_ext import memory
+from deepspeed_ext._agreement import RankGroup, require_same_plan
+from deepspeed_ext._errors import OutOfMemoryError
+from deepspeed_ext._logging import logger
+from deepspeed_ext.config import FlattenTier
+from deepspeed_ext.flatten import tiers
+from deepspeed_ext.flatten.layout import GroupLayout
+from deepspeed_ext.flatten.plan import FlattenFacts, FlattenPlan, choose_tier
+
+__all__ = ["Flattener"]
+
+
+class Flattener:
+    """Builds the flat buffers of an optimizer's parameter groups.
+
+    Args:
+        forced: the config's ``flatten_tier``.
+        reserve_fraction: the config's ``flatten_reserve_fraction``.
+        bucket_numel: elements that one collective moves at most (``allgather_bucket_size``).
+        check_replicas: prove first that the ranks hold equal parameters (``enable_sanity_checks``).
+    """
+
+    def __init__(
+        self, forced: FlattenTier | None, reserve_fraction: float, bucket_numel: int, check_replicas: bool
+    ) -> None:
+        self._forced = forced
+        self._reserve_fraction = reserve_fraction
+        self._bucket_numel = bucket_numel
+        self._check_replicas = check_replicas
+
+    def flatten(self, layout: GroupLayout, ranks: RankGroup, group_index: int) -> tuple[torch.Tensor, FlattenPlan]:
+        """Build the flat buffer of one group; afterwards the parameters still have to be pointed into it.
+
+        Args:
+            layout: the group's parameters and their places.
+            ranks: the group's data-parallel ranks; all of them call this together.
+            group_index: for messages.
+
+        Returns:
+            The buffer (1-D, the layout's dtype and device) and the plan that built it, the same on every rank.
+
+        Raises:
+            ConfigError: the forced tier cannot work.
+            OutOfMemoryError: no tier fits; the parameters are intact.
+            PlanMismatchError: the ranks differ in settings, sizes or (if checked) in the parameters' values.
+        """
+        what = f"flattening parameter group {group_index}"
+        inputs = (layout.numel, str(layout.dtype), len(layout.segments), self._forced, self._reserve_fraction)
+        require_same_plan(what, inputs, ranks)
+        if self._check_replicas:
+            require_same_plan(f"{what} (checksum of the parameters)", checksum(layout), ranks)
+        failed: list[FlattenTier] = []
+        while True:
+            free, total = ranks.minimum(memory.free_accelerator_bytes(), memory.total_accelerator_bytes())
+            facts = FlattenFacts(layout.nbytes, ranks.size, free, total)
+            plan = choose_tier(facts, self._forced, self._reserve_fraction, failed)
+            flat = self._run(plan.tier, layout, ranks)
+            if flat is not None:
+                return flat, plan
+            if self._forced is not None:
+                raise OutOfMemoryError(
+                    f'zero_optimization.flatten_tier = "{self._forced}" ran out of accelerator memory for parameter '
+                    f"group {group_index} ({plan.required_bytes:,} bytes beside the parameters, {free:,} were free). "
+                    "The parameters are intact. Leave the field out to let a tier be chosen that fits"
+                )
+            logger.warning(f"{what}: {plan.tier} ran out of memory on some rank; trying the next tier")
+            failed.append(plan.tier)
+
+    def _run(self, tier: FlattenTier, layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
+        if tier == "accelerator":
+            return tiers.accelerator(layout, ranks)
+        if tier == "distributed":
+            return tiers.distributed(layout, ranks, self._bucket_numel)
+        return tiers.host(layout, ranks, self._bucket_numel)
+
+
+def checksum(layout: GroupLayout) -> tuple[int, int]:
+    """Two sums over the bytes of the parameters, the second weighted by place; exact, so the same on every device."""
+    plain, weighted = 0, 0
+    for index, segment in enumerate(layout.segments):
+        octets = segment.parameter.detach().contiguous().view(-1).view(torch.uint8)
+        for start in range(0, octets.numel(), 1 << 22):
+            part = octets[start : start + (1 << 22)].to(torch.int64)
+            places = torch.arange(start, start + part.numel(), device=part.device) % 65521 + index + 1
+            plain += int(part.sum())
+            weighted += int((part * places).sum())
+    return plain, weighted

@@ -1,0 +1,77 @@
+"""The buffers that the stage 1/2 constructor makes right after a group is flattened, without detours.
+
+Upstream writes them as ``partition.detach().clone().to(device, dtype)`` followed by ``pin_memory``: with CPU offload
+that is a clone of the partition and an fp32 copy of it on the accelerator, a transfer into pageable memory, and a
+second host copy for page-locking. The constructor offers no method to override there, so `DirectBuffers` takes part in
+the three torch calls while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from deepspeed_ext import memory
+from deepspeed_ext.flatten.staging import Staging
+from deepspeed_ext.startup import StartupProfile
+
+__all__ = ["DirectBuffers"]
+
+
+class DirectBuffers(TorchFunctionMode):
+    """While active, makes master partitions in one pass and page-locked zero buffers in their final place.
+
+    Args:
+        pin: the offloaded optimizer's buffers are to be page-locked.
+        startup: where the time and the bytes are booked.
+    """
+
+    def __init__(self, pin: bool, startup: StartupProfile) -> None:
+        super().__init__()
+        self._pin = pin
+        self._startup = startup
+        self._partition: torch.Tensor | None = None
+
+    def expect_master_of(self, partition: torch.Tensor) -> None:
+        """Announce that the constructor will now clone `partition` (1-D, a view of the flat buffer) and convert it."""
+        assert self._partition is None, "the constructor did not make a master of the previous partition"
+        self._partition = partition
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        assert error[0] is not None or self._partition is None, "a partition was never made into a master"
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.clone and self._is_partition(args[0]):
+            return args[0]  # `to` below makes the only copy
+        if func is torch.Tensor.to and self._is_partition(args[0]):
+            partition, self._partition = args[0], None
+            return self._master(partition, torch.device(kwargs["device"]), kwargs["dtype"])
+        if func in (torch.zeros, torch.full) and self._pin and torch.device(kwargs.get("device", "cpu")).type == "cpu":
+            return self._page_locked(func(*args, **{**kwargs, "device": "meta"}), kwargs.get("fill_value", 0))
+        return func(*args, **kwargs)
+
+    def _is_partition(self, tensor: torch.Tensor) -> bool:
+        expected = self._partition
+        return expected is not None and (
+            (tensor.data_ptr(), tensor.numel(), tensor.dtype) == (expected.data_ptr(), expected.numel(), expected.dtype)
+        )
+
+    def _master(self, partition: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of `partition` on `device` in `dtype`; on the host page-locked if asked for, without a second copy."""
+        with self._startup.phase("master partition", partition.numel() * dtype.itemsize):
+            if device.type == partition.device.type:
+                return torch.empty_like(partition, dtype=dtype).copy_(partition)
+            master = memory.host_empty(partition.numel(), dtype, self._pin)
+            Staging(partition.dtype, pin=True).to_host(partition, master)
+            return master
+
+    def _page_locked(self, like: torch.Tensor, value: float) -> torch.Tensor:
+        with self._startup.phase("page-locked buffers", like.nbytes):
+            return memory.host_empty(like.numel(), like.dtype, pin=True).view(like.shape).fill_(value)

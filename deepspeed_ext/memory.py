@@ -1,0 +1,132 @@
+"""How much memory there is, and where buffers on the host come from.
+
+Free accelerator memory is what an allocation of this process could get: what the device has free plus what the
+caching allocator holds unused. It is never asked of the management library (NVML), whose answer ignores device
+masks, MIG slices and this process's own cache. On the CPU accelerator it is the available memory under the
+control group's limit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import psutil
+import torch
+
+from deepspeed_ext._upstream import get_accelerator
+
+__all__ = [
+    "accelerator_empty",
+    "available_host_bytes",
+    "free_accelerator_bytes",
+    "host_empty",
+    "is_host_buffer",
+    "is_out_of_memory",
+    "total_accelerator_bytes",
+]
+
+_host_storages: set[int] = set()
+
+
+def free_accelerator_bytes() -> int:
+    """Bytes of accelerator memory that this process could allocate now on its current device."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return available_host_bytes()
+    info = getattr(torch.get_device_module(accelerator.device_name()), "mem_get_info", None)
+    if info is None:
+        return int(accelerator.available_memory())
+    free, _ = info()
+    return int(free) + int(accelerator.memory_reserved()) - int(accelerator.memory_allocated())
+
+
+def total_accelerator_bytes() -> int:
+    """Bytes of memory that the current device has in all."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return min(psutil.virtual_memory().total, _cgroup_limit_and_use(Path("/"))[0])
+    return int(accelerator.total_memory())
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that can be allocated without swapping and within this process's control group.
+
+    Args:
+        root: where ``proc/`` and ``sys/`` are looked for; for tests.
+    """
+    limit, used = _cgroup_limit_and_use(root)
+    return max(0, min(psutil.virtual_memory().available, limit - used))
+
+
+def _cgroup_limit_and_use(root: Path) -> tuple[int, int]:
+    """The tightest (limit, use) in bytes on the way from this process's control group to the root."""
+    unlimited = (1 << 62, 0)
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return unlimited
+    tightest = unlimited
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            base, limit_file, use_file = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit_file, use_file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = base / name.strip("/")
+        while True:
+            limit, use = _read_bytes(folder / limit_file), _read_bytes(folder / use_file)
+            if limit is not None and use is not None:
+                use -= min(use, _reclaimable(folder / "memory.stat"))
+                tightest = min(tightest, (limit, use), key=lambda pair: pair[0] - pair[1])
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent
+    return tightest
+
+
+def _read_bytes(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def _reclaimable(path: Path) -> int:
+    """Page cache that the kernel drops before it refuses an allocation."""
+    try:
+        fields = dict(line.split()[:2] for line in path.read_text().splitlines() if line)
+    except OSError:
+        return 0
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that an allocation did not fit (on an accelerator or on the host)."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised 1-D tensor of `numel` elements on `device`."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
+    """An uninitialised 1-D tensor of `numel` elements in host memory, page-locked if `pin` and the accelerator can.
+
+    It is allocated page-locked at once: there is never a pageable copy of it.
+    """
+    buffer = get_accelerator().pin_empty(numel, dtype=dtype) if pin else torch.empty(numel, dtype=dtype, device="cpu")
+    key = buffer.untyped_storage()._cdata
+    _host_storages.add(key)
+    weakref.finalize(buffer.untyped_storage(), _host_storages.discard, key)
+    return buffer
+
+
+def is_host_buffer(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` lies in a buffer made by `host_empty`; tells host from accelerator where both are the CPU."""
+    return tensor.untyped_storage()._cdata in _host_storages

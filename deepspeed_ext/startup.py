@@ -1,0 +1,84 @@
+"""Where the time and the memory of an optimizer's construction go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from deepspeed_ext._upstream import get_accelerator
+
+__all__ = ["Phase", "StartupProfile"]
+
+
+@dataclass
+class Phase:
+    """One kind of work, summed over its occurrences; nested phases are not counted twice.
+
+    Attributes:
+        name: what was done.
+        seconds: wall-clock time.
+        cpu_seconds: processor time of all threads of this process.
+        nbytes: bytes written into new buffers, where that is known.
+        count: number of occurrences.
+    """
+
+    name: str
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    nbytes: int = 0
+    count: int = 0
+
+
+class StartupProfile:
+    """Times phases of construction; what no phase claims is booked under "other"."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, Phase] = {}
+        self._children: list[list[float]] = []
+        self.peak_accelerator_bytes = 0
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The phases in the order in which they first began."""
+        return list(self._phases.values())
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of all phases together."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor seconds of all phases together."""
+        return sum(phase.cpu_seconds for phase in self.phases)
+
+    @contextmanager
+    def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Book the block under `name`, less what nested phases take."""
+        get_accelerator().synchronize()
+        wall, cpu = time.perf_counter(), time.process_time()
+        phase = self._phases.setdefault(name, Phase(name))
+        self._children.append([0.0, 0.0])
+        try:
+            yield
+        finally:
+            get_accelerator().synchronize()
+            took = [time.perf_counter() - wall, time.process_time() - cpu]
+            nested = self._children.pop()
+            if self._children:
+                self._children[-1] = [sum(pair) for pair in zip(self._children[-1], took, strict=True)]
+            phase.seconds += took[0] - nested[0]
+            phase.cpu_seconds += took[1] - nested[1]
+            phase.nbytes += nbytes
+            phase.count += 1
+
+    def table(self) -> str:
+        """The phases as text, one line each and a line for the sum."""
+        lines = [f"{'phase':<28}{'seconds':>9}{'cpu s':>9}{'MiB':>11}"]
+        for phase in self.phases:
+            size = f"{phase.nbytes / 2**20:.1f}" if phase.nbytes else ""
+            lines.append(f"{phase.name:<28}{phase.seconds:>9.3f}{phase.cpu_seconds:>9.3f}{size:>11}")
+        lines.append(f"{'sum':<28}{self.seconds:>9.3f}{self.cpu_seconds:>9.3f}")
+        return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""ZeRO stage 1 and 2 with tiered flattening."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._logging import logger
+from deepspeed_ext._upstream import (
+    DeepSpeedZeroOptimizer,
+    accelerator_branch_only,
+    dist,
+    get_accelerator,
+    pins_offload_buffers,
+    swapped,
+)
+from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.flatten.flattener import Flattener
+from deepspeed_ext.flatten.layout import GroupLayout
+from deepspeed_ext.flatten.master import DirectBuffers
+from deepspeed_ext.flatten.plan import FlattenPlan
+from deepspeed_ext.startup import StartupProfile
+
+__all__ = ["ZeroOptimizer"]
+
+
+class ZeroOptimizer(DeepSpeedZeroOptimizer):
+    """DeepSpeed's stage 1/2 optimizer, built without the detours of its constructor.
+
+    Args:
+        args, kwargs: as for DeepSpeed's own class.
+        settings: the fields of the config that belong to deepspeed_ext.
+        check_replicas: prove before flattening that the ranks' parameters are equal.
+
+    Attributes:
+        flatten_plans: the decision for each parameter group, in order.
+        startup: seconds and bytes of each phase of construction.
+    """
+
+    def __init__(self, *args: Any, settings: ZeroFields, check_replicas: bool = False, **kwargs: Any) -> None:
+        self.flatten_plans: list[FlattenPlan] = []
+        self.startup = StartupProfile()
+        self._flattener: Flattener | None = Flattener(
+            settings.flatten_tier,
+            settings.flatten_reserve_fraction,
+            int(kwargs["allgather_bucket_size"]),
+            check_replicas,
+        )
+        self._direct_buffers = DirectBuffers(pins_offload_buffers(kwargs["offload_optimizer_config"]), self.startup)
+        get_accelerator().reset_peak_memory_stats()
+        with self.startup.phase("other"), swapped(accelerator_branch_only()), self._direct_buffers:
+            super().__init__(*args, **kwargs)
+        self._flattener = None  # from now on the overridden methods serve checkpoint loading and state offload
+        self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
+        self._log_startup()
+
+    def flatten_dense_tensors_aligned(
+        self,
+        tensor_list: Sequence[torch.Tensor],
+        alignment: int,
+        use_cpu_data: bool = False,
+        param_padding: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """During construction the flat buffer of the next group, by the tier that fits; afterwards as upstream."""
+        if self._flattener is None or param_padding is None:
+            return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, param_padding)
+        group_index = len(self.bit16_groups_flat)
+        layout = GroupLayout.of(tensor_list, param_padding, alignment)
+        ranks = RankGroup.of(
+            self.real_dp_process_group[group_index], torch.device(get_accelerator().current_device_name())
+        )
+        with self.startup.phase("flatten", layout.nbytes):
+            flat, plan = self._flattener.flatten(layout, ranks, group_index)
+        self.flatten_plans.append(plan)
+        return flat
+
+    def _update_model_bit16_weights(self, group_index: int) -> None:
+        with self.startup.phase("point parameters at views"):
+            super()._update_model_bit16_weights(group_index)
+
+    def get_data_parallel_partitions(self, tensor: torch.Tensor, group_id: int) -> list[torch.Tensor]:
+        partitions = super().get_data_parallel_partitions(tensor, group_id)
+        if self._flattener is not None:
+            rank = dist.get_rank(group=self.real_dp_process_group[group_id])
+            self._direct_buffers.expect_master_of(partitions[rank])
+        return partitions
+
+    def initialize_optimizer_states(self) -> None:
+        with self.startup.phase("gradient partitions"):
+            super().initialize_optimizer_states()
+
+    def initialize_gradient_partitioning_data_structures(self) -> None:
+        with self.startup.phase("gradient bookkeeping"):
+            super().initialize_gradient_partitioning_data_structures()
+
+    def create_gradient_handling_hooks(self) -> None:
+        with self.startup.phase("gradient hooks"):
+            super().create_gradient_handling_hooks()
+
+    def _link_all_hp_params(self) -> None:
+        with self.startup.phase("link masters to parameters"):
+            super()._link_all_hp_params()
+
+    def measurements(self) -> dict[str, float]:
+        """Figures for a training log, by name; units are in the names."""
+        return {
+            "startup_seconds": self.startup.seconds,
+            "startup_cpu_seconds": self.startup.cpu_seconds,
+            "startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30,
+            "flatten_seconds": sum(phase.seconds for phase in self.startup.phases if phase.name == "flatten"),
+        }
+
+    def _log_startup(self) -> None:
+        if dist.get_rank() != 0:
+            return
+        for index, plan in enumerate(self.flatten_plans):
+            logger.info(
+                f"parameter group {index}: flat buffer of {plan.facts.buffer_bytes / 2**20:.1f} MiB, "
+                f"tier {plan.tier} ({plan.reason})"
+            )
+        logger.info(f"start-up of the {self.zero_stage_string} optimizer\n{self.startup.table()}")

@@ -1,0 +1,144 @@
+"""Train the same thing with stock DeepSpeed and with the extension, and compare everything to the bit.
+
+`train` runs inside a rank of `tests.support.ranks`. `compare_with_upstream` runs it twice, upstream first, and fails
+with the name of the first thing that differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+import deepspeed_ext
+
+
+@dataclass
+class Record:
+    """What a training run left behind: losses by step, named tensors, and what a probe returned."""
+
+    losses: list[float] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    probe: Any = None
+
+
+def base_config(stage: int, dtype: torch.dtype, micro_batch: int = 4, accumulation: int = 1) -> dict[str, Any]:
+    """A DeepSpeed config with AdamW and clipping; torch's own AdamW, so that nothing has to be compiled."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def train(
+    config: dict[str, Any],
+    make_model: Callable[[], torch.nn.Module],
+    data: list[torch.Tensor],
+    *,
+    extended: bool,
+    groups: Callable[[torch.nn.Module], Any] | None = None,
+    probe: Callable[[Any], Any] | None = None,
+    checkpoint: bool = True,
+) -> Record:
+    """Train over `data`, one batch a micro-step, and record losses, weights and (if asked for) the checkpoint."""
+    torch.manual_seed(1234)
+    model = make_model()
+    initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
+    parameters = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = initialize(model=model, model_parameters=parameters, config=copy.deepcopy(config))
+    record = Record(tensors=_state(engine, "initial"))
+    for batch in data:
+        loss = engine(batch.to(get_accelerator().current_device_name()))
+        engine.backward(loss)
+        engine.step()
+        record.losses.append(loss.item())
+    record.tensors |= _state(engine, "trained")
+    record.probe = probe(engine) if probe else None
+    if checkpoint:
+        record.tensors |= _checkpoint(engine)
+    engine.destroy()
+    del engine, model, parameters
+    gc.collect()
+    return record
+
+
+def _state(engine: Any, when: str) -> dict[str, torch.Tensor]:
+    """Every flat buffer and master partition of a stage 1/2 optimizer, and the module's parameters."""
+    found = {}
+    for name in ("bit16_groups_flat", "single_partition_of_fp32_groups"):
+        for index, tensor in enumerate(getattr(engine.optimizer, name, [])):
+            found[f"{when} {name}[{index}]"] = tensor.detach().cpu().clone()
+    if engine.zero_optimization_stage() < 3:
+        for name, parameter in engine.module.named_parameters():
+            found[f"{when} {name}"] = parameter.detach().cpu().clone()
+    return found
+
+
+def _checkpoint(engine: Any) -> dict[str, torch.Tensor]:
+    """All tensors in all files of a checkpoint, by file and path; rank 0 picks a folder that every rank sees."""
+    folder = [tempfile.mkdtemp(prefix="dsext-checkpoint-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, src=0)
+    engine.save_checkpoint(folder[0], tag="saved")
+    dist.barrier()
+    found = {}
+    for path in sorted(Path(folder[0], "saved").glob("*.pt")):
+        content = torch.load(path, map_location="cpu", weights_only=False)
+        found |= {f"checkpoint {path.name} {where}": tensor for where, tensor in _tensors(content)}
+    return found
+
+
+def _tensors(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in _tensors(item, f"{path}/{key}")]
+    if isinstance(value, (list, tuple)):
+        return [leaf for index, item in enumerate(value) for leaf in _tensors(item, f"{path}/{index}")]
+    return []
+
+
+def assert_same(expected: Record, actual: Record) -> None:
+    """Fail unless losses and tensors are equal to the bit."""
+    assert actual.losses == expected.losses
+    assert list(actual.tensors) == list(expected.tensors)
+    for name, tensor in expected.tensors.items():
+        other = actual.tensors[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(
+            other.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        ), name
+
+
+def compare_with_upstream(
+    upstream: dict[str, Any],
+    extension: dict[str, Any],
+    make_model: Callable[[], torch.nn.Module],
+    data: list[torch.Tensor],
+    **how: Any,
+) -> Record:
+    """Train with stock DeepSpeed on `upstream`, with the extension on `extension`; return the latter's record.
+
+    Raises:
+        AssertionError: naming the first loss, weight, flat buffer or checkpoint entry that differs.
+    """
+    expected = train(upstream, make_model, data, extended=False, **{**how, "probe": None})
+    actual = train(extension, make_model, data, extended=True, **how)
+    assert_same(expected, actual)
+    return actual

@@ -1,0 +1,65 @@
+"""A byte-exact meter of live tensor storage.
+
+Every operation under the meter is seen by a dispatch mode; each new storage is counted once, by its bytes, and
+dropped when the storage dies. Host buffers that stand for *host* memory on a machine whose accelerator is the CPU are
+told apart by `deepspeed_ext.memory.is_host_buffer`, so that the meter can speak of accelerator bytes there too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from deepspeed_ext import memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that are created while it is active, and of those given to `watch`.
+
+    Attributes:
+        live: bytes alive now, by kind ("accelerator" or "host").
+        peak: largest value of each since the meter started or since `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = {"accelerator": 0, "host": 0}
+        self.peak = {"accelerator": 0, "host": 0}
+        self._sizes: dict[int, tuple[str, int]] = {}
+
+    def watch(self, *tensors: torch.Tensor) -> None:
+        """Count the storages of tensors that exist already."""
+        for tensor in tensors:
+            self._see(tensor)
+
+    def reset_peak(self) -> None:
+        self.peak = dict(self.live)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter((args, kwargs, result)):
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        kind = "host" if memory.is_host_buffer(tensor) else "accelerator"
+        old_kind, old_bytes = self._sizes.get(key, (kind, 0))
+        if key not in self._sizes:
+            weakref.finalize(storage, self._forget, key)
+        self._sizes[key] = (kind, storage.nbytes())
+        self.live[old_kind] -= old_bytes
+        self.live[kind] += storage.nbytes()
+        self.peak[kind] = max(self.peak[kind], self.live[kind])
+
+    def _forget(self, key: int) -> None:
+        kind, nbytes = self._sizes.pop(key)
+        self.live[kind] -= nbytes

@@ -1,0 +1,50 @@
+"""Small models for tests, with the shapes that break flattening: odd sizes, a frozen and a zero-size parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class OddModel(nn.Module):
+    """A two-layer network whose parameters have odd sizes, one of them frozen, one empty, one tied.
+
+    Args:
+        width: hidden size.
+        awkward: also hold a frozen and a zero-size parameter.
+    """
+
+    def __init__(self, width: int = 37, awkward: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+        self.head = nn.Linear(width, 64, bias=False)
+        self.head.weight = self.embed.weight
+        if awkward:
+            self.scale = nn.Parameter(torch.ones(width), requires_grad=False)
+            self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(tokens))
+        hidden = hidden + self.down(torch.relu(self.up(hidden)))
+        if hasattr(self, "scale"):
+            hidden = hidden * self.scale
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def two_groups(model: nn.Module) -> list[dict]:
+    """Optimizer groups as trainers make them: weight decay for matrices, none for vectors."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def batches(count: int, rank: int, seed: int = 0) -> list[torch.Tensor]:
+    """`count` batches of tokens, 4 x 16 int64, different on each rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return [torch.randint(0, 64, (4, 16), generator=generator) for _ in range(count)]

@@ -1,0 +1,87 @@
+"""One rank of `tests.support.ranks`: joins the process group, then runs the bodies that arrive on its connection."""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection
+
+PR_SET_PDEATHSIG = 1
+
+
+def _join_group() -> None:
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    world_size = int(os.environ["WORLD_SIZE"])
+    backend = "gloo"
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]) % accelerator.device_count())
+        if accelerator.device_count() >= world_size:
+            backend = accelerator.communication_backend_name()
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"file://{os.environ['DSEXT_TEST_RENDEZVOUS']}",
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        timeout=timedelta(seconds=float(os.environ["DSEXT_TEST_GROUP_TIMEOUT_SECONDS"])),
+    )
+    deepspeed.init_distributed(dist_backend=backend)
+
+
+def _reset() -> None:
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    gc.collect()
+
+
+def _run(task: bytes) -> tuple[object, str | None]:
+    try:
+        module, name, args, kwargs = pickle.loads(task)
+        body = reduce(getattr, name.split("."), importlib.import_module(module))
+        return body(*args, **kwargs), None
+    except BaseException:
+        return None, traceback.format_exc()
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1)
+    connection = Connection(int(sys.argv[1]))
+    try:
+        _join_group()
+        connection.send_bytes(pickle.dumps((None, None)))
+    except BaseException:
+        connection.send_bytes(pickle.dumps((None, traceback.format_exc())))
+        raise
+    while True:
+        try:
+            task = connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            os._exit(0)  # the test session has ended; leave no time to a process group that waits for its peers
+        _reset()
+        answer = _run(task)
+        try:
+            message = pickle.dumps(answer)
+        except Exception:
+            message = pickle.dumps((None, "the return value cannot be pickled:\n" + traceback.format_exc()))
+        connection.send_bytes(message)
+        del answer, message
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Run a function on several ranks, as real processes that are kept between tests.
+
+`run_ranks` is what nearly every multi-rank test uses. `run_fresh_ranks` starts new processes and reports how each
+ended, for tests in which a rank is meant to die. A body is a module-level function of a test module; it is sent by
+name, called with torch.distributed initialised (gloo on the CPU; NCCL, or gloo when ranks must share a device, on an
+accelerator; always a file rendezvous, never a port), and its return value travels back by pickle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_SECONDS = 120.0
+GRACE_SECONDS = 3.0
+
+
+class RankError(AssertionError):
+    """A body failed, died or did not finish on some rank."""
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """How one rank ended: its value, its error text, or neither if the process died (then `exit_code` says how)."""
+
+    value: Any = None
+    error: str | None = None
+    exit_code: int | None = None
+
+
+class RankPool:
+    """`world_size` processes that run bodies until closed."""
+
+    def __init__(self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 60.0) -> None:
+        self.world_size = world_size
+        self.folder = Path(tempfile.mkdtemp(prefix="dsext-ranks-"))
+        self.connections: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(world_size):
+            ours, theirs = Pipe()
+            log = open(self._log_path(rank), "wb")  # noqa: SIM115 (the child owns it from here on)
+            command = [sys.executable, "-m", "tests.support.rank_worker", str(theirs.fileno())]
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=self._environment(rank, device, group_timeout_seconds),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            log.close()
+            theirs.close()
+            self.connections.append(ours)
+        self._require(self._collect(START_TIMEOUT_SECONDS), "start")
+
+    def _environment(self, rank: int, device: str, group_timeout_seconds: float) -> dict[str, str]:
+        environment = dict(os.environ)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        environment.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_WORLD_SIZE=str(self.world_size),
+            LOCAL_SIZE=str(self.world_size),
+            OMP_NUM_THREADS="1",
+            DSEXT_TEST_RENDEZVOUS=str(self.folder / "rendezvous"),
+            DSEXT_TEST_GROUP_TIMEOUT_SECONDS=str(group_timeout_seconds),
+        )
+        if device == "cpu":
+            environment["DS_ACCELERATOR"] = "cpu"
+        return environment
+
+    def _log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def run(self, body: Callable[..., Any], args: tuple, kwargs: dict, timeout_seconds: float) -> list[RankOutcome]:
+        """Run `body` on every rank and return how each ended; the pool is unusable if any did not return."""
+        task = pickle.dumps((body.__module__, body.__qualname__, args, kwargs))
+        for connection in self.connections:
+            connection.send_bytes(task)
+        return self._collect(timeout_seconds)
+
+    def _collect(self, timeout_seconds: float) -> list[RankOutcome]:
+        outcomes: dict[int, RankOutcome] = {}
+        deadline = time.monotonic() + timeout_seconds
+        while len(outcomes) < self.world_size and (left := deadline - time.monotonic()) > 0:
+            pending = {self.connections[rank]: rank for rank in range(self.world_size) if rank not in outcomes}
+            for ready in wait(list(pending), timeout=left):
+                rank = pending[ready]  # type: ignore[index]
+                outcomes[rank] = self._receive(rank)
+                if outcomes[rank].error or outcomes[rank].exit_code is not None:
+                    # The others may now wait for this rank for ever; give them only a moment to say why they end.
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        for rank in set(range(self.world_size)) - set(outcomes):
+            self.processes[rank].send_signal(signal.SIGUSR1)  # the worker dumps its stacks into the log
+        if len(outcomes) < self.world_size:
+            time.sleep(0.5)
+        unfinished = RankOutcome(error=f"did not finish within {timeout_seconds:.0f} s")
+        return [outcomes.get(rank, unfinished) for rank in range(self.world_size)]
+
+    def _receive(self, rank: int) -> RankOutcome:
+        try:
+            value, error = pickle.loads(self.connections[rank].recv_bytes())
+            return RankOutcome(value=value, error=error)
+        except (EOFError, ConnectionError):
+            return RankOutcome(exit_code=self.processes[rank].wait(timeout=10))
+
+    def _require(self, outcomes: list[RankOutcome], what: str) -> list[Any]:
+        failed = [rank for rank, o in enumerate(outcomes) if o.error or o.exit_code is not None]
+        if not failed:
+            return [outcome.value for outcome in outcomes]
+        parts = [f"{what}: ranks {failed} of {self.world_size} failed"]
+        for rank in failed:
+            outcome = outcomes[rank]
+            log = self._log_path(rank).read_text(errors="replace")[-4000:]
+            parts.append(f"--- rank {rank}: {outcome.error or f'process ended with {outcome.exit_code}'}\n{log}")
+        self.close()
+        raise RankError("\n".join(parts))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait(timeout=10)
+        for connection in self.connections:
+            connection.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_pools: dict[tuple[int, str], RankPool] = {}
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    timeout_seconds: float = 120.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``body(*args, **kwargs)`` on `world_size` ranks and return their values in rank order.
+
+    Raises:
+        RankError: a rank raised, died or did not finish in time; the message holds its traceback and its log.
+    """
+    key = (world_size, device)
+    if key not in _pools:
+        _pools[key] = RankPool(world_size, device)
+    outcomes = _pools[key].run(body, args, kwargs, timeout_seconds)
+    try:
+        return _pools[key]._require(outcomes, body.__qualname__)
+    except RankError:
+        del _pools[key]
+        raise
+
+
+def run_fresh_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    timeout_seconds: float = 120.0,
+    group_timeout_seconds: float = 60.0,
+    **kwargs: Any,
+) -> list[RankOutcome]:
+    """Like `run_ranks`, in new processes that end with the call; returns how each rank ended instead of raising."""
+    pool = RankPool(world_size, device, group_timeout_seconds)
+    try:
+        return pool.run(body, args, kwargs, timeout_seconds)
+    finally:
+        pool.close()
+
+
+def close_pools() -> None:
+    """Stop every kept process."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+atexit.register(close_pools)
