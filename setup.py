@@ -31,7 +31,7 @@ setup(
     ext_modules=[NATIVE_KERNEL],
     install_requires=[
         "torch>=2.4",
-        "deepspeed>=0.19,<0.20",
+        "deepspeed>=0.19.8,<0.20",
         "psutil>=5.9",
         "pydantic>=2.5",
         "tqdm",

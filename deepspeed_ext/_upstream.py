@@ -50,7 +50,8 @@ __all__ = [
     "swapped",
 ]
 
-SUPPORTED_MINOR = (0, 19)
+SUPPORTED_FROM = (0, 19, 8)
+SUPPORTED_BELOW = (0, 20, 0)
 
 # member -> parameters that we pass or override; None: an attribute or a method whose signature does not matter to us
 CONTRACT: dict[str, tuple[str, ...] | None] = {
@@ -59,6 +60,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed:PipelineEngine": None,
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer": None,
     "deepspeed.runtime.engine:DeepSpeedEngine._configure_zero_optimizer": ("self", "optimizer"),
+    "deepspeed.runtime.engine:DeepSpeedEngine._configure_optimizer": ("self", "client_optimizer", "model_parameters"),
     "deepspeed.runtime.engine:DeepSpeedEngine.zero_optimization_stage": ("self",),
     "deepspeed.runtime.engine:DeepSpeedEngine.is_sanity_checks_enabled": ("self",),
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig.__init__": None,
@@ -112,11 +114,12 @@ def check() -> None:
     Raises:
         UpstreamError: the version is outside the supported range, or a member of `CONTRACT` has moved.
     """
-    major, minor = SUPPORTED_MINOR
-    if (deepspeed.__version_major__, deepspeed.__version_minor__) != SUPPORTED_MINOR:
+    found = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    if not SUPPORTED_FROM <= found < SUPPORTED_BELOW:
+        first, below = (".".join(map(str, bound)) for bound in (SUPPORTED_FROM, SUPPORTED_BELOW))
         raise UpstreamError(
-            f"deepspeed_ext supports DeepSpeed {major}.{minor}.x and found {deepspeed.__version__}; "
-            f"install one with: pip install 'deepspeed>={major}.{minor},<{major}.{minor + 1}'"
+            f"deepspeed_ext supports DeepSpeed from {first} to below {below} and found {deepspeed.__version__}; "
+            f"install one with: pip install 'deepspeed>={first},<{below}'"
         )
     if lines := moved():
         raise UpstreamError(

@@ -47,11 +47,17 @@ class ZeroFields(BaseModel):
     """Core separation between PyTorch and the optimizer's threads."""
 
 
-def idle_fields(settings: ZeroFields, stage: int) -> list[str]:
-    """The fields that the user set although they have no effect at ZeRO `stage`."""
-    stages = {
-        "flatten_tier": (1, 2),
-        "flatten_reserve_fraction": (1, 2),
-        "stage3_allgather_single_param": (3,),
+def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[str]:
+    """The fields that the user set although they have no effect in this run.
+
+    Args:
+        settings: the config.
+        flattens: the optimizer builds flat buffers (ours for ZeRO-1/2).
+        gathers: parameters are gathered (ZeRO-3).
+    """
+    matters = {
+        "flatten_tier": flattens,
+        "flatten_reserve_fraction": flattens,
+        "stage3_allgather_single_param": gathers,
     }
-    return [name for name, where in stages.items() if name in settings.model_fields_set and stage not in where]
+    return [name for name, needed in matters.items() if name in settings.model_fields_set and not needed]

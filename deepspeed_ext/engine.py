@@ -22,6 +22,8 @@ from deepspeed_ext._upstream import (
 from deepspeed_ext.config import ZeroFields, idle_fields
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 
+ZERO_STAGE_WEIGHTS = 3
+
 __all__ = ["Engine", "HybridEngine", "PipeEngine", "ZeroConfig"]
 
 
@@ -64,13 +66,20 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 class Engine(DeepSpeedEngine):
     """DeepSpeed's engine; its ZeRO optimizers are ours."""
 
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        settings = self._config.zero_config
+        if isinstance(settings, ZeroConfig) and dist.get_rank() == 0:
+            stage = int(self.zero_optimization_stage())
+            where = f"ZeRO stage {stage} with {type(self.optimizer).__name__}"
+            flattens = isinstance(self.optimizer, ZeroOptimizer)
+            for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
+                logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
+
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         settings = self._config.zero_config
         if not isinstance(settings, ZeroConfig):  # parsed while the extension was off
             return super()._configure_zero_optimizer(optimizer)
-        stage = int(self.zero_optimization_stage())
-        for field in idle_fields(settings, stage) if dist.get_rank() == 0 else ():
-            logger.warning(f"zero_optimization.{field} has no effect at ZeRO stage {stage}")
         stage_1_and_2 = partial(ZeroOptimizer, settings=settings, check_replicas=self.is_sanity_checks_enabled())
         with swapped(optimizer_class(stage_1_and_2)):
             return super()._configure_zero_optimizer(optimizer)

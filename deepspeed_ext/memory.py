@@ -8,6 +8,7 @@ control group's limit.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from deepspeed_ext._upstream import get_accelerator
 __all__ = [
     "accelerator_empty",
     "available_host_bytes",
+    "can_page_lock",
     "free_accelerator_bytes",
     "host_empty",
-    "is_host_buffer",
+    "is_host_storage",
     "is_out_of_memory",
     "total_accelerator_bytes",
 ]
@@ -127,6 +129,13 @@ def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
     return buffer
 
 
-def is_host_buffer(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` lies in a buffer made by `host_empty`; tells host from accelerator where both are the CPU."""
-    return tensor.untyped_storage()._cdata in _host_storages
+@functools.cache
+def can_page_lock() -> bool:
+    """Whether the accelerator really page-locks host memory; on the CPU accelerator it usually has no need to."""
+    accelerator = get_accelerator()
+    return bool(accelerator.is_pinned(accelerator.pin_empty(1, dtype=torch.uint8)))
+
+
+def is_host_storage(storage: torch.UntypedStorage) -> bool:
+    """Whether `storage` was made by `host_empty`; tells host from accelerator memory where both are the CPU's."""
+    return storage._cdata in _host_storages

@@ -31,7 +31,7 @@ class DirectBuffers(TorchFunctionMode):
 
     def __init__(self, pin: bool, startup: StartupProfile) -> None:
         super().__init__()
-        self._pin = pin
+        self._pin = pin and memory.can_page_lock()
         self._startup = startup
         self._partition: torch.Tensor | None = None
 

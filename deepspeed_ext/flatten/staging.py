@@ -17,6 +17,7 @@ from deepspeed_ext._upstream import get_accelerator
 __all__ = ["CHUNK_BYTES", "Staging"]
 
 CHUNK_BYTES = 32 << 20
+"""Size of one of the two chunks of a `Staging`."""
 
 
 class Staging:
@@ -25,11 +26,10 @@ class Staging:
     Args:
         dtype: of what is moved.
         pin: page-lock the chunks (where the accelerator can).
-        chunk_bytes: size of one chunk.
     """
 
-    def __init__(self, dtype: torch.dtype, pin: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self.numel = max(1, chunk_bytes // dtype.itemsize)
+    def __init__(self, dtype: torch.dtype, pin: bool) -> None:
+        self.numel = max(1, CHUNK_BYTES // dtype.itemsize)
         self._dtype, self._pin = dtype, pin
         self._chunks: list[torch.Tensor] = []
         self._events: list[Any] = [None, None]

@@ -92,7 +92,10 @@ class RankPool:
 
     def run(self, body: Callable[..., Any], args: tuple, kwargs: dict, timeout_seconds: float) -> list[RankOutcome]:
         """Run `body` on every rank and return how each ended; the pool is unusable if any did not return."""
-        task = pickle.dumps((body.__module__, body.__qualname__, args, kwargs))
+        module = body.__module__
+        if module == "__main__":  # a benchmark started with python -m
+            module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
+        task = pickle.dumps((module, body.__qualname__, args, kwargs))
         for connection in self.connections:
             connection.send_bytes(task)
         return self._collect(timeout_seconds)

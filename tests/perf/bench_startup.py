@@ -1,0 +1,187 @@
+"""Start-up of the ZeRO-1/2 optimizer: upstream's two paths and each flatten tier, side by side in one run.
+
+    python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--repeats 5] [--offload] [--device cpu|accelerator]
+
+Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating between variants.
+Peak bytes of accelerator memory, relative to P, the bytes of the parameters: of the whole construction by the
+accelerator's allocator; where the CPU is the accelerator, of the flattening alone by a byte-exact meter in separate,
+untimed turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import time
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+import deepspeed_ext
+from deepspeed_ext.engine import Engine
+from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+from tests.perf import report
+from tests.support.meter import LiveBytes
+from tests.support.ranks import run_ranks
+
+VARIANTS = ("upstream host path", "upstream accelerator path", "accelerator", "distributed", "host")
+
+
+class Blocks(nn.Module):
+    """Parameters in the shapes of a transformer, in bf16 on the accelerator; it is never run."""
+
+    def __init__(self, millions: int, hidden: int = 1024) -> None:
+        super().__init__()
+        shapes = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden), (hidden,), (hidden,)]
+        count = max(1, millions * 10**6 // sum(torch.Size(shape).numel() for shape in shapes))
+        device = get_accelerator().current_device_name()
+        make = torch.empty if millions > 1000 else torch.randn
+        self.blocks = nn.ParameterList(
+            nn.Parameter(make(shape, dtype=torch.bfloat16, device=device)) for _ in range(count) for shape in shapes
+        )
+
+
+def config(variant: str, offload: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 2}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if not variant.startswith("upstream"):
+        zero["flatten_tier"] = variant
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+    }
+
+
+class Clock:
+    """Stands in for two of DeepSpeed's methods and keeps what the construction of the optimizer took.
+
+    Args:
+        meter: on the CPU, meters the flattening alone; without it an accelerator's allocator gives the peak.
+    """
+
+    def __init__(self, meter: LiveBytes | None) -> None:
+        self.meter = meter
+        self.seconds = self.cpu_seconds = 0.0
+        self.peak_bytes = 0
+
+    def around(self, original: Any) -> Any:
+        """A method that times `original`, the engine's construction of its ZeRO optimizer."""
+
+        def method(engine: Any, optimizer: Any) -> Any:
+            accelerator = get_accelerator()
+            accelerator.synchronize()
+            accelerator.reset_peak_memory_stats()
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            result = original(engine, optimizer)
+            accelerator.synchronize()
+            self.seconds, self.cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+            self.peak_bytes = self.meter.peak["accelerator"] if self.meter else accelerator.max_memory_allocated()
+            return result
+
+        return functools.wraps(original)(method)
+
+    def metered(self, original: Any) -> Any:
+        """A method that meters `original`, the flattening of a group."""
+
+        def method(optimizer: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.meter is None:
+                return original(optimizer, tensors, *args, **kwargs)
+            self.meter.watch(*tensors)
+            with self.meter:
+                return original(optimizer, tensors, *args, **kwargs)
+
+        return functools.wraps(original)(method)
+
+
+def one_turn(variant: str, millions: int, offload: bool, metered: bool) -> dict[str, float]:
+    model = Blocks(millions)
+    clock = Clock(LiveBytes() if metered else None)
+    ours = not variant.startswith("upstream")
+    engine_class, optimizer_class = (Engine, ZeroOptimizer) if ours else (DeepSpeedEngine, DeepSpeedZeroOptimizer)
+    methods = [(engine_class, "_configure_zero_optimizer", clock.around)]
+    methods.append((optimizer_class, "flatten_dense_tensors_aligned", clock.metered))
+    with ExitStack() as stack:
+        for owner, name, wrap in methods:
+            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+        if variant == "upstream host path":
+            stack.enter_context(patch.object(type(get_accelerator()), "available_memory", lambda *_: 0))
+        initialize = deepspeed_ext.initialize if ours else deepspeed.initialize
+        engine = initialize(model=model, model_parameters=model.parameters(), config=config(variant, offload))[0]
+    flatten = 0.0
+    if ours:
+        flatten = engine.optimizer.measurements()["flatten_seconds"]
+    parameter_bytes = sum(flat.nbytes for flat in engine.optimizer.bit16_groups_flat)
+    engine.destroy()
+    del engine, model
+    gc.collect()
+    get_accelerator().empty_cache()
+    return {
+        "seconds": clock.seconds,
+        "cpu seconds": clock.cpu_seconds,
+        "flatten seconds": flatten,
+        "peak / P": clock.peak_bytes / parameter_bytes,
+    }
+
+
+def body(variants: list[str], millions: int, offload: bool, repeats: int) -> dict[str, list[dict[str, float]]]:
+    turns: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
+    for turn, variant in report.alternate(variants, repeats):
+        result = one_turn(variant, millions, offload, metered=False)
+        if turn >= 0:
+            turns[variant].append(result)
+    if get_accelerator().device_name() == "cpu":
+        for variant in variants:
+            peak = one_turn(variant, millions, offload, metered=True)["peak / P"]
+            for result in turns[variant]:
+                result["peak / P"] = peak
+    return turns
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, default=64, help="million parameters (default 64)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--offload", action="store_true", help="with the optimizer offloaded to the CPU")
+    parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
+    args = parser.parse_args()
+    variants = [variant for variant in VARIANTS if variant != "distributed" or args.ranks > 1]
+    ranks = run_ranks(
+        args.ranks, body, variants, args.millions, args.offload, args.repeats, device=args.device, timeout_seconds=3000
+    )
+    rows = []
+    for variant in variants:
+        slowest = [max(turns, key=lambda r: r["seconds"]) for turns in zip(*(r[variant] for r in ranks), strict=True)]
+        row: dict[str, Any] = {"variant": variant}
+        for name in ("seconds", "cpu seconds", "flatten seconds", "peak / P"):
+            row[name] = report.summary([result[name] for result in slowest])
+        rows.append(row)
+    base = rows[0]["seconds"]["median"]
+    for row in rows:
+        row["ratio"] = row["seconds"]["median"] / base
+
+    def spread(value: dict[str, float]) -> str:
+        return f"{value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})"
+
+    columns = {"variant": "", "seconds": spread, "ratio": ".3f", "cpu seconds": spread, "flatten seconds": spread}
+    print(report.table(rows, {**columns, "peak / P": lambda value: f"{value['median']:.3f}"}))
+    print(f"\nwritten to {report.write('startup', vars(args), rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What all benchmarks share: alternation, medians and spread, the table, and a JSON file with its provenance."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def alternate(variants: Sequence[str], repeats: int, warm_up: int = 1) -> Iterator[tuple[int, str]]:
+    """A B C A B C ...; the first `warm_up` rounds carry negative numbers and are not to be counted."""
+    for turn in range(-warm_up, repeats):
+        for variant in variants:
+            yield turn, variant
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest of `values`, and how many there were."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
+
+
+def table(rows: Sequence[dict[str, Any]], columns: dict[str, str | Callable[[Any], str]]) -> str:
+    """`rows` as a Markdown table; `columns` maps a key to a format specification or a function."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    for row in rows:
+        cells = []
+        for name, form in columns.items():
+            value = row.get(name)
+            cells.append("" if value is None else form(value) if callable(form) else format(value, form))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, hardware, commit, command and date."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.get_device_module(accelerator).get_device_name() if accelerator is not None else "none"
+    return {
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "versions": {name: version(name) for name in ("torch", "deepspeed")} | {"python": platform.python_version()},
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "accelerator": device,
+        "load_at_end": os.getloadavg()[0],
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the kernel gives it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def write(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
+    """Write the result to ``outputs/bench/<name>.json`` and return the path."""
+    path = ROOT / "outputs" / "bench" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"provenance": provenance(), "settings": settings, "rows": list(rows)}, indent=2) + "\n")
+    return path

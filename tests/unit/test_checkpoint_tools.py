@@ -1,0 +1,98 @@
+"""Upstream's own checkpoint tools read what our optimizers save."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+import deepspeed_ext
+from tests.support.compare import base_config
+from tests.support.models import OddModel, batches, two_groups
+from tests.support.ranks import run_ranks
+
+
+def build(stage: int, tier: str | None, universal: bool = False) -> Any:
+    config = base_config(stage, torch.bfloat16)
+    config["zero_optimization"]["flatten_tier"] = tier
+    config["checkpoint"] = {"load_universal": universal}
+    torch.manual_seed(5)
+    model = OddModel(awkward=True)
+    return deepspeed_ext.initialize(model=model, model_parameters=two_groups(model), config=config)[0]
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    """The fp32 value of every trained parameter, gathered from the ranks' partitions."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            found[name] = safe_get_full_fp32_param(parameter).clone()
+    return found
+
+
+def step(engine: Any, data: list[torch.Tensor]) -> list[float]:
+    losses = []
+    for batch in data:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_body(folder: str, stage: int, tier: str) -> dict[str, torch.Tensor]:
+    engine = build(stage, tier)
+    step(engine, batches(3, dist.get_rank()))
+    engine.save_checkpoint(folder, tag="t")
+    return masters(engine)
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(1, "host"), (2, "distributed")])
+def test_zero_to_fp32_reads_our_masters(tmp_path: Path, stage: int, tier: str) -> None:
+    expected = run_ranks(2, save_body, str(tmp_path), stage, tier)[0]
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
+    for name, value in expected.items():
+        assert torch.equal(found[name].view(torch.int32), value.view(torch.int32)), name
+
+
+def universal_body(folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    engine = build(2, None, universal=True)
+    engine.load_checkpoint(folder, tag="u")
+    return masters(engine), step(engine, batches(2, 0))
+
+
+def test_universal_checkpoint_resumes_with_other_ranks(tmp_path: Path) -> None:
+    expected = run_ranks(2, save_body, str(tmp_path), 2, "host")[0]
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
+    converted = subprocess.run([*tool, *folders], capture_output=True, text=True, timeout=120, check=False)
+    assert converted.returncode == 0, converted.stdout + converted.stderr
+    on_two, on_three = run_ranks(2, universal_body, str(tmp_path)), run_ranks(3, universal_body, str(tmp_path))
+    for loaded, _ in on_two + on_three:
+        for name, value in expected.items():
+            assert torch.equal(loaded[name].view(torch.int32), value.view(torch.int32)), name
+    assert on_two[0][1][0] == on_three[0][1][0]
+
+
+def resume_body(folder: str, stage: int, tier: str, save_at: int) -> tuple[list[float], list[float]]:
+    data = batches(6, dist.get_rank())
+    engine = build(stage, tier)
+    step(engine, data[:save_at])
+    engine.save_checkpoint(folder, tag="r")
+    uninterrupted = step(engine, data[save_at:])
+    resumed = build(stage, None)
+    resumed.load_checkpoint(folder, tag="r")
+    return uninterrupted, step(resumed, data[save_at:])
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(1, "distributed"), (2, "host")])
+def test_resume_equals_the_uninterrupted_run(tmp_path: Path, stage: int, tier: str) -> None:
+    for uninterrupted, resumed in run_ranks(2, resume_body, str(tmp_path), stage, tier, 3):
+        assert resumed == uninterrupted

@@ -1,0 +1,168 @@
+"""Switching the extension on and off, and what a user gets for a config that cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+
+import deepspeed_ext
+from deepspeed_ext import memory
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine, ZeroConfig
+from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+from tests.support.compare import base_config
+from tests.support.models import OddModel
+from tests.support.ranks import run_ranks
+
+
+def entry_points() -> list[Any]:
+    return [
+        deepspeed.DeepSpeedEngine,
+        deepspeed.DeepSpeedHybridEngine,
+        deepspeed.PipelineEngine,
+        deepspeed.runtime.zero.config.DeepSpeedZeroConfig,
+    ]
+
+
+def initialize(through: Any, zero: dict[str, Any], stage: int = 2) -> Any:
+    config = base_config(stage, torch.bfloat16)
+    config["zero_optimization"] |= zero
+    model = OddModel()
+    return through(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def test_enable_and_disable_are_idempotent_and_leave_no_trace() -> None:
+    before = entry_points()
+    deepspeed_ext.enable()
+    deepspeed_ext.enable()
+    assert entry_points() == [Engine, HybridEngine, PipeEngine, ZeroConfig]
+    deepspeed_ext.disable()
+    assert entry_points() == before
+    deepspeed_ext.disable()
+    assert entry_points() == before
+
+
+def test_our_engines_are_deepspeeds() -> None:
+    assert issubclass(HybridEngine, (deepspeed.DeepSpeedHybridEngine, Engine))
+    assert issubclass(PipeEngine, (deepspeed.PipelineEngine, Engine))
+    assert HybridEngine._configure_zero_optimizer is Engine._configure_zero_optimizer
+    assert PipeEngine._configure_zero_optimizer is Engine._configure_zero_optimizer
+
+
+def three_entries_body() -> list[str]:
+    before = entry_points()
+    found = []
+    for through in (deepspeed.initialize, deepspeed_ext.initialize, deepspeed.initialize):
+        found.append(type(initialize(through, {}).optimizer).__qualname__)
+        assert entry_points() == before
+    deepspeed_ext.enable()
+    try:
+        engine = initialize(deepspeed.initialize, {"flatten_tier": "host"})
+        assert type(engine) is Engine
+        assert [plan.tier for plan in engine.optimizer.flatten_plans] == ["host"]
+        found.append(type(engine.optimizer).__qualname__)
+        found.append(type(initialize(deepspeed_ext.initialize, {}).optimizer).__qualname__)
+    finally:
+        deepspeed_ext.disable()
+    found.append(type(initialize(deepspeed.initialize, {}).optimizer).__qualname__)
+    return found
+
+
+def test_each_entry_builds_its_own_optimizer() -> None:
+    (found,) = run_ranks(1, three_entries_body)
+    stock, ours = "DeepSpeedZeroOptimizer", ZeroOptimizer.__qualname__
+    assert found == [stock, ours, stock, ours, ours, stock]
+
+
+def bad_config_body(zero: dict[str, Any], free_bytes: int | None) -> str:
+    before = entry_points()
+    real = memory.free_accelerator_bytes
+    with (
+        patch.object(memory, "free_accelerator_bytes", lambda: real() if free_bytes is None else free_bytes),
+        pytest.raises(ConfigError) as error,
+    ):
+        initialize(deepspeed_ext.initialize, zero)
+    assert entry_points() == before
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("zero", "free_bytes", "says"),
+    [
+        ({"flaten_tier": "host"}, None, ["zero_optimization.flaten_tier", "'host'", "'flatten_tier'"]),
+        ({"flatten_tier": "gpu"}, None, ["zero_optimization.flatten_tier", "'gpu'", "'accelerator', 'distributed'"]),
+        ({"flatten_reserve_fraction": 1.5}, None, ["zero_optimization.flatten_reserve_fraction", "1.5", "less than 1"]),
+        ({"flatten_reserve_fraction": "some"}, None, ["flatten_reserve_fraction", "'some'", "number"]),
+        ({"core_binding": {"enable": True}}, None, ["zero_optimization.core_binding.enable", "'enabled'"]),
+        ({"core_binding": 3}, None, ["zero_optimization.core_binding", "3"]),
+        ({"flatten_tier": "accelerator"}, 1000, ['flatten_tier = "accelerator"', "1,000", "leave the field out"]),
+        ({"flatten_tier": "distributed"}, 1000, ['flatten_tier = "distributed"', "1,000", "leave the field out"]),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_config_is_one_clear_error_on_every_rank(
+    world_size: int, zero: dict[str, Any], free_bytes: int | None, says: list[str]
+) -> None:
+    if (zero, world_size) == ({"flatten_tier": "distributed"}, 1):
+        says = ['flatten_tier = "distributed"', "at least 2 data-parallel ranks"]
+    for message in run_ranks(world_size, bad_config_body, zero, free_bytes):
+        for part in says:
+            assert part in message
+
+
+def test_deepspeeds_own_checks_keep_their_error() -> None:
+    with pytest.raises(ValueError, match="stage") as error:
+        ZeroConfig(stage=17)
+    assert not isinstance(error.value, ConfigError)
+
+
+def test_auto_means_not_given() -> None:
+    assert ZeroConfig(flatten_tier="auto", flatten_reserve_fraction="auto") == ZeroConfig()
+
+
+def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    config = base_config(stage, torch.bfloat16) | other
+    config["zero_optimization"] |= zero
+    model = OddModel()
+    with patch("deepspeed_ext.engine.logger.warning") as warning:
+        deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return [call.args[0] for call in warning.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "other", "says"),
+    [
+        (2, {"stage3_allgather_single_param": True}, {}, "ZeRO stage 2 with ZeroOptimizer"),
+        (0, {"flatten_tier": "host"}, {}, "ZeRO stage 0 with FP16_UnfusedOptimizer"),
+        (1, {"flatten_tier": "host"}, {"data_types": {"grad_accum_dtype": "fp32"}}, "ZeRO stage 1 with BF16_Optimizer"),
+    ],
+)
+def test_a_setting_without_effect_warns_on_rank_0_only(
+    stage: int, zero: dict[str, Any], other: dict[str, Any], says: str
+) -> None:
+    on_rank_0, on_rank_1 = run_ranks(2, warnings_body, stage, zero, other)
+    assert on_rank_0 == [f"zero_optimization.{next(iter(zero))} has no effect: this run uses {says}"]
+    assert on_rank_1 == []
+
+
+def startup_body() -> dict[str, Any]:
+    engine = initialize(deepspeed_ext.initialize, {"offload_optimizer": {"device": "cpu", "pin_memory": True}})
+    startup = engine.optimizer.startup
+    masters = sum(master.nbytes for master in engine.optimizer.single_partition_of_fp32_groups)
+    flats = sum(flat.nbytes for flat in engine.optimizer.bit16_groups_flat)
+    sizes = {phase.name: phase.nbytes for phase in startup.phases}
+    assert sizes["flatten"] == flats
+    assert sizes["master partition"] == masters
+    assert startup.seconds == sum(phase.seconds for phase in startup.phases)
+    assert dist.get_world_size() == 2
+    return engine.optimizer.measurements()
+
+
+def test_startup_breakdown_has_the_bytes_of_every_phase() -> None:
+    for measurements in run_ranks(2, startup_body):
+        assert 0 < measurements["flatten_seconds"] < measurements["startup_seconds"]

@@ -1,0 +1,75 @@
+"""Memory figures: control group limits of both versions, and what counts as out of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from deepspeed_ext import memory
+
+GIB = 1 << 30
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_cgroup_v2_takes_the_tightest_level_less_reclaimable_cache(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/jobs/mine\n",
+            "sys/fs/cgroup/jobs/memory.max": f"{3 * GIB}\n",
+            "sys/fs/cgroup/jobs/memory.current": f"{2 * GIB}\n",
+            "sys/fs/cgroup/jobs/memory.stat": f"anon 1\ninactive_file {GIB // 2}\n",
+            "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+            "sys/fs/cgroup/jobs/mine/memory.current": "12345\n",
+        },
+    )
+    assert memory.available_host_bytes(root) == min(3 * GIB // 2, psutil.virtual_memory().available)
+
+
+def test_cgroup_v1(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/box\n",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": f"{GIB // 4}\n",
+        },
+    )
+    assert memory.available_host_bytes(root) == GIB * 3 // 4
+
+
+@pytest.mark.parametrize("files", [{}, {"proc/self/cgroup": "0::/nowhere\n"}])
+def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path, files: dict[str, str]) -> None:
+    assert memory.available_host_bytes(tree(tmp_path, files)) > GIB // 4
+
+
+def test_a_use_above_the_limit_is_no_memory_at_all(tmp_path: Path) -> None:
+    files = {"memory.max": "100\n", "memory.current": "200\n"}
+    root = tree(tmp_path, {"proc/self/cgroup": "0::/\n"} | {f"sys/fs/cgroup/{k}": v for k, v in files.items()})
+    assert memory.available_host_bytes(root) == 0
+
+
+def test_out_of_memory_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert memory.is_out_of_memory(error.value)
+    assert memory.is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert not memory.is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_host_buffers_are_known_as_long_as_they_live() -> None:
+    buffer = memory.host_empty(10, torch.float32, pin=False)
+    assert memory.is_host_storage(buffer[3:].untyped_storage())
+    assert not memory.is_host_storage(torch.empty(10).untyped_storage())
+    del buffer
+    assert not memory._host_storages
