@@ -10,15 +10,17 @@ after n updates it has moved the weights by ``lr q_j (1 - b1) E(t_j, n)``, and w
 with d = sqrt(v / (1 - b2^t)) + eps, and q_j = c g_j / d where d uses the mean of v over the element's block (all that
 the accelerator knows of v). The second moment is taken as constant over those few updates.
 
-At the end of an interval the weights are to serve the next S steps, whose own result is an interval late again: they are
-extrapolated to the mean of the next interval's positions, S + k updates ahead for k = 0 .. S - 1::
+At the end of an interval the weights are to serve the next S steps, whose own result is an interval late again: they
+are extrapolated to the mean of the next interval's positions, S + k updates ahead for k = 0 .. S - 1::
 
-    W = 16bit( (1 - S lr wd) p - lr mean_k M(t, S + k) m/d  -  D ),   D = sum_j lr (1 - b1) q_j mean_k E(t_j, S - j + 1 + k)
+    y = (1 - S lr wd) p - lr mean_k M(t, S + k) m/d
+    D = sum_j lr (1 - b1) q_j mean_k E(t_j, S - j + 1 + k)
+    W = 16bit( y - D )
 
-The first two terms are the worker's y, in one pass with the update; D is collected on the accelerator as the gradients
-come. Within an interval, after step j < S, the weights also move at once by ``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``.
-For S = 1 this is y = (1 - lr wd) p - lr b1/(1 - b1^(t+1)) m/d and W = 16bit(y - lr (1 - b1)/(1 - b1^(t+1)) q): the exact
-update but for the block mean of v. Nothing of this ever enters p, m or v, so errors do not build up.
+The worker makes y in one pass with the update; D is collected on the accelerator as the gradients come. Within an
+interval, after step j < S, the weights also move at once by ``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``. For S = 1
+this is y = (1 - lr wd) p - lr b1/(1 - b1^(t+1)) m/d and W = 16bit(y - lr (1 - b1)/(1 - b1^(t+1)) q): the exact update
+but for the block mean of v. Nothing of this ever enters p, m or v, so errors do not build up.
 """
 
 from __future__ import annotations
@@ -91,6 +93,9 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
 class Estimator:
     """Computes weights from what the worker published and from gradients in flight.
 
+    Attributes:
+        inverse: 1 / d for each block, 1-D fp32; all that the estimator remembers.
+
     Args:
         block_means: mean of v over blocks; 1-D fp32, ceil(n / block_size) elements, on the device of the gradients.
         block_size: elements of a block.
@@ -98,18 +103,22 @@ class Estimator:
         eps: Adam's.
     """
 
-    def __init__(
-        self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float, clamp: float = CLAMP
-    ) -> None:
+    def __init__(self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float) -> None:
         self._block_size = block_size
-        self._inverse = block_means.sqrt().div_(bias_correction2_sqrt).add_(eps).reciprocal_()
-        self._clamp = clamp
+        self.inverse = block_means.sqrt().div_(bias_correction2_sqrt).add_(eps).reciprocal_()
+
+    @classmethod
+    def remembering(cls, inverse: torch.Tensor, block_size: int) -> Estimator:
+        """The estimator that had this `inverse`."""
+        estimator = cls.__new__(cls)
+        estimator._block_size, estimator.inverse = block_size, inverse
+        return estimator
 
     @torch.no_grad()
     def move(self, target: torch.Tensor, grad: torch.Tensor, grad_scale: float, coefficient: float) -> None:
-        """``target -= coefficient q(grad)``, computed in fp32 and rounded once. All 1-D, n elements, one device."""
+        """``target -= coefficient q(grad)``, computed in fp32 on grad's device and rounded once. 1-D, n elements."""
         for part, estimate in self._estimates(grad, grad_scale, coefficient):
-            target[part].copy_(estimate.neg_().add_(target[part]))
+            target[part].copy_(estimate.neg_().add_(target[part].to(estimate.device)))
 
     @torch.no_grad()
     def predict(
@@ -121,11 +130,17 @@ class Estimator:
         grad_scale: float,
         coefficient: float,
     ) -> None:
-        """``weights = 16bit(published - drift - coefficient q(grad))``; `drift` may be None (interval 1)."""
+        """``weights = 16bit(published - drift - coefficient q(grad))``, computed in fp32 on grad's device.
+
+        Args:
+            weights, published: 1-D, n elements, any device; `published` is moved part by part.
+            drift: D on grad's device, or None (interval 1).
+        """
         for part, estimate in self._estimates(grad, grad_scale, coefficient):
             if drift is not None:
                 estimate.add_(drift[part])
-            weights[part].copy_(estimate.neg_().add_(published[part]))
+            arrived = published[part].to(estimate.device, non_blocking=True)
+            weights[part].copy_(estimate.neg_().add_(arrived))
 
     def _estimates(
         self, grad: torch.Tensor, grad_scale: float, coefficient: float
@@ -136,9 +151,8 @@ class Estimator:
         for begin in range(0, n, chunk):
             part = slice(begin, min(begin + chunk, n))
             q = grad[part].to(torch.float32, copy=True)
-            inverse = self._inverse[begin // block : -(-part.stop // block)]
+            inverse = self.inverse[begin // block : -(-part.stop // block)]
             whole = q.numel() // block * block
             q[:whole].view(-1, block).mul_(inverse[: whole // block, None])
             q[whole:].mul_(inverse[whole // block :])
-            limit = self._clamp
-            yield part, q.mul_(grad_scale).clamp_(-limit, limit).mul_(coefficient)
+            yield part, q.mul_(grad_scale).clamp_(-CLAMP, CLAMP).mul_(coefficient)

@@ -120,9 +120,9 @@ class Schedule:
         assert self.state.interval is None
         self.state = replace(self.state, interval=interval)
 
-    def settled(self) -> None:
-        """Everything collected and in flight has been applied exactly, outside of the plan."""
-        self.state = replace(self.state, position=0)
+    def restart(self) -> None:
+        """Begin anew, with synchronous steps; a chosen interval stays."""
+        self.state = ScheduleState(interval=self.state.interval)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values."""
