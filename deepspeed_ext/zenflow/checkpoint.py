@@ -99,8 +99,8 @@ def restore(adam: OffloadedAdam, saved: dict[str, Any] | None, where: str) -> bo
     sizes = [p["numel"] for p in saved["partitions"]], [p.master.numel() for p in adam.partitions]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
-            f"{where}: the checkpoint's partitions have {sizes[0]} elements and this rank's {sizes[1]}: resume with the "
-            "same model, stage and number of ranks, or go through a universal checkpoint"
+            f"{where}: the checkpoint's partitions have {sizes[0]} elements and this rank's {sizes[1]}: resume with "
+            "the same model, stage and number of ranks, or go through a universal checkpoint"
         )
     if changed := _changed_settings(adam, saved):
         _apply_collected(adam, saved)

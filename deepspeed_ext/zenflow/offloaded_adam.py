@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -201,7 +201,7 @@ class OffloadedAdam:
         """Let the optimizer's state be the arena's p, m, v, under the masters as parameters."""
         for partition in self.partitions:
             self._optimizer.state[partition.master] = {
-                "step": step_value(self._optimizer, self.updates),
+                "step": step_value(self._optimizer, self.updates - len(partition.collected)),
                 "exp_avg": partition.exp_avg,
                 "exp_avg_sq": partition.exp_avg_sq,
             }
@@ -243,7 +243,7 @@ class OffloadedAdam:
             self._step_exactly(index)
         else:
             previous = self._settings.predict_clip == "previous" and self.last_clip is not None
-            scale = replace(factor, clip=self.last_clip).value if previous else factor.value
+            scale = factor.unscale * (self.last_clip or 1.0) if previous else factor.value
             self._estimate(index, plan, step, grad, scale)
         self._clip = factor.clip
 
