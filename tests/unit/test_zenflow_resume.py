@@ -1,7 +1,5 @@
 """Saving changes nothing, and a resumed run continues to the bit, at every step and phase."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,8 @@ import torch
 from deepspeed import comm as dist
 
 from tests.support.models import batches, two_groups
-from tests.support.ranks import ROOT, run_ranks
-from tests.support.zenflow import make_engine, masters_of, offload_config, train, weights_of, zenflow_config
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 
 WARM_UP = 3
 
