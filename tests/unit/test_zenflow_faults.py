@@ -48,7 +48,7 @@ def kill_and_train(config: dict, when: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("when", ["idle", "stepping", "starting"])
 def test_killed_worker_ends_all_ranks(when: str) -> None:
-    outcomes = run_fresh_ranks(2, kill_and_train, zenflow_config(2), when)
+    outcomes = run_fresh_ranks(2, kill_and_train, zenflow_config(2, update_interval=1), when)
     for outcome in outcomes:
         assert outcome.error is None, outcome.error
         message, seconds = outcome.value
