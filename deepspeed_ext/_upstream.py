@@ -94,6 +94,54 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.create_gradient_handling_hooks": ("self",),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._link_all_hp_params": ("self",),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty": None,
+    "deepspeed.runtime.engine:DeepSpeedEngine.zenflow_config": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine._take_model_step": ("self", "lr_kwargs"),
+    "deepspeed.runtime.engine:DeepSpeedEngine.zero_force_ds_cpu_optimizer": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine.get_optimizer_configuration": (
+        "self",
+        "optimizer_parameters",
+        "adam_w_mode",
+        "allow_legacy_fallback",
+    ),
+    **{
+        f"deepspeed.runtime.zero.{module}:{optimizer}.{member}": parameters
+        for module, optimizer, group in (
+            ("stage_1_and_2", "DeepSpeedZeroOptimizer", "group_no"),
+            ("stage3", "DeepSpeedZeroOptimizer_Stage3", "sub_group_id"),
+        )
+        for member, parameters in {
+            "step": ("self", "closure"),
+            "_optimizer_step": ("self", group),
+            "initialize_optimizer_states": ("self",),
+            "state_dict": ("self",),
+            "_restore_from_bit16_weights": ("self",),
+            "destroy": ("self",),
+            "load_state_dict": (
+                "self",
+                "state_dict_list",
+                "load_optimizer_states",
+                "load_from_fp32_weights",
+                "checkpoint_folder",
+                "load_serial",
+                "param_shapes",
+            ),
+        }.items()
+    },
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.unscale_and_clip_grads": (
+        "self",
+        "grad_groups_flat",
+        "total_norm",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params": ("self",),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": ("self",),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": (
+        "self",
+        "sub_group_id",
+        "total_norm",
+    ),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": ("self",),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor": ("self",),
 }
 
 

@@ -26,7 +26,7 @@ from deepspeed_ext.zenflow.messages import PartitionPass, WorkerPlan, array_name
 from deepspeed_ext.zenflow.predict import Estimator, drift_coefficient, move_coefficient, publish_ahead
 from deepspeed_ext.zenflow.process import OptimizerProcess
 from deepspeed_ext.zenflow.schedule import Schedule, StepPlan, WeightRule, is_overloaded, smallest_interval
-from deepspeed_ext.zenflow.transfers import Transfers, page_lock
+from deepspeed_ext.zenflow.transfers import Transfers
 
 __all__ = ["GradFactor", "OffloadedAdam", "PartitionState", "WorkerSeat"]
 
@@ -188,7 +188,8 @@ class OffloadedAdam:
         self._require_all(error)
         for partition, master in zip(self.partitions, masters, strict=True):
             partition.master.data.copy_(master)
-        page_lock([self.arena.tensor(name) for name in touch if name.startswith(("y.", "g.", "block_means."))])
+        exchanged = [name for name in touch if name.startswith(("y.", "g.", "block_means."))]
+        self._transfers.lock([self.arena.tensor(name) for name in exchanged])
         self.bind_state()
 
     def _partition(self, index: int, group: int, interval: int) -> PartitionState:
@@ -458,6 +459,7 @@ class OffloadedAdam:
     def close(self) -> None:
         """End the worker. Masters and moments stay readable. Idempotent."""
         self.process.close()
+        self._transfers.unlock()
         self.arena.close()
 
 
