@@ -30,6 +30,8 @@ from deepspeed.runtime.zero import stage3 as stage3_module
 from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -42,21 +44,29 @@ __all__ = [
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
     "OffloadDeviceEnum",
+    "ParameterStatus",
+    "PartitionedParameter",
     "PipelineEngine",
     "Swap",
     "accelerator_branch_only",
     "check",
+    "communication_dtype",
     "deepspeed",
     "dist",
     "entry_swaps",
     "get_accelerator",
-    "host_offload_config",
-    "local_world_size",
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
     "optimizer_class",
     "stage3_optimizer_class",
     "pins_offload_buffers",
     "swapped",
 ]
+
+PartitionedParameter = Any
+"""A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""
 
 SUPPORTED_FROM = (0, 19, 8)
 SUPPORTED_BELOW = (0, 20, 0)
@@ -93,6 +103,11 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.create_gradient_handling_hooks": ("self",),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._link_all_hp_params": ("self",),
+    "deepspeed.runtime.zero.partition_parameters:get_allgather_dtype": ("param", "param_ds_tensor"),
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.AVAILABLE": None,
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.NOT_AVAILABLE": None,
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.INFLIGHT": None,
+    "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("self", "param"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty": None,
     "deepspeed.runtime.engine:DeepSpeedEngine.zenflow_config": ("self",),
     "deepspeed.runtime.engine:DeepSpeedEngine._take_model_step": ("self", "lr_kwargs"),
@@ -280,3 +295,13 @@ def accelerator_branch_only() -> Swap:
 def pins_offload_buffers(offload_config: Any) -> bool:
     """Whether ``zero_optimization.offload_optimizer`` asks for page-locked host buffers."""
     return offload_config is not None and offload_config.device != OffloadDeviceEnum.none and offload_config.pin_memory
+
+
+def is_on_nvme(param: PartitionedParameter) -> bool:
+    """Whether the partition of `param` is swapped to NVMe between uses."""
+    return param.ds_tensor.final_location == OffloadDeviceEnum.nvme
+
+
+def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) -> bool:
+    """Whether `param` travels quantized: it is stored so, or every weight is quantized for its all-gather."""
+    return hasattr(param.ds_tensor, "ds_quant_scale") or zero_config.zero_quantized_weights

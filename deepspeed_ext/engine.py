@@ -21,6 +21,8 @@ from deepspeed_ext._upstream import (
     swapped,
 )
 from deepspeed_ext.config import ZeroFields, idle_fields
+from deepspeed_ext.gather import all_gather
+from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
@@ -44,6 +46,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             if message := self._explain(error):
                 raise ConfigError(message) from error
             raise
+        if message := self._contradictions():
+            raise ConfigError(message)
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
@@ -60,6 +64,19 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
                 lines.append(f"zero_optimization.{path} = {mistake['input']!r}: {mistake['msg']}")
         return "; ".join(lines)
 
+    def _contradictions(self) -> str:
+        """One line for each pair of settings that ask for different things."""
+        rivals = {
+            "stage3_allgather_sequential": self.allgather_sequential,
+            "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
+        }
+        return "; ".join(
+            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two ways of gathering "
+            "parameters; set one of them to false"
+            for rival, is_set in rivals.items()
+            if is_set and self.stage3_allgather_single_param
+        )
+
     @classmethod
     def _sections(cls) -> list[Any]:
         defaults = (field.get_default(call_default_factory=True) for field in ZeroFields.model_fields.values())
@@ -67,7 +84,13 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
 
 class Engine(DeepSpeedEngine):
-    """DeepSpeed's engine; its ZeRO optimizers are ours."""
+    """DeepSpeed's engine; its ZeRO optimizers are ours.
+
+    Attributes:
+        parameter_gather: at stage 3, what gathers the parameters in place of upstream's closures; None = they do.
+    """
+
+    parameter_gather: SingleParameterGather | None = None
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -91,7 +114,15 @@ class Engine(DeepSpeedEngine):
             stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings)
             swaps = [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
         with swapped(*swaps):
-            return super()._configure_zero_optimizer(optimizer)
+            zero_optimizer = super()._configure_zero_optimizer(optimizer)
+        if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
+            self.parameter_gather = all_gather.attach(self.module, settings, self.seq_data_parallel_group)
+        return zero_optimizer
+
+    def destroy(self) -> None:
+        if self.parameter_gather is not None:
+            all_gather.detach(self.module)
+        super().destroy()
 
     def _has_own_zenflow(self) -> bool:
         settings = self._config.zero_config
