@@ -55,10 +55,11 @@ __all__ = [
     "dist",
     "entry_swaps",
     "get_accelerator",
-from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
-from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
+    "host_offload_config",
+    "is_on_nvme",
+    "is_quantized",
+    "local_rank",
+    "local_world_size",
     "optimizer_class",
     "stage3_optimizer_class",
     "pins_offload_buffers",
@@ -262,6 +263,11 @@ def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
 def local_world_size() -> int:
     """Number of ranks on this host, as the launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def local_rank() -> int:
+    """This rank's number on its host, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 class _RoomyAccelerator:
