@@ -174,10 +174,18 @@ def moved() -> list[str]:
             found.append(f"{name} does not exist")
             continue
         if expected is not None:
-            parameters = tuple(inspect.signature(member).parameters)
+            parameters = tuple(inspect.signature(_undecorated(member)).parameters)
             if parameters != expected:
                 found.append(f"{name} takes {parameters}, expected {expected}")
     return found
+
+
+def _undecorated(member: Any) -> Any:
+    """The function behind a decorator that takes anything, as DeepSpeed's for profiler ranges; else `member`."""
+    cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
+    functions = [cell for cell in cells if inspect.isfunction(cell)]
+    takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")
+    return functions[0] if takes_anything and len(functions) == 1 else member
 
 
 def check() -> None:
