@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,9 +25,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import config as zero_config_module
+from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
+from deepspeed.runtime.zero import stage3 as stage3_module
 from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_ext._errors import UpstreamError
@@ -36,6 +40,7 @@ __all__ = [
     "DeepSpeedHybridEngine",
     "DeepSpeedZeroConfig",
     "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizerStage3",
     "OffloadDeviceEnum",
     "PipelineEngine",
     "Swap",
@@ -45,7 +50,10 @@ __all__ = [
     "dist",
     "entry_swaps",
     "get_accelerator",
+    "host_offload_config",
+    "local_world_size",
     "optimizer_class",
+    "stage3_optimizer_class",
     "pins_offload_buffers",
     "swapped",
 ]
@@ -173,6 +181,24 @@ def entry_swaps(
 def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swap:
     """The name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds its stage 1/2 optimizer."""
     return Swap(engine_module, "DeepSpeedZeroOptimizer", stage_1_and_2)
+
+
+def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) -> Swap:
+    """The name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds its stage 3 optimizer.
+
+    It imports SuperOffload there too, whose optimizer is a subclass: that module must be loaded before the swap.
+    """
+    return Swap(stage3_module, "DeepSpeedZeroOptimizer_Stage3", stage3)
+
+
+def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
+    """An ``offload_optimizer`` section that puts masters into pageable host memory, and nothing else."""
+    return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu, pin_memory=False)
+
+
+def local_world_size() -> int:
+    """Number of ranks on this host, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 class _RoomyAccelerator:

@@ -17,10 +17,13 @@ from deepspeed_ext._upstream import (
     PipelineEngine,
     dist,
     optimizer_class,
+    stage3_optimizer_class,
     swapped,
 )
 from deepspeed_ext.config import ZeroFields, idle_fields
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
 ZERO_STAGE_WEIGHTS = 3
 
@@ -80,9 +83,33 @@ class Engine(DeepSpeedEngine):
         settings = self._config.zero_config
         if not isinstance(settings, ZeroConfig):  # parsed while the extension was off
             return super()._configure_zero_optimizer(optimizer)
-        stage_1_and_2 = partial(ZeroOptimizer, settings=settings, check_replicas=self.is_sanity_checks_enabled())
-        with swapped(optimizer_class(stage_1_and_2)):
+        check_replicas = self.is_sanity_checks_enabled()
+        if settings.zenflow is None:
+            swaps = [optimizer_class(partial(ZeroOptimizer, settings=settings, check_replicas=check_replicas))]
+        else:
+            stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas)
+            stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings)
+            swaps = [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
+        with swapped(*swaps):
             return super()._configure_zero_optimizer(optimizer)
+
+    def _has_own_zenflow(self) -> bool:
+        settings = self._config.zero_config
+        return isinstance(settings, ZeroConfig) and settings.zenflow is not None
+
+    def zenflow_config(self) -> Any:
+        """None where the section is served by us: DeepSpeed's own ZenFlow and its change of
+        ``gradient_accumulation_steps`` stay out."""
+        return None if self._has_own_zenflow() else super().zenflow_config()
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        return False if self._has_own_zenflow() else super().zero_force_ds_cpu_optimizer()
+
+    def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
+        if self._has_own_zenflow():  # it holds hyperparameters and never steps: nothing needs to be compiled
+            optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
+            optimizer_parameters["torch_adam"] = True
+        return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
 
 
 class HybridEngine(DeepSpeedHybridEngine, Engine):
