@@ -63,9 +63,10 @@ class Scale:
     rates: tuple[float, ...] = LEARNING_RATES
     base_steps: int = 300
     tuning_steps: int = 100
+    stage_steps: int = 200
 
 
-QUICK = Scale(steps=40, seeds=1, rates=(1e-3,), base_steps=30, tuning_steps=20)
+QUICK = Scale(steps=40, seeds=1, rates=(1e-3,), base_steps=30, tuning_steps=20, stage_steps=20)
 
 
 class Results:
@@ -149,7 +150,9 @@ def make(rows: Sequence[str], scale: Scale, results: Results) -> None:
     for seed in range(scale.seeds):
         for rate in scale.rates:
             for side in (side for row, members in ROWS.items() if row in rows for side in members):
-                results.training(plain(side, rate, seed, scale))
+                training = plain(side, rate, seed, scale)
+                base = base_of(seed, scale)
+                results.training(base if base.key() == training.key() else training)
         if "tuning" in rows:
             _tune(seed, scale, results)
         if "stages" in rows and seed == 0:
@@ -170,7 +173,7 @@ def plain(side: Side, rate: float, seed: int, scale: Scale) -> Training:
 
 def stages_of(side: Side, scale: Scale) -> list[Training]:
     """The same training at each stage and number of ranks; AdamW, for comparison, where ranks alone differ."""
-    first = plain(side, STAGE_RATE, 0, scale)
+    first = Training(side, STAGE_RATE, 0, scale.stage_steps)
     stages = (2,) if side == sides.ADAMW else (1, 2, 3)
     return [replace(first, stage=stage, ranks=ranks) for ranks in (1, 2) for stage in stages]
 
