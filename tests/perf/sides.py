@@ -38,12 +38,24 @@ class Side:
     extended: bool = False
     accumulation: int = 1
 
-    def config(self, stage: int, micro_batch: int, lr: float, weight_decay: float) -> dict[str, Any]:
-        """The DeepSpeed config, bf16."""
+    @property
+    def overlapped(self) -> bool:
+        """Whether the optimizer runs in a process of its own, beside the accelerator."""
+        return bool(self.zenflow.get("overlap_step"))
+
+    @property
+    def interval(self) -> int:
+        """Optimizer steps that are carried out together."""
+        return int(self.zenflow.get("update_interval", 1))
+
+    def config(
+        self, stage: int, micro_batch: int, lr: float, weight_decay: float, **zero_fields: Any
+    ) -> dict[str, Any]:
+        """The DeepSpeed config, bf16; `zero_fields` go into its ``zero_optimization``."""
         adam: dict[str, Any] = {"lr": lr, "betas": list(BETAS), "weight_decay": weight_decay}
         if self.adam != "deepspeed":
             adam |= {"torch_adam": True, "fused": self.adam == "torch fused"}
-        zero: dict[str, Any] = {"stage": stage}
+        zero: dict[str, Any] = {"stage": stage, **zero_fields}
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
         if self.zenflow:
