@@ -69,6 +69,7 @@ def train(training: Training) -> dict[str, list[float]]:
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
             if training.keep is not None and step == training.keep_after:
+                Path(training.keep).parent.mkdir(parents=True, exist_ok=True)
                 torch.save({name: value.float().cpu() for name, value in parameters_of(engine)}, training.keep)
     return {"losses": losses, "seconds": seconds}
 
