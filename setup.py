@@ -30,7 +30,7 @@ setup(
     package_data={"deepspeed_ext": ["py.typed", "zenflow/kernel/adam_pass.cpp"]},
     ext_modules=[NATIVE_KERNEL],
     install_requires=[
-        "torch>=2.4",
+        "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",
         "psutil>=5.9",
         "pydantic>=2.5",

@@ -30,6 +30,8 @@ class Figures:
     bytes_up: int = 0
     prediction_error: float = float("nan")
     """||W - p|| over ||p - p before||, newest sample; not a number before the first."""
+    rounding_error: float = float("nan")
+    """||16bit(p) - p|| over ||p - p before||: the part of it that 16-bit weights cost without any prediction."""
     _worker: list[float] = field(default_factory=list)
     _device: list[float] = field(default_factory=list)
     _begun: float = 0.0
@@ -70,6 +72,7 @@ class Figures:
             "bytes_up": float(self.bytes_up),
             "interval": float(interval),
             "prediction_error": self.prediction_error,
+            "rounding_error": self.rounding_error,
         }
 
 
@@ -84,19 +87,18 @@ class PredictionProbe:
         self._predicted: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
 
-    def arrived(self, master: torch.Tensor) -> float | None:
-        """The worker's result is in `master` (1-D fp32, host): return the error of the sample taken before, if any."""
-        error = None
+    def arrived(self, master: torch.Tensor, figures: Figures) -> None:
+        """The worker's result is in `master` (1-D fp32, host): book the errors of the sample taken before, if any."""
         if self._predicted is not None and self._before is not None:
-            now = master[: self._before.numel()]
-            moved = (now - self._before).norm()
-            error = float((self._predicted - now).norm() / moved) if moved > 0 else 0.0
+            now = master[: self._before.numel()].detach()
+            moved = (now - self._before).norm().clamp_min(torch.finfo(torch.float32).tiny)
+            figures.prediction_error = float((self._predicted.float() - now).norm() / moved)
+            figures.rounding_error = float((now.to(self._predicted.dtype).float() - now).norm() / moved)
         self._predicted = self._before = None
-        return error
 
     def predicted(self, weights: torch.Tensor, master: torch.Tensor) -> None:
         """`weights` have just been predicted and `master` is the result that they build on."""
         if self._intervals % self.EVERY_INTERVALS == 0:
-            self._predicted = weights[: self.SAMPLE_NUMEL].detach().to("cpu", torch.float32, copy=True)
+            self._predicted = weights[: self.SAMPLE_NUMEL].detach().to("cpu", copy=True)
             self._before = master[: self.SAMPLE_NUMEL].detach().clone()
         self._intervals += 1

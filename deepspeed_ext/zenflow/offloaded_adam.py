@@ -349,8 +349,7 @@ class OffloadedAdam:
             partition.estimator = Estimator(
                 means, self._settings.block_size, publish.bias_correction2_sqrt, publish.eps
             )
-        if self.partitions and (error := self._probe.arrived(self.partitions[0].master)) is not None:
-            self.figures.prediction_error = error
+        self._probe.arrived(self.partitions[0].master, self.figures)
 
     def _wait(self) -> WorkerError | None:
         if self._error is not None:

@@ -55,6 +55,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             super().__init__(*args, **kwargs)
         self._flattener = None  # from now on the overridden methods serve checkpoint loading and state offload
         self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
+        self.startup.finish()
         self._log_startup()
 
     def flatten_dense_tensors_aligned(

@@ -113,7 +113,18 @@ def build_adam(
     gradients: torch.dtype,
     process_group: Any,
 ) -> OffloadedAdam:
-    """Start the worker of this rank; `masters` may be freed afterwards."""
+    """Start the worker of this rank; `masters` may be freed afterwards.
+
+    Raises:
+        ConfigError: ``publish_dtype`` is neither the weights' dtype nor float32.
+        WorkerError: the worker does not start, on this or another rank.
+    """
+    weights_dtype = str(weights(0).dtype).removeprefix("torch.")
+    if zenflow.publish_dtype not in (None, "float32", weights_dtype):
+        raise ConfigError(
+            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" for a {weights_dtype} model: '
+            f'give "{weights_dtype}" or "float32", or leave it out'
+        )
     device = torch.device(get_accelerator().current_device_name())
     return OffloadedAdam(
         masters,

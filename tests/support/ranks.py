@@ -85,6 +85,8 @@ class RankPool:
         )
         if device == "cpu":
             environment["DS_ACCELERATOR"] = "cpu"
+        else:
+            environment.pop("DS_ACCELERATOR", None)
         return environment
 
     def _log_path(self, rank: int) -> Path:

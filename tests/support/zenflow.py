@@ -68,6 +68,13 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def partitions_of(engine: Any) -> list[torch.Tensor]:
+    """The optimizer's fp32 partitions on this rank."""
+    if engine.zero_optimization_stage() == 3:
+        return engine.optimizer.fp32_partitioned_groups_flat
+    return engine.optimizer.single_partition_of_fp32_groups
+
+
 def masters_of(engine: Any) -> list[torch.Tensor]:
     """This rank's fp32 partitions, every update that has been handed over included."""
     optimizer = engine.optimizer
@@ -86,7 +93,6 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     masters: list[torch.Tensor] = field(default_factory=list)
-    extra: Any = None
 
 
 def run(

@@ -1,0 +1,97 @@
+# One command each: `make help` lists them. All set-up goes into .venv; stamp files there make a second run start at once.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+# What pip installs as torch when .venv has none; e.g. TORCH_SPEC="torch==2.9.1 --index-url https://..." for another build.
+TORCH_SPEC ?= torch==2.13.0
+# The first supported interpreter that can make virtual environments; PYTHON=/path/to/python3.12 names another.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3,$(if $(call usable,$(name)),$(name))))
+usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 14) and print("yes")' 2>/dev/null))
+# Ranks of `make train`: one an accelerator, or two on a machine without.
+RANKS ?= $(shell $(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)')
+MODE ?= zero2
+ARGS ?=
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# DeepSpeed compiles its operators with the ninja of .venv, and they belong to the torch that is there.
+export PATH := $(BIN):$(PATH)
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+
+NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
+
+.PHONY: help train test test-full test-gpu check format bench docs clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+train: $(VENV)/.stamp-package  ## train the example model (MODE=zero2 RANKS=2 ARGS="--steps 100 --resume")
+	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
+
+test: $(VENV)/.stamp-operators  ## run the tests, a few minutes on two cores
+	python -m pytest $(ARGS)
+
+test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
+	python -m pytest --full $(ARGS)
+
+test-gpu: $(VENV)/.stamp-dev  ## run the tests that need a GPU; skips, and says so, where there is none
+	python -m pytest -m gpu $(ARGS)
+
+check: $(VENV)/.stamp-dev  ## lint, format and types
+	ruff check .
+	ruff format --check .
+	mypy
+
+format: $(VENV)/.stamp-dev  ## put the code into its standard form
+	ruff check --fix .
+	ruff format .
+
+bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed, side by side
+	for file in tests/perf/bench_*.py; do python -m "tests.perf.$$(basename "$$file" .py)" $(ARGS); done
+
+docs: $(VENV)/.stamp-dev  ## write docs/config_reference.md and configs/schema.json from the config models
+	python -m tools.config_reference
+
+clean:  ## remove .venv, build products and outputs
+	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-python:
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ] || [ -z "$(call usable,$(PYTHON))" ]; then \
+	    echo "error: this needs Python 3.10 to 3.13 with its venv module; found $${python:-$$(python3 --version 2>&1 || true)}." \
+	         "Install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name one: make PYTHON=/path/to/python3.11" >&2; \
+	    exit 1; \
+	fi; \
+	command -v c++ >/dev/null || echo "note: no C++ compiler found; CPU offload and the native kernels need one" >&2; \
+	echo "Making a virtual environment in $(VENV) with $$($(PYTHON) --version)"; \
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-torch: $(VENV)/.stamp-python
+	@if $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	    echo "torch is in $(VENV) already"; \
+	else \
+	    echo "Installing $(TORCH_SPEC) into $(VENV) (hundreds of megabytes, once)"; \
+	    $(PIP) $(TORCH_SPEC) setuptools wheel; \
+	fi
+	@touch $@
+
+$(VENV)/.stamp-package: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
+	@echo "Installing deepspeed_ext and DeepSpeed into $(VENV)"
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
+	@echo "Installing deepspeed_ext, DeepSpeed, transformers and the tools for tests and types into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[transformers,plots,dev]'
+	@touch $(VENV)/.stamp-package $@
+
+$(VENV)/.stamp-operators: $(VENV)/.stamp-dev
+	@echo "Compiling DeepSpeed's CPU operators into $(VENV) (a minute, once)"
+	@DS_ACCELERATOR=cpu python -m tools.build_operators >/dev/null
+	@touch $@

@@ -1,0 +1,68 @@
+"""What our optimizers measure, in the logs of the Hugging Face ``Trainer``.
+
+    deepspeed_ext.enable()  # before TrainingArguments, which reads the config
+    trainer = Trainer(args=TrainingArguments(deepspeed="configs/hf.json", ...), ...)
+    log_measurements(trainer)
+    trainer.train()
+
+Every value arrives as ``dsext/NAME`` in ``trainer.state.log_history`` and at every reporter (TensorBoard, W&B, ...).
+"""
+
+from typing import Any
+
+try:
+    import accelerate  # noqa: F401
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        f"deepspeed_ext.integrations.transformers needs transformers and accelerate ({error}); "
+        "install them with: pip install 'deepspeed-ext[transformers]'"
+    ) from error
+
+__all__ = ["MeasurementsCallback", "log_measurements"]
+
+PREFIX = "dsext/"
+
+
+def log_measurements(trainer: Trainer) -> None:
+    """Add what the optimizer measures to every log of `trainer`.
+
+    The callback goes before those of the reporters, which would not see the values otherwise.
+    """
+    trainer.callback_handler.callbacks.insert(0, MeasurementsCallback())
+
+
+class MeasurementsCallback(TrainerCallback):
+    """Puts the optimizer's ``measurements()`` into a log; a value that is the same as in the last log is left out.
+
+    Does nothing where the optimizer is not one of ours.
+    """
+
+    def __init__(self) -> None:
+        self._logged: dict[str, float] = {}
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        values = {PREFIX + name: value for name, value in _measurements(optimizer).items()}
+        news = {name: value for name, value in values.items() if self._logged.get(name) != value}
+        self._logged.update(news)
+        if logs is not None:
+            logs.update(news)
+        if state.log_history:  # the Trainer has put a copy of `logs` there before it calls
+            state.log_history[-1].update(news)
+
+
+def _measurements(optimizer: Any) -> dict[str, float]:
+    """Look through the wrappers of Accelerate for an optimizer that measures."""
+    while optimizer is not None:
+        if hasattr(optimizer, "measurements"):
+            return optimizer.measurements()
+        optimizer = getattr(optimizer, "optimizer", None)
+    return {}

@@ -1,0 +1,108 @@
+"""Writes docs/config_reference.md and configs/schema.json from the models of `deepspeed_ext.config`.
+
+    python -m tools.config_reference
+
+Everything in the two files comes from the models' annotations and docstrings, so there is nothing to edit in them.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.config import ZeroFields
+
+__all__ = ["REFERENCE_FILE", "SCHEMA_FILE", "json_schema", "markdown"]
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE_FILE = ROOT / "docs" / "config_reference.md"
+SCHEMA_FILE = ROOT / "configs" / "schema.json"
+
+SECTION = "zero_optimization"
+INTRODUCTION = f"""# Config reference
+
+<!-- Written by `make docs` from deepspeed_ext/config.py; edit that file. -->
+
+The fields that deepspeed_ext adds to a DeepSpeed config. All of them live under `{SECTION}`, beside DeepSpeed's own
+[ZeRO fields](https://www.deepspeed.ai/docs/config-json/#zero-optimizations-for-fp16-training), and all are optional.
+None of them takes the value `"auto"`: leave a field out to have it chosen. An unknown field or an impossible value is
+an error at `initialize` that names the field. Editors can check a config against `configs/schema.json`.
+"""
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+TYPES = {"boolean": "bool", "integer": "int", "number": "float", "string": "str", "object": "object", "null": "none"}
+
+
+def json_schema() -> str:
+    """A JSON schema for a whole DeepSpeed config that knows our fields and lets all of DeepSpeed's pass."""
+    fields = ZeroFields.model_json_schema()
+    definitions = fields.pop("$defs", {})
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "DeepSpeed config with the fields of deepspeed_ext",
+        "type": "object",
+        "properties": {SECTION: {**fields, "title": SECTION, "additionalProperties": True}},
+        "$defs": definitions,
+    }
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def markdown() -> str:
+    """The reference: one table for `zero_optimization` and one for each section in it."""
+    schema = ZeroFields.model_json_schema()
+    return INTRODUCTION + "".join(_section(SECTION, schema, schema.get("$defs", {})))
+
+
+def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
+    """The table of one section, then those of the sections in it."""
+    inner = []
+    yield f"\n## `{path}`\n\n"
+    if path != SECTION and "description" in section:
+        yield f"{_one_line(section)}\n\n"
+    yield "| field | type | default | meaning |\n|---|---|---|---|\n"
+    for name, field in section["properties"].items():
+        target = _target(field, definitions)
+        if target is not None:
+            inner.append((f"{path}.{name}", target))
+        anchor = f"{path}{name}".replace(".", "")
+        kind = f"[section](#{anchor})" if target is not None else _type(field)
+        yield f"| `{name}` | {kind} | {'' if target is not None else _default(field)} | {_one_line(field)} |\n"
+    for inner_path, target in inner:
+        yield from _section(inner_path, target, definitions)
+
+
+def _target(field: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any] | None:
+    """The model that a field holds, if it is a section of its own."""
+    for option in (field, *field.get("anyOf", ()), *field.get("allOf", ())):
+        target = definitions.get(option.get("$ref", "").removeprefix("#/$defs/"))
+        if target is not None and "properties" in target:
+            return target
+    return None
+
+
+def _type(field: dict[str, Any]) -> str:
+    options = field.get("anyOf") or field.get("oneOf")
+    if options:
+        return " or ".join(_type(option) for option in options if option.get("type") != "null")
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
+    if field.get("type") == "array":
+        return f"list of {_type(field.get('items', {}))}"
+    bounds = [f"{sign} {field[key]:g}" for key, sign in BOUNDS.items() if key in field]
+    return " ".join([TYPES.get(field.get("type", ""), "any"), " and ".join(bounds)]).strip()
+
+
+def _default(field: dict[str, Any]) -> str:
+    return "none" if field.get("default") is None else f"`{json.dumps(field['default'])}`"
+
+
+def _one_line(described: dict[str, Any]) -> str:
+    return " ".join(described.get("description", "").split()).replace("``", "`")
+
+
+def main() -> None:
+    REFERENCE_FILE.write_text(markdown())
+    SCHEMA_FILE.write_text(json_schema())
+
+
+if __name__ == "__main__":
+    main()
