@@ -41,10 +41,10 @@ LONGER, SHORTER = 2.0, 0.25
 class Contestant:
     """One way to train, in processes of its own."""
 
-    def __init__(self, side: Side, ranks: int, device: str, millions: float, stage: int, rows: int) -> None:
-        self.side, self.ranks = side, ranks
-        self._pool = RankPool(ranks, device)
-        self.parameters: int = self.call(open_bench, side, millions, stage, rows)[0]
+    def __init__(self, side: Side, millions: float, args: argparse.Namespace) -> None:
+        self.side = side
+        self._pool = RankPool(args.ranks, args.device)
+        self.parameters: int = self.call(open_bench, side, millions, args.stage, args.rows, args.threads)[0]
         self.call(steps, WARM_UP_STEPS, 0.0)
 
     def call(self, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -74,7 +74,7 @@ def memory(side: Side, args: argparse.Namespace) -> dict[str, float | None]:
     """Bytes a parameter of this rank's partition: between a quarter of the parameters and all of them."""
     points = []
     for millions in (args.millions / 4, args.millions):
-        with closing(Contestant(side, args.ranks, args.device, millions, args.stage, args.rows)) as contestant:
+        with closing(Contestant(side, millions, args)) as contestant:
             figures = contestant.call(bytes_now)[0]
             points.append((contestant.parameters / args.ranks, figures))
     (few, small), (many, large) = points
@@ -183,6 +183,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=4, help="rows of the batch: the real work of a step (default 4)")
     parser.add_argument("--turns", type=int, default=6, help="turns that each way to train takes (default 6)")
     parser.add_argument("--steps", type=int, default=8, help="steps a turn (default 8)")
+    parser.add_argument("--threads", type=int, help="of the trainer (default: its cores, half where a worker has half)")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--device-ms", type=float, nargs="+", help="lengths of the simulated device's step")
     parser.add_argument("--no-memory", action="store_true", help="times alone")
@@ -200,7 +201,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     with ExitStack() as stack:
         contestants = []
         for side in chosen:
-            contestant = Contestant(side, args.ranks, args.device, args.millions, args.stage, args.rows)
+            contestant = Contestant(side, args.millions, args)
             contestants.append(stack.enter_context(closing(contestant)))
         tables |= compare(contestants, args)
         links = {contestant.side.name: contestant.call(link_bytes, 4)[0] for contestant in contestants}

@@ -58,10 +58,9 @@ class StepFigures:
 class Bench:
     """An engine in the making or at work on this rank."""
 
-    def __init__(self, side: Side, millions: float, stage: int, rows: int) -> None:
-        _, world_size = rank_and_size()
+    def __init__(self, side: Side, millions: float, stage: int, rows: int, threads: int | None) -> None:
         self.side, self.waited = side, 0.0
-        self._share_cores(world_size)
+        self._use_threads(threads)
         self.device = get_accelerator().current_device_name()
         self.baseline = tree_bytes()
         self.model = SimulatedDevice(Linears(millions))
@@ -71,10 +70,11 @@ class Bench:
         self.input = torch.randn(rows, 1024, dtype=torch.bfloat16, device=self.device)
         self._time_upstreams_wait()
 
-    def _share_cores(self, world_size: int) -> None:
+    def _use_threads(self, threads: int | None) -> None:
         """All of this rank's cores where the optimizer runs in turn with the rest, half where it runs beside it."""
+        _, world_size = rank_and_size()
         cores = max(1, len(os.sched_getaffinity(0)) // world_size)
-        threads = max(1, cores // 2) if self.side.overlapped else cores
+        threads = threads or (max(1, cores // 2) if self.side.overlapped else cores)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read by DeepSpeed's operator when it is loaded
         torch.set_num_threads(threads)
 
@@ -114,10 +114,10 @@ class Bench:
 _bench: Bench | None = None
 
 
-def open_bench(side: Side, millions: float, stage: int, rows: int) -> int:
+def open_bench(side: Side, millions: float, stage: int, rows: int, threads: int | None = None) -> int:
     """Body of a rank: build the engine, keep it for the next calls, and return its number of parameters."""
     global _bench
-    _bench = Bench(side, millions, stage, rows)
+    _bench = Bench(side, millions, stage, rows, threads)
     return _bench.parameters
 
 
@@ -132,16 +132,19 @@ def bytes_now() -> dict[str, float | None]:
     """Body of a rank: memory that the engine takes between two steps, in bytes.
 
     ``tree``: by which this process and its children have grown since before the engine, shared pages counted once;
-    ``device``: by the accelerator's allocator at its peak, or where the CPU is the accelerator, the 16-bit weights
-    alone; ``host``: the tree, less the device's bytes where they are in it; ``arena``: touched pages of ours.
+    ``device``: by the accelerator's allocator at its peak, or where the CPU is the accelerator, the 16-bit weights and
+    what our estimate keeps beside them; ``host``: the tree, less the device's bytes where they are in it; ``arena``: touched pages of ours.
     """
     assert _bench is not None
     accelerator = get_accelerator()
     tree = tree_bytes() - _bench.baseline
-    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in _bench.model.parameters()}
+    adam = getattr(_bench.engine.optimizer, "zenflow_adam", None)
+    tensors: list[torch.Tensor] = list(_bench.model.parameters())
+    for partition in adam.partitions if adam is not None else ():
+        tensors += [t for t in (partition.drift, partition.estimator and partition.estimator.inverse) if t is not None]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     on_cpu = accelerator.device_name() == "cpu"
     device = sum(storages.values()) if on_cpu else accelerator.max_memory_allocated()
-    adam = getattr(_bench.engine.optimizer, "zenflow_adam", None)
     arena = None if adam is None else adam.resident_bytes()
     return {"tree": tree, "device": device, "host": tree - device if on_cpu else tree, "arena": arena}
 
