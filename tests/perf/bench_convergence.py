@@ -40,6 +40,7 @@ ROWS: dict[str, tuple[Side, ...]] = {
     "accumulation": (sides.ACCUMULATION,),
     "upstream": (sides.UPSTREAM_SEQUENTIAL, sides.UPSTREAM_OVERLAPPED),
     "predictive": (sides.PREDICTIVE_1, sides.PREDICTIVE_4),
+    "published": (sides.PREDICTIVE_1_FP32, sides.PREDICTIVE_4_FP32),
     "selective": (sides.SELECTIVE_4, sides.SELECTIVE_4_LAG, sides.SELECTIVE_2),
 }
 SELECTIVE_LIMITS = ((sides.SELECTIVE_4, 2.10), (sides.SELECTIVE_4_LAG, 2.19), (sides.SELECTIVE_2, 2.03))

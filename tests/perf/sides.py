@@ -78,9 +78,13 @@ def _upstream(name: str, overlap: bool) -> Side:
     return Side(f"upstream ZenFlow, {name}", adam="deepspeed", zenflow=zenflow | {"overlap_step": overlap})
 
 
-def _predictive(interval: int) -> Side:
-    zenflow = {"update_rule": "predictive", "update_interval": interval, "overlap_step": True}
-    return Side(f"predictive, interval {interval}", zenflow=zenflow, extended=True)
+def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
+    zenflow: dict[str, Any] = {"update_rule": "predictive", "update_interval": interval, "overlap_step": True}
+    name = f"predictive, interval {interval}"
+    if publish_dtype is not None:
+        zenflow["publish_dtype"] = publish_dtype
+        name += f", y in {publish_dtype}"
+    return Side(name, zenflow=zenflow, extended=True)
 
 
 def _selective(interval: int, overlap: bool) -> Side:
@@ -100,6 +104,8 @@ UPSTREAM_SEQUENTIAL = _upstream("sequential", False)
 UPSTREAM_OVERLAPPED = _upstream("overlapped", True)
 PREDICTIVE_1 = _predictive(1)
 PREDICTIVE_4 = _predictive(4)
+PREDICTIVE_1_FP32 = _predictive(1, "float32")
+PREDICTIVE_4_FP32 = _predictive(4, "float32")
 SELECTIVE_4 = _selective(4, False)
 SELECTIVE_4_LAG = _selective(4, True)
 SELECTIVE_2 = _selective(2, False)
