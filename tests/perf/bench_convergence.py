@@ -1,7 +1,7 @@
 """Loss by step and by second: AdamW on every step, gradient accumulation, upstream's ZenFlow and ours.
 
     python -m tests.perf.bench_convergence [--rows adamw predictive ...] [--seeds 3] [--steps 400] [--quick]
-                                           [--reuse] [--plot FILE.png]
+                                           [--device cpu|accelerator] [--reuse] [--plot FILE.png]
 
 A small Llama learns to continue bytes of Python source (tests/perf/language_model.py), through DeepSpeed itself, once
 for each row, learning rate and seed of the data. The table at the end holds the means over seeds against what the
@@ -73,8 +73,8 @@ QUICK = Scale(steps=40, seeds=1, rates=(1e-3,), base_steps=30, tuning_steps=20, 
 class Results:
     """Trainings and checks that have been made, in the file that they are kept in."""
 
-    def __init__(self, scale: Scale, reuse: bool, name: str = NAME) -> None:
-        self.name, self.scale = name, scale
+    def __init__(self, scale: Scale, reuse: bool, name: str = NAME, device: str = "cpu") -> None:
+        self.name, self.scale, self._device = name, scale, device
         self.rows: list[dict[str, Any]] = []
         self.path = report.path_of(name)
         self.reuse = reuse
@@ -89,7 +89,7 @@ class Results:
         """The stored row of `training`, made now if there is none; `error` in it says why it could not be made."""
 
         def make() -> dict[str, Any]:
-            ranks = run_ranks(training.ranks, train, training, timeout_seconds=TIMEOUT_SECONDS)
+            ranks = self._run(training.ranks, train, training)
             losses = [statistics.fmean(values) for values in zip(*(rank["losses"] for rank in ranks), strict=True)]
             seconds = [max(values) for values in zip(*(rank["seconds"] for rank in ranks), strict=True)]
             return {"losses": [round(x, 5) for x in losses], "seconds": [round(x, 3) for x in seconds]}
@@ -101,9 +101,12 @@ class Results:
         """The stored row of another measurement with one rank, made now if there is none."""
 
         def make() -> dict[str, Any]:
-            return {"value": run_ranks(1, body, *args, timeout_seconds=TIMEOUT_SECONDS)[0]}
+            return {"value": self._run(1, body, *args)[0]}
 
         return self._made({"kind": kind, **settings}, make)
+
+    def _run(self, ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+        return run_ranks(ranks, body, *args, device=self._device, timeout_seconds=TIMEOUT_SECONDS)
 
     def _made(self, key: dict[str, Any], make: Callable[[], Any], remake: bool = False) -> dict[str, Any]:
         key = json.loads(json.dumps(key))
@@ -356,12 +359,13 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=names, default=names, help="what to train (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="data seeds (default 3)")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a minute's look; its figures mean nothing")
     parser.add_argument("--reuse", action="store_true", help="do not repeat trainings that the JSON file holds")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the losses by step and by second")
     args = parser.parse_args()
     scale = QUICK if args.quick else Scale(args.steps, args.seeds)
-    results = Results(scale, args.reuse, NAME + ("_quick" if args.quick else ""))
+    results = Results(scale, args.reuse, NAME + ("_quick" if args.quick else ""), args.device)
     make(args.rows, scale, results)
     checks = show(results, scale)
     if args.plot:

@@ -76,9 +76,10 @@ def train(training: Training) -> dict[str, list[float]]:
 
 def untrained(corpus: Corpus, seed: int, steps: int, start: str) -> list[float]:
     """Body of a rank: the loss of every batch under the weights of a file, in bf16 as in training."""
-    model = new_model(start).bfloat16()
+    device = get_accelerator().current_device_name()
+    model = new_model(start).bfloat16().to(device)
     with torch.no_grad():
-        return [model(tokens).item() for tokens in batches(corpus, seed, steps)]
+        return [model(tokens.to(device)).item() for tokens in batches(corpus, seed, steps)]
 
 
 def changed_by_initialize(side: Side, stage: int) -> int:
