@@ -29,7 +29,7 @@ NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 ARGS="--steps 100 --resume")
+train: $(VENV)/.stamp-package  ## train the example model (MODE=zero2 RANKS=2 ARGS="--steps 100 --resume")
 	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-operators  ## run the tests, a few minutes on two cores

@@ -102,6 +102,22 @@ class Engine(DeepSpeedEngine):
         ``gradient_accumulation_steps`` stay out."""
         return None if self._has_own_zenflow() else super().zenflow_config()
 
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        super()._take_model_step(lr_kwargs)
+        if self._has_own_zenflow():
+            self._report_zenflow()
+
+    def _report_zenflow(self) -> None:
+        """The step's figures: to the monitor that the user has set up, and to the log if ``wall_clock_breakdown``."""
+        if self.global_rank != 0:
+            return
+        figures = self.optimizer.zenflow_adam.measurements()
+        if self.monitor.enabled:
+            events = [(f"Train/{name}", value, self.global_samples) for name, value in figures.items()]
+            self.monitor.write_events(events)
+        if self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0:
+            logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
+
     def zero_force_ds_cpu_optimizer(self) -> bool:
         return False if self._has_own_zenflow() else super().zero_force_ds_cpu_optimizer()
 

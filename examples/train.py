@@ -2,7 +2,7 @@
 
     deepspeed --num_accelerators 2 examples/train.py
     deepspeed --num_accelerators 2 examples/train.py --resume
-    deepspeed --num_accelerators 2 examples/train.py --mode zero3
+    deepspeed --num_accelerators 2 examples/train.py --mode offload
 
 The run lands in ``outputs/<mode>``: checkpoint, ``metrics.jsonl`` (one line an optimizer step) and ``run.json``.
 A resumed run gives the losses of an uninterrupted one, to the bit, as long as the settings are the same.
@@ -35,7 +35,8 @@ from deepspeed_ext.config import ZeroFields
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {
-    "zenflow": "zero2_zenflow.json",
+    "zenflow": "zenflow.json",
+    "zenflow_stage3": "zenflow_stage3.json",
     "zero1": "zero1.json",
     "zero2": "zero2.json",
     "offload": "zero2_offload.json",

@@ -26,12 +26,16 @@ class Figures:
     """From the end of the step before to the beginning of this one: forward, backward, everything else."""
     step_seconds: float = 0.0
     """Inside the optimizer step, waiting included."""
+    overlap: float = 0.0
+    """Share of the worker's time since the start that the trainer did not stand waiting for it."""
     bytes_down: int = 0
     bytes_up: int = 0
     prediction_error: float = float("nan")
     """||W - p|| over ||p - p before||, newest sample; not a number before the first."""
     rounding_error: float = float("nan")
     """||16bit(p) - p|| over ||p - p before||: the part of it that 16-bit weights cost without any prediction."""
+    _total_wait: float = 0.0
+    _total_worker: float = 0.0
     _worker: list[float] = field(default_factory=list)
     _device: list[float] = field(default_factory=list)
     _begun: float = 0.0
@@ -48,11 +52,15 @@ class Figures:
     def end_step(self) -> None:
         """The optimizer step has ended."""
         self._ended = time.perf_counter()
+        self._total_wait += self.wait_seconds
+        if self._total_worker > 0:
+            self.overlap = max(0.0, 1.0 - self._total_wait / self._total_worker)
         self.step_seconds = self._ended - self._begun
 
     def note_worker(self, seconds: float, gradients: int) -> None:
         """The worker has answered a submission with that many gradients."""
         self.worker_seconds = seconds
+        self._total_worker += seconds
         if gradients:
             self._worker = [*self._worker[-_REMEMBERED:], seconds]
 
@@ -68,6 +76,7 @@ class Figures:
             "worker_ms": self.worker_seconds * 1e3,
             "device_ms": self.device_seconds * 1e3,
             "step_ms": self.step_seconds * 1e3,
+            "overlap": self.overlap,
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
             "interval": float(interval),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,6 +149,27 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
         self.zenflow_adam.drain()
         return super()._get_fp32_opt_state_partition(*args, **kwargs)
+
+    @contextmanager
+    def exact_weights(self) -> Iterator[None]:
+        """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
+        no step may be taken inside."""
+        self.zenflow_adam.drain()
+        predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
+        self._write_weights([partition.master for partition in self.zenflow_adam.partitions])
+        try:
+            yield
+        finally:
+            self._write_weights(predicted)
+
+    def _write_weights(self, values: Sequence[torch.Tensor]) -> None:
+        """Give the 16-bit partitions `values`; what DeepSpeed keeps gathered is gathered again."""
+        self._partition_all_parameters()
+        for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
+            flat.data.copy_(value.data)
+        self.invalidate_secondary_tensor()
+        if self.persistent_parameters:
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     def measurements(self) -> dict[str, float]:
         """Figures for a training log, by name; units are in the names."""

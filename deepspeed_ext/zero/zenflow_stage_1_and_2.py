@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,6 +141,23 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.zenflow_adam.drain()
         super()._restore_from_bit16_weights()
         self.zenflow_adam.masters_changed()
+
+    @contextmanager
+    def exact_weights(self) -> Iterator[None]:
+        """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
+        no step may be taken inside."""
+        self.zenflow_adam.drain()
+        masters = self.single_partition_of_fp32_groups
+        predicted = [self._weights_partition(index).clone() for index in range(len(masters))]
+        self.update_lp_params()
+        try:
+            yield
+        finally:
+            self.single_partition_of_fp32_groups = predicted
+            try:
+                self.update_lp_params()
+            finally:
+                self.single_partition_of_fp32_groups = masters
 
     def measurements(self) -> dict[str, float]:
         return {**super().measurements(), **self.zenflow_adam.measurements()}

@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
 
 import deepspeed_ext
 from tests.support.compare import base_config
@@ -66,6 +67,12 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             found[name] = parameter.detach().float().cpu().clone()
     return found
+
+
+def full_masters_of(engine: Any) -> list[torch.Tensor]:
+    """Every parameter's fp32 value; unlike a partition it has no padding, which stage 3 leaves uninitialised."""
+    engine.optimizer.zenflow_adam.drain()
+    return [safe_get_full_fp32_param(p).float().cpu().clone() for p in engine.module.parameters()]
 
 
 def partitions_of(engine: Any) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import deepspeed_ext
@@ -232,3 +233,41 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
     assert figures["zenflow_worker_ms"] > 0
     assert figures["zenflow_wait_ms"] >= 0
     assert 1 <= figures["zenflow_interval"] <= 8
+
+
+def exact_and_back(config: dict) -> list[bool]:
+    engine = make_engine(config)
+    train(engine, batches(5, dist.get_rank()))
+    predicted = weights_of(engine)
+    with engine.optimizer.exact_weights():
+        exact = weights_of(engine)
+        masters = {name: safe_get_full_fp32_param(p).bfloat16().float() for name, p in engine.module.named_parameters()}
+    after = weights_of(engine)
+    losses = train(engine, batches(2, dist.get_rank()))
+    engine.destroy()
+    return [
+        all(torch.equal(exact[name], masters[name]) for name in masters),
+        any(not torch.equal(exact[name], predicted[name]) for name in masters),
+        all(torch.equal(after[name], predicted[name]) for name in masters),
+        all(loss == loss for loss in losses),
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int) -> None:
+    for found in run_ranks(2, exact_and_back, zenflow_config(stage, update_interval=1)):
+        assert found == [True] * 4
+
+
+def monitored(config: dict, folder: str) -> list[str]:
+    engine = make_engine({**config, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}})
+    train(engine, batches(3, dist.get_rank()))
+    engine.destroy()
+    return []
+
+
+def test_figures_go_to_the_monitor(tmp_path: Any) -> None:
+    run_ranks(1, monitored, zenflow_config(2, update_interval=1), str(tmp_path))
+    rows = (tmp_path / "job" / "Train_zenflow_wait_ms.csv").read_text().splitlines()
+    assert len(rows) == 1 + 3
+    assert (tmp_path / "job" / "Train_zenflow_prediction_error.csv").exists()

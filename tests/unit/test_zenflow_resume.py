@@ -9,13 +9,13 @@ from deepspeed import comm as dist
 
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
+from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 WARM_UP = 3
 
 
 def final_state(engine: Any) -> list[torch.Tensor]:
-    return [*weights_of(engine).values(), *masters_of(engine)]
+    return [*weights_of(engine).values(), *full_masters_of(engine)]
 
 
 def same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
