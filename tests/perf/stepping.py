@@ -133,7 +133,7 @@ def bytes_now() -> dict[str, float | None]:
 
     ``tree``: by which this process and its children have grown since before the engine, shared pages counted once;
     ``device``: by the accelerator's allocator at its peak, or where the CPU is the accelerator, the 16-bit weights and
-    what our estimate keeps beside them; ``host``: the tree, less the device's bytes where they are in it; ``arena``:
+    what our estimate keeps beside them (without offload: everything); ``host``: the tree, less the device's bytes where they are in it; ``arena``:
     touched pages of ours.
     """
     assert _bench is not None
@@ -145,7 +145,9 @@ def bytes_now() -> dict[str, float | None]:
         tensors += [t for t in (partition.drift, partition.estimator and partition.estimator.inverse) if t is not None]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     on_cpu = accelerator.device_name() == "cpu"
-    device = sum(storages.values()) if on_cpu else accelerator.max_memory_allocated()
+    device = accelerator.max_memory_allocated()
+    if on_cpu:
+        device = sum(storages.values()) if _bench.side.offload else tree
     arena = None if adam is None else adam.resident_bytes()
     return {"tree": tree, "device": device, "host": tree - device if on_cpu else tree, "arena": arena}
 
