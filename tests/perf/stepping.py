@@ -133,8 +133,8 @@ def bytes_now() -> dict[str, float | None]:
 
     ``tree``: by which this process and its children have grown since before the engine, shared pages counted once;
     ``device``: by the accelerator's allocator at its peak, or where the CPU is the accelerator, the 16-bit weights and
-    what our estimate keeps beside them (without offload: everything); ``host``: the tree, less the device's bytes where they are in it; ``arena``:
-    touched pages of ours.
+    what our estimate keeps beside them (without offload: everything); ``host``: the tree, less the device's bytes where
+    they are in it; ``arena``: touched pages of ours.
     """
     assert _bench is not None
     accelerator = get_accelerator()
