@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10
 usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 14) and print("yes")' 2>/dev/null))
 # Ranks of `make train`: one an accelerator, or two on a machine without.
 RANKS ?= $(shell $(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)')
-MODE ?= zenflow
+MODE ?= zero2
 ARGS ?=
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet

@@ -30,6 +30,8 @@ from deepspeed.runtime.zero import stage3 as stage3_module
 from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -42,21 +44,30 @@ __all__ = [
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
     "OffloadDeviceEnum",
+    "ParameterStatus",
+    "PartitionedParameter",
     "PipelineEngine",
     "Swap",
     "accelerator_branch_only",
     "check",
+    "communication_dtype",
     "deepspeed",
     "dist",
     "entry_swaps",
     "get_accelerator",
     "host_offload_config",
+    "is_on_nvme",
+    "is_quantized",
+    "local_rank",
     "local_world_size",
     "optimizer_class",
     "stage3_optimizer_class",
     "pins_offload_buffers",
     "swapped",
 ]
+
+PartitionedParameter = Any
+"""A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""
 
 SUPPORTED_FROM = (0, 19, 8)
 SUPPORTED_BELOW = (0, 20, 0)
@@ -93,7 +104,60 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.create_gradient_handling_hooks": ("self",),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._link_all_hp_params": ("self",),
+    "deepspeed.runtime.zero.partition_parameters:get_allgather_dtype": ("param", "param_ds_tensor"),
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.AVAILABLE": None,
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.NOT_AVAILABLE": None,
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.INFLIGHT": None,
+    "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("self", "param"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty": None,
+    "deepspeed.runtime.engine:DeepSpeedEngine.zenflow_config": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine._take_model_step": ("self", "lr_kwargs"),
+    "deepspeed.runtime.engine:DeepSpeedEngine.zero_force_ds_cpu_optimizer": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine.get_optimizer_configuration": (
+        "self",
+        "optimizer_parameters",
+        "adam_w_mode",
+        "allow_legacy_fallback",
+    ),
+    **{
+        f"deepspeed.runtime.zero.{module}:{optimizer}.{member}": parameters
+        for module, optimizer, group in (
+            ("stage_1_and_2", "DeepSpeedZeroOptimizer", "group_no"),
+            ("stage3", "DeepSpeedZeroOptimizer_Stage3", "sub_group_id"),
+        )
+        for member, parameters in {
+            "step": ("self", "closure"),
+            "_optimizer_step": ("self", group),
+            "initialize_optimizer_states": ("self",),
+            "state_dict": ("self",),
+            "_restore_from_bit16_weights": ("self",),
+            "destroy": ("self",),
+            "load_state_dict": (
+                "self",
+                "state_dict_list",
+                "load_optimizer_states",
+                "load_from_fp32_weights",
+                "checkpoint_folder",
+                "load_serial",
+                "param_shapes",
+            ),
+        }.items()
+    },
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.unscale_and_clip_grads": (
+        "self",
+        "grad_groups_flat",
+        "total_norm",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params": ("self",),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": ("self",),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": (
+        "self",
+        "sub_group_id",
+        "total_norm",
+    ),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": ("self",),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor": ("self",),
 }
 
 
@@ -201,6 +265,11 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
+def local_rank() -> int:
+    """This rank's number on its host, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
 class _RoomyAccelerator:
     """The accelerator, except that it always has room for another flat buffer."""
 
@@ -232,3 +301,13 @@ def accelerator_branch_only() -> Swap:
 def pins_offload_buffers(offload_config: Any) -> bool:
     """Whether ``zero_optimization.offload_optimizer`` asks for page-locked host buffers."""
     return offload_config is not None and offload_config.device != OffloadDeviceEnum.none and offload_config.pin_memory
+
+
+def is_on_nvme(param: PartitionedParameter) -> bool:
+    """Whether the partition of `param` is swapped to NVMe between uses."""
+    return param.ds_tensor.final_location == OffloadDeviceEnum.nvme
+
+
+def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) -> bool:
+    """Whether `param` travels quantized: it is stored so, or every weight is quantized for its all-gather."""
+    return hasattr(param.ds_tensor, "ds_quant_scale") or zero_config.zero_quantized_weights

@@ -7,11 +7,16 @@ never the string "auto", because DeepSpeed drops "auto" before it validates and 
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, field_validator
 
-__all__ = ["CoreBindingConfig", "FlattenTier", "ZenFlowConfig", "ZeroFields", "idle_fields"]
+from deepspeed_ext.affinity.plan import check_reserved_cores
+
+__all__ = ["CoreBindingConfig", "FlattenTier", "ReservedCores", "ZenFlowConfig", "ZeroFields", "idle_fields"]
 
 FlattenTier = Literal["accelerator", "distributed", "host"]
+
+ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(check_reserved_cores)]
+"""Cores to keep for PyTorch: an int is a count of at least 1, a float a fraction between 0 and 1, both excluded."""
 
 
 class _Section(BaseModel):
@@ -24,7 +29,20 @@ class CoreBindingConfig(_Section):
     """Which CPU cores PyTorch and the optimizer process may use."""
 
     enabled: bool | None = None
-    """Bind the threads of this rank to its share of the cores. Not given: on when ZenFlow is on."""
+    """Bind the threads of this rank to its share of the cores. Not given: on when ZenFlow is on.
+
+    With ZenFlow, PyTorch and the optimizer process get cores apart from each other; with plain ZeRO-Offload, where the
+    optimizer runs on PyTorch's threads, each rank keeps to its own share of the host's cores."""
+
+    optimizer_cores: Annotated[int, Field(ge=1)] | None = None
+    """Cores of a rank for its optimizer process. Not given: what ``deepspeed-ext tune`` has found for exactly this
+    host and these ranks, else what ``zenflow.pt_reserved_cores`` leaves, by default half."""
+
+    use_tuning_result: bool = True
+    """Look for a result of ``deepspeed-ext tune`` in the cache of the user who runs the training."""
+
+    dry_run: bool = False
+    """Log the plan and bind nothing."""
 
 
 class ZenFlowConfig(_Section):
@@ -67,7 +85,7 @@ class ZenFlowConfig(_Section):
     worker_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """The longest that a start of the worker, or a wait for it, may take before it counts as an error."""
 
-    pt_reserved_cores: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    pt_reserved_cores: ReservedCores | None = None
     """Cores kept for PyTorch, the rest is the worker's: a count, or a fraction of this rank's cores. Not given: what
     was tuned for this machine, else half."""
 
@@ -134,7 +152,13 @@ class ZeroFields(BaseModel):
     """Share of the accelerator's total memory that flattening must leave free."""
 
     stage3_allgather_single_param: bool = False
-    """ZeRO-3: gather every parameter straight into its own storage instead of through a bucket."""
+    """ZeRO-3: gather every parameter straight into its own storage instead of through a bucket, which needs a second,
+    temporary copy of what is gathered. Prefetching stays as configured. Excludes ``stage3_allgather_sequential`` and
+    ``stage3_use_all_reduce_for_fetch_params``, which ask for other ways of gathering."""
+
+    stage3_single_param_min_numel: Annotated[int, Field(ge=0)] | None = None
+    """With ``stage3_allgather_single_param``: parameters with fewer elements share one collective and its storage;
+    0 = none does. Not given: 0 where the backend groups launches (NCCL), else the measured 262144."""
 
     core_binding: CoreBindingConfig = CoreBindingConfig()
     """Core separation between PyTorch and the optimizer's threads."""
@@ -155,5 +179,6 @@ def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[
         "flatten_tier": flattens,
         "flatten_reserve_fraction": flattens,
         "stage3_allgather_single_param": gathers,
+        "stage3_single_param_min_numel": gathers,
     }
     return [name for name, needed in matters.items() if name in settings.model_fields_set and not needed]

@@ -16,11 +16,16 @@ from deepspeed_ext._upstream import (
     DeepSpeedZeroConfig,
     PipelineEngine,
     dist,
+    local_rank,
     optimizer_class,
     stage3_optimizer_class,
     swapped,
 )
+from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.config import ZeroFields, idle_fields
+from deepspeed_ext.gather import all_gather
+from deepspeed_ext.gather.all_gather import SingleParameterGather
+from deepspeed_ext.zenflow.seat import reserved_cores
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
@@ -44,6 +49,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             if message := self._explain(error):
                 raise ConfigError(message) from error
             raise
+        if message := self._contradictions():
+            raise ConfigError(message)
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
@@ -60,6 +67,19 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
                 lines.append(f"zero_optimization.{path} = {mistake['input']!r}: {mistake['msg']}")
         return "; ".join(lines)
 
+    def _contradictions(self) -> str:
+        """One line for each pair of settings that ask for different things."""
+        rivals = {
+            "stage3_allgather_sequential": self.allgather_sequential,
+            "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
+        }
+        return "; ".join(
+            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two ways of gathering "
+            "parameters; set one of them to false"
+            for rival, is_set in rivals.items()
+            if is_set and self.stage3_allgather_single_param
+        )
+
     @classmethod
     def _sections(cls) -> list[Any]:
         defaults = (field.get_default(call_default_factory=True) for field in ZeroFields.model_fields.values())
@@ -67,7 +87,16 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
 
 class Engine(DeepSpeedEngine):
-    """DeepSpeed's engine; its ZeRO optimizers are ours."""
+    """DeepSpeed's engine; its ZeRO optimizers are ours.
+
+    Attributes:
+        parameter_gather: at stage 3, what gathers the parameters in place of upstream's closures; None = they do.
+        core_binding: this rank's place on the host's cores; None = unbound.
+    """
+
+    parameter_gather: SingleParameterGather | None = None
+    core_binding: CoreBinding | None = None
+    _cores_refreshed: bool = False
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -84,14 +113,38 @@ class Engine(DeepSpeedEngine):
         if not isinstance(settings, ZeroConfig):  # parsed while the extension was off
             return super()._configure_zero_optimizer(optimizer)
         check_replicas = self.is_sanity_checks_enabled()
+        self._bind_cores(settings)
         if settings.zenflow is None:
             swaps = [optimizer_class(partial(ZeroOptimizer, settings=settings, check_replicas=check_replicas))]
         else:
-            stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas)
-            stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings)
+            place = self.core_binding.worker_place if self.core_binding is not None else None
+            stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, place=place)
+            stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, place=place)
             swaps = [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
         with swapped(*swaps):
-            return super()._configure_zero_optimizer(optimizer)
+            zero_optimizer = super()._configure_zero_optimizer(optimizer)
+        if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
+            self.parameter_gather = all_gather.attach(self.module, settings, self.seq_data_parallel_group)
+        return zero_optimizer
+
+    def _bind_cores(self, settings: ZeroConfig) -> None:
+        """Confine this rank to its share of the cores, if asked for or if the optimizer is a process of its own."""
+        enabled, zenflow = settings.core_binding.enabled, settings.zenflow
+        if enabled or (enabled is None and zenflow is not None):
+            self.core_binding = CoreBinding.start(
+                settings.core_binding,
+                rank=dist.get_rank(),
+                local_rank=local_rank(),
+                separate=zenflow is not None,
+                pt_reserved_cores=None if zenflow is None else reserved_cores(zenflow),
+            )
+
+    def destroy(self) -> None:
+        if self.parameter_gather is not None:
+            all_gather.detach(self.module)
+        super().destroy()
+        if self.core_binding is not None:
+            self.core_binding.restore()
 
     def _has_own_zenflow(self) -> bool:
         settings = self._config.zero_config
@@ -104,6 +157,9 @@ class Engine(DeepSpeedEngine):
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         super()._take_model_step(lr_kwargs)
+        if self.core_binding is not None and not self._cores_refreshed:  # backends and autograd start threads late
+            self._cores_refreshed = True
+            self.core_binding.refresh()
         if self._has_own_zenflow():
             self._report_zenflow()
 

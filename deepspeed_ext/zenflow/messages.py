@@ -38,8 +38,8 @@ class WorkerPlan:
     block_size: int
     touch: tuple[str, ...]
     """Arrays whose pages the worker touches first, so that they lie on its memory node."""
-    cpus: tuple[int, ...]
-    """Logical CPUs to run on; empty: as inherited."""
+    place: str | None
+    """Where to run, as `deepspeed_ext.affinity.worker.WorkerPlace` writes it; None: as inherited."""
     threads: int
     library: str | None
     """Path of the native kernel; None: the torch reference."""
@@ -71,6 +71,8 @@ class Ready:
     pid: int
     kernel: str
     cpus: tuple[int, ...]
+    warning: str | None
+    """What could not be done about its place."""
 
 
 @dataclass(frozen=True)

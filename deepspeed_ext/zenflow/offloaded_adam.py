@@ -26,20 +26,13 @@ from deepspeed_ext.zenflow.messages import PartitionPass, WorkerPlan, array_name
 from deepspeed_ext.zenflow.predict import Estimator, drift_coefficient, move_coefficient, publish_ahead
 from deepspeed_ext.zenflow.process import OptimizerProcess
 from deepspeed_ext.zenflow.schedule import Schedule, StepPlan, WeightRule, is_overloaded, smallest_interval
-from deepspeed_ext.zenflow.transfers import Transfers, page_lock
+from deepspeed_ext.zenflow.seat import WorkerSeat
+from deepspeed_ext.zenflow.transfers import Transfers
 
-__all__ = ["GradFactor", "OffloadedAdam", "PartitionState", "WorkerSeat"]
+__all__ = ["GradFactor", "OffloadedAdam", "PartitionState"]
 
 SLOTS = 2
 MEASURED_INTERVAL_LIMIT = 8
-
-
-@dataclass(frozen=True)
-class WorkerSeat:
-    """Where the worker runs: logical CPUs (empty: as inherited) and number of threads."""
-
-    cpus: tuple[int, ...]
-    threads: int
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,8 @@ class OffloadedAdam:
             )
         self.arena = Arena.create(layout)
         self.partitions = [self._partition(index, group, interval) for index, group in enumerate(groups)]
-        plan = WorkerPlan(layout, settings.block_size, touch, seat.cpus, seat.threads, library_path())
+        place = None if seat.place is None else str(seat.place)
+        plan = WorkerPlan(layout, settings.block_size, touch, place, seat.threads, library_path())
         error = None
         try:
             self.process = OptimizerProcess(
@@ -186,9 +180,12 @@ class OffloadedAdam:
         except WorkerError as failure:
             error = failure
         self._require_all(error)
+        if self.process.ready.warning:
+            logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
         for partition, master in zip(self.partitions, masters, strict=True):
             partition.master.data.copy_(master)
-        page_lock([self.arena.tensor(name) for name in touch if name.startswith(("y.", "g.", "block_means."))])
+        exchanged = [name for name in touch if name.startswith(("y.", "g.", "block_means."))]
+        self._transfers.lock([self.arena.tensor(name) for name in exchanged])
         self.bind_state()
 
     def _partition(self, index: int, group: int, interval: int) -> PartitionState:
@@ -458,6 +455,7 @@ class OffloadedAdam:
     def close(self) -> None:
         """End the worker. Masters and moments stay readable. Idempotent."""
         self.process.close()
+        self._transfers.unlock()
         self.arena.close()
 
 

@@ -113,7 +113,7 @@ class Schedule:
     @property
     def wants_interval(self) -> bool:
         """Whether enough steps have been measured for `choose_interval`."""
-        return self.state.interval is None and self.state.steps >= MEASURED_STEPS
+        return self._overlap and self.state.interval is None and self.state.steps >= MEASURED_STEPS
 
     def choose_interval(self, interval: int) -> None:
         """Settle the interval that was left open; the same on every rank."""

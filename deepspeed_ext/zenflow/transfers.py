@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from deepspeed_ext._logging import warn_once
 from deepspeed_ext._upstream import get_accelerator
 
-__all__ = ["Transfers", "page_lock"]
+__all__ = ["Transfers"]
 
 
 class Transfers:
@@ -21,6 +22,7 @@ class Transfers:
     def __init__(self) -> None:
         accelerator = get_accelerator()
         self._stream: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
+        self._locked: list[torch.Tensor] = []
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Start copying `source` (accelerator) to `target` (arena); both stay as they are until `finish`."""
@@ -39,25 +41,33 @@ class Transfers:
             self._stream.synchronize()
             get_accelerator().current_stream().synchronize()
 
+    def lock(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Page-lock host tensors that exist already, so that copies of them run beside the computation.
 
-def page_lock(tensors: list[torch.Tensor]) -> int:
-    """Page-lock host tensors that exist already, so that copies run beside the computation; returns the bytes locked.
+        Refusal (``ulimit -l``) is a warning: copies then go through pageable memory, slower and in step.
+        """
+        runtime = _host_registry()
+        for tensor in tensors if runtime is not None else ():
+            if tensor.numel() == 0:
+                continue
+            if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) != 0:
+                warn_once(
+                    f"{tensor.nbytes:,} bytes of the optimizer's arena could not be page-locked: copies to and from "
+                    "the accelerator are slower. Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1)"
+                )
+                return
+            self._locked.append(tensor)
 
-    Refusal (``ulimit -l``) is a warning: copies then go through pageable memory, slower and in step.
-    """
+    def unlock(self) -> None:
+        """Undo `lock`. Idempotent."""
+        while self._locked:
+            _host_registry().cudaHostUnregister(self._locked.pop().data_ptr())
+
+
+def _host_registry() -> Any:
+    """The accelerator runtime's functions for page-locking memory that it did not allocate; None where it has none."""
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
-        return 0
+        return None
     runtime = getattr(torch.get_device_module(accelerator.device_name()), "cudart", None)
-    if runtime is None:
-        return 0
-    locked = 0
-    for tensor in tensors:
-        if tensor.numel() and int(runtime().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) != 0:
-            warn_once(
-                f"{tensor.nbytes:,} bytes of the optimizer's arena could not be page-locked: copies to and from the "
-                "accelerator are slower. Raise the limit on locked memory (ulimit -l, docker --ulimit memlock=-1)"
-            )
-            break
-        locked += tensor.nbytes
-    return locked
+    return None if runtime is None else runtime()

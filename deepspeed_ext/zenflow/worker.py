@@ -16,6 +16,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.zenflow.arena import Arena
 from deepspeed_ext.zenflow.kernel import AdamPass, Kernel, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.messages import Done, Failed, PartitionPass, Ready, Submission, WorkerPlan, array_name
@@ -52,12 +53,11 @@ def _end_with_parent(parent_pid: int, watch_parent: bool) -> None:
 
 def _serve(connection: Connection, arena_fd: int) -> None:
     plan: WorkerPlan = connection.recv()
-    if plan.cpus:
-        os.sched_setaffinity(0, plan.cpus)
+    warning = WorkerPlace.parse(plan.place).take() if plan.place is not None else None
     kernel = load_kernel(plan.library, plan.threads)
     arena = Arena.attach(arena_fd, plan.layout)
     _touch(arena, kernel, plan.touch)
-    connection.send(Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0)))))
+    connection.send(Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
     while (submission := connection.recv()) is not None:
         connection.send(_carry_out(submission, arena, kernel, plan.block_size))
 

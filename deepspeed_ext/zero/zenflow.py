@@ -17,10 +17,11 @@ import torch
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._upstream import get_accelerator, local_world_size
+from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.offloaded_adam import GradFactor, OffloadedAdam
-from deepspeed_ext.zenflow.seat import unplanned_seat
+from deepspeed_ext.zenflow.seat import planned_seat, unplanned_seat
 
 __all__ = ["PartitionStandIn", "StepFactor", "build_adam", "grad_dtype", "require_supported"]
 
@@ -112,6 +113,7 @@ def build_adam(
     weights: Callable[[int], torch.Tensor],
     gradients: torch.dtype,
     process_group: Any,
+    place: WorkerPlace | None,
 ) -> OffloadedAdam:
     """Start the worker of this rank; `masters` may be freed afterwards.
 
@@ -135,7 +137,7 @@ def build_adam(
         grad_dtype=gradients,
         settings=zenflow,
         ranks=RankGroup.of(process_group, device),
-        seat=unplanned_seat(zenflow, local_world_size()),
+        seat=unplanned_seat(zenflow, local_world_size()) if place is None else planned_seat(place),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, dist, get_accelerator, host_offload_config
+from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
@@ -38,10 +39,19 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     fp32_partitioned_groups_flat: list[Any]
     inf_or_nan_tracker: torch.Tensor
 
-    def __init__(self, module: torch.nn.Module, init_optimizer: Any, *args: Any, settings: ZeroFields, **kwargs: Any):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        init_optimizer: Any,
+        *args: Any,
+        settings: ZeroFields,
+        place: WorkerPlace | None = None,
+        **kwargs: Any,
+    ) -> None:
         assert settings.zenflow is not None
         require_supported(settings.zenflow, kwargs, init_optimizer.param_groups)
         self._settings = settings.zenflow
+        self._place = place
         self._factor = StepFactor()
         kwargs["offload_optimizer_config"] = host_offload_config()
         if kwargs["gradient_accumulation_steps"] > 1:
@@ -60,6 +70,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             lambda index: self.fp16_partitioned_groups_flat[index].data,
             self._grad_dtype,
             self.dp_process_group,
+            self._place,
         )
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
         self.fp32_partitioned_groups_flat = [p.master for p in self.zenflow_adam.partitions]

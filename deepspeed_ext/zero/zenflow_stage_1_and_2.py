@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext._upstream import dist, get_accelerator, host_offload_config
+from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
@@ -33,6 +34,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
 
     Args:
         args, kwargs, settings, check_replicas: as for `ZeroOptimizer`; ``settings.zenflow`` is given.
+        place: the worker's place in the core plan; None: unbound.
 
     Attributes:
         zenflow_adam: the optimizer proper.
@@ -41,10 +43,11 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     zenflow_adam: OffloadedAdam
     single_partition_of_fp32_groups: list[Any]
 
-    def __init__(self, *args: Any, settings: ZeroFields, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: ZeroFields, place: WorkerPlace | None = None, **kwargs: Any) -> None:
         assert settings.zenflow is not None
         require_supported(settings.zenflow, kwargs, args[0].param_groups)
         self._settings = settings.zenflow
+        self._place = place
         self._factor = StepFactor()
         kwargs["offload_optimizer_config"] = host_offload_config()
         if kwargs["gradient_accumulation_steps"] > 1:
@@ -64,6 +67,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                 self._weights_partition,
                 self._grad_dtype,
                 self.dp_process_group,
+                self._place,
             )
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):

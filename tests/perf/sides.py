@@ -95,7 +95,7 @@ def _selective(interval: int, overlap: bool) -> Side:
     )
 
 
-ZERO = Side("ZeRO", offload=False)
+ZERO = Side("ZeRO", offload=False, adam="torch fused")
 ADAMW = Side("AdamW")
 ACCUMULATION = Side("accumulation 4", accumulation=4)
 OFFLOAD_TORCH = Side("ZeRO-Offload, torch fused AdamW", adam="torch fused")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -101,6 +102,9 @@ def _checkpoint(engine: Any) -> dict[str, torch.Tensor]:
     for path in sorted(Path(folder[0], "saved").glob("*.pt")):
         content = torch.load(path, map_location="cpu", weights_only=False)
         found |= {f"checkpoint {path.name} {where}": tensor for where, tensor in _tensors(content)}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
     return found
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.zenflow.arena import Arena, plan_layout
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish, library_path
 from deepspeed_ext.zenflow.messages import PartitionPass, WorkerPlan, partition_specs
@@ -32,7 +33,7 @@ def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
     how = {"block_size": 32, "publish_dtype": "bfloat16", "grad_dtype": "bfloat16", "slots": 2, "interval": 1}
     layout = plan_layout(partition_specs(0, numel, **how))
     names = tuple(place.spec.name for place in layout.places)
-    return replace(WorkerPlan(layout, 32, names, (), 1, library_path()), **changes)
+    return replace(WorkerPlan(layout, 32, names, None, 1, library_path()), **changes)
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def test_submissions_are_done_in_order_and_waited_for_together() -> None:
 
 def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
     cpu = min(os.sched_getaffinity(0))
-    with running(cpus=(cpu,)) as (_, process):
+    with running(place=str(WorkerPlace(frozenset({cpu})))) as (_, process):
         assert process.ready.cpus == (cpu,)
         assert psutil.Process(process.pid).cpu_affinity() == [cpu]
         if process.ready.kernel == "native":

@@ -1,0 +1,110 @@
+"""Which CPUs the user or the scheduler gave to this process: the set that no plan ever leaves."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.affinity import snapshot
+from deepspeed_ext.affinity.cgroup import read_cpuset
+from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist, parse_cpumask
+from deepspeed_ext.affinity.topology import Topology
+from deepspeed_ext.affinity.tree import numbered, read_text
+
+__all__ = ["ALLOWED_VARIABLE", "OMP_BINDING_VARIABLES", "Allowed", "find_allowed", "omp_binding"]
+
+ALLOWED_VARIABLE = "DSEXT_ALLOWED_CPUS"
+OMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The CPUs this process may use, where that was learnt, and what the user should know about it."""
+
+    cpus: frozenset[int]
+    source: str
+    warnings: tuple[str, ...] = ()
+
+
+def omp_binding(environ: Mapping[str, str]) -> str | None:
+    """The setting, if any, that makes an OpenMP runtime bind threads on its own: ``OMP_PROC_BIND=true``."""
+    for name in OMP_BINDING_VARIABLES:
+        value = environ.get(name, "")
+        if value and value.lower() not in ("false", "none", "disabled"):
+            return f"{name}={value}"
+    return None
+
+
+def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None) -> Allowed:
+    """The allowed CPUs of this process (root "/") or of the process that the tree ``root`` describes.
+
+    In order: what a launcher states in DSEXT_ALLOWED_CPUS, the mask from before torch was imported, the union of the
+    masks of all threads, the calling thread's mask, every online CPU. Always within the online CPUs.
+
+    Raises:
+        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or nothing of the allowed set is online.
+    """
+    environ = os.environ if environ is None else environ
+    live = Path(root) == Path("/")
+    stated = environ.get(ALLOWED_VARIABLE) if live else None
+    before_torch = snapshot.initial() if live else None
+    if stated:
+        try:
+            found = Allowed(parse_cpulist(stated), ALLOWED_VARIABLE)
+        except ValueError as error:
+            raise ConfigError(f"{ALLOWED_VARIABLE}={stated}: {error}") from None
+    elif before_torch is not None:
+        found = Allowed(before_torch, "mask of the process before torch was imported")
+    else:
+        masks = _thread_masks(Path(root))
+        if not masks and live and hasattr(os, "sched_getaffinity"):
+            masks = [frozenset(os.sched_getaffinity(0))]
+        union = frozenset().union(*masks)
+        source = "union of the masks of all threads" if union else "every online CPU"
+        found = _see_through_omp(Allowed(union or topology.cpus, source), topology, Path(root), environ)
+    if not found.cpus & topology.cpus:
+        raise ConfigError(
+            f"none of the allowed CPUs {format_cpulist(found.cpus)} ({found.source}) is online "
+            f"(online: {format_cpulist(topology.cpus)})"
+        )
+    return Allowed(found.cpus & topology.cpus, found.source, found.warnings)
+
+
+def _thread_masks(root: Path) -> list[frozenset[int]]:
+    """Masks of all threads of the process, from /proc/self below ``root``; empty where it does not say."""
+    tasks = [path / "status" for _, path in numbered(root / "proc/self/task", "")]
+    masks = [mask for path in tasks if (mask := status_mask(path))]
+    return masks or [mask for path in [root / "proc/self/status"] if (mask := status_mask(path))]
+
+
+def status_mask(status: Path) -> frozenset[int] | None:
+    """CPUs that a ``/proc/<pid>/status`` file allows; None where the file is gone or does not say."""
+    fields = dict(line.split(":", 1) for line in (read_text(status) or "").splitlines() if ":" in line)
+    for name, parse in (("Cpus_allowed_list", parse_cpulist), ("Cpus_allowed", parse_cpumask)):
+        try:
+            mask = parse(fields.get(name, ""))
+        except ValueError:
+            continue
+        if mask:
+            return mask
+    return None
+
+
+def _see_through_omp(found: Allowed, topology: Topology, root: Path, environ: Mapping[str, str]) -> Allowed:
+    """Undo what an OpenMP runtime did to the main thread, where a cpuset tells the truth; otherwise only warn."""
+    setting = omp_binding(environ)
+    cores = {topology.core_of[cpu].id for cpu in found.cpus & topology.cpus}
+    if setting is None or len(cores) != 1 or len(topology.cores) == 1:
+        return found
+    cpuset = (read_cpuset(root) or topology.cpus) & topology.cpus
+    if found.cpus < cpuset < topology.cpus:
+        return Allowed(cpuset, "cpuset of the control group", (f"{setting} narrowed the mask; the cpuset is used",))
+    return Allowed(
+        found.cpus,
+        found.source,
+        (
+            f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, or import "
+            f"deepspeed_ext before torch, or state the CPUs in {ALLOWED_VARIABLE}",
+        ),
+    )

@@ -1,0 +1,101 @@
+"""Affinity masks of real threads: confining a whole process to a CPU set, looking at it, and undoing it.
+
+Linux binds threads, not processes: setting the mask of a process id moves its main thread only, and each later thread
+starts with the mask of its creator. Hence every thread is visited, again and again until a pass finds nothing to do.
+"""
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from deepspeed_ext.affinity.allowed import status_mask
+from deepspeed_ext.affinity.cpulist import format_cpulist
+from deepspeed_ext.affinity.tree import numbered
+
+__all__ = ["Masks", "confine", "outside", "restore", "thread_masks"]
+
+Masks = Mapping[int, frozenset[int]]
+"""Thread id -> CPUs that the thread may run on."""
+
+# Threads that come and go during a pass make another necessary; in practice two are enough.
+MAX_PASSES = 20
+
+
+def thread_masks(pid: int | None = None) -> dict[int, frozenset[int]]:
+    """Masks of all threads of a process, by default this one, as the kernel reports them."""
+    tasks = numbered(Path(f"/proc/{pid or 'self'}/task"), "")
+    return {tid: mask for tid, path in tasks if (mask := status_mask(path / "status"))}
+
+
+def outside(cpus: Collection[int], pid: int | None = None) -> dict[int, frozenset[int]]:
+    """The threads of a process, by default this one, that may run on other CPUs than ``cpus``."""
+    return {tid: mask for tid, mask in thread_masks(pid).items() if not mask <= frozenset(cpus)}
+
+
+def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
+    """Confine every thread of this process to ``cpus`` and return the masks from before, for `restore`.
+
+    A thread that was bound more narrowly inside ``cpus`` stays where it is; NCCL's threads, whose masks differ from the
+    main thread's, are moved too.
+
+    Args:
+        cpus: not empty.
+        one_each: give each thread a single CPU, in turn; for isolated CPUs, where the kernel balances nothing.
+
+    Raises:
+        OSError: the kernel refused, or a thread is still outside; all masks are as they were.
+    """
+    target = frozenset(cpus)
+    assert target, "an empty mask means every CPU to some interfaces"
+    saved = thread_masks()
+    try:
+        for _ in range(MAX_PASSES):
+            if not _confine_once(target, one_each):
+                break
+        if stray := outside(target):
+            listing = ", ".join(f"{tid}: {format_cpulist(mask)}" for tid, mask in stray.items())
+            raise OSError(f"threads still outside CPUs {format_cpulist(target)}: {listing}")
+    except OSError:
+        restore(saved)
+        raise
+    return saved
+
+
+def _confine_once(target: frozenset[int], one_each: bool) -> bool:
+    """One pass over all threads; whether a mask had to change."""
+    changed = False
+    ordered = sorted(target)
+    for position, (tid, old) in enumerate(thread_masks().items()):
+        new = frozenset({ordered[position % len(ordered)]}) if one_each else old & target or target
+        if new != old:
+            changed |= _set_mask(tid, new)
+    return changed
+
+
+def _set_mask(tid: int, cpus: frozenset[int]) -> bool:
+    """Whether the thread was still there to be bound."""
+    try:
+        os.sched_setaffinity(tid, cpus)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def restore(saved: Masks) -> None:
+    """Give every thread its saved mask; threads that were born since get that of the main thread.
+
+    A thread whose mask the kernel refuses (its CPUs have left the cpuset) keeps the present one.
+    """
+    default = saved.get(os.getpid()) or frozenset().union(*saved.values())
+    for _ in range(MAX_PASSES):
+        changed = False
+        for tid, mask in thread_masks().items():
+            wanted = saved.get(tid, default)
+            if mask != wanted:
+                try:
+                    # The kernel cuts a mask down to the cpuset: done as far as it goes, and not again.
+                    changed |= _set_mask(tid, wanted) and os.sched_getaffinity(tid) == wanted
+                except OSError:
+                    continue
+        if not changed:
+            return

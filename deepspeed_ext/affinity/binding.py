@@ -1,0 +1,168 @@
+"""Core binding as an engine uses it: one object from process-group start to the end of training."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_ext._logging import logger, warn_once
+from deepspeed_ext.affinity import accelerators, tuned
+from deepspeed_ext.affinity.allowed import omp_binding
+from deepspeed_ext.affinity.apply import Masks, confine, outside, restore
+from deepspeed_ext.affinity.cgroup import read_cpuset
+from deepspeed_ext.affinity.exchange import Agreement, Gather, agree, group_gather, report_rank
+from deepspeed_ext.affinity.openmp import ThreadCount, start_pool
+from deepspeed_ext.affinity.plan import PlanRequest, RankPlan
+from deepspeed_ext.affinity.report import plan_text
+from deepspeed_ext.affinity.topology import read_online
+from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.config import CoreBindingConfig
+
+__all__ = ["CoreBinding", "Verification"]
+
+DISABLE_VARIABLE = "DSEXT_BIND"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Threads that are not where the plan wants them, as the kernel reports it."""
+
+    trainer: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Thread id -> mask, of this process."""
+    worker: dict[int, frozenset[int]] = field(default_factory=dict)
+    """The same of the optimizer process."""
+    lost: frozenset[int] = frozenset()
+    """Planned CPUs that have left the cpuset or gone offline: restore and start again."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every thread is in its place."""
+        return not (self.trainer or self.worker or self.lost)
+
+
+class CoreBinding:
+    """This rank's core plan, applied to this process.
+
+    Call order: `start` on all ranks after the process group exists, the optimizer process at `worker_place`, `refresh`
+    after the first optimizer step (backends and autograd start threads late), `restore` at the end. A refusal of the
+    kernel ends in one warning and an unbound run, never in an error.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        self.plan: RankPlan | None = agreement.mine
+        """This rank's CPUs; None while unbound."""
+        self._masks: Masks | None = None
+        self._threads: ThreadCount | None = None
+
+    @classmethod
+    def start(
+        cls,
+        config: CoreBindingConfig,
+        *,
+        rank: int,
+        local_rank: int,
+        group: Any = None,
+        separate: bool = True,
+        pt_reserved_cores: int | float | None = None,
+        kernel: str = tuned.DEFAULT_KERNEL,
+        gather: Gather | None = None,
+    ) -> "CoreBinding":
+        """Agree on a plan with the other ranks and confine this process to it. A collective.
+
+        Args:
+            config: the ``core_binding`` section.
+            rank: this rank's number in ``group``.
+            local_rank: its number on this host.
+            group: torch.distributed process group over which objects can be gathered; a CPU group is cheapest.
+            separate: True if the optimizer is a process of its own, which gets its part of the cores; False if it
+                runs in this process, which then keeps its whole share of the host, disjoint from the other ranks'.
+            pt_reserved_cores: ``zenflow.pt_reserved_cores``.
+            kernel: name of the optimizer kernel, to find the tuning result that belongs to it.
+            gather: instead of gathering over ``group``.
+
+        Raises:
+            ConfigError: on every rank, if a rank's configuration contradicts itself.
+            PlanMismatchError: on every rank, if ranks ask for different things.
+        """
+        off = os.environ.get(DISABLE_VARIABLE) == "0"
+        report, topology = report_rank(
+            rank,
+            local_rank,
+            PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
+            pci_address=accelerators.pci_address(),
+            kernel=kernel,
+            tuned=tuned.load_all() if config.use_tuning_result else {},
+            disabled=f"{DISABLE_VARIABLE}=0" if off else None,
+        )
+        binding = cls(agree(report, topology, gather or group_gather(group)))
+        for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
+            warn_once(f"core binding: {warning}")
+        if config.dry_run:
+            logger.info(f"core binding, dry run:\n{binding.summary()}")
+            binding.plan = None
+        if binding.plan is not None:
+            binding._apply(binding.plan)
+        if binding.plan is not None and binding.agreement.leads_host:
+            logger.info(f"core binding:\n{binding.summary()}")
+        return binding
+
+    @property
+    def worker_place(self) -> WorkerPlace | None:
+        """Where the optimizer process should start; None: wherever the system puts it."""
+        return WorkerPlace.of(self.plan) if self.plan is not None and self.plan.optimizer else None
+
+    def _apply(self, plan: RankPlan) -> None:
+        setting = omp_binding(os.environ)
+        try:
+            self._masks = confine(plan.pytorch, one_each="isolated" in plan.flags)
+            self._threads = ThreadCount.change(plan.pytorch_threads)
+            if setting is not None:
+                warn_once(
+                    f"core binding: {setting} makes OpenMP bind threads on its own: unset it; they are moved back"
+                )
+                # The runtime binds each new thread to the places it saw when it was loaded, and has bound the main
+                # thread, from which all others inherit, to the first of them.
+                start_pool(plan.pytorch_threads)
+                os.sched_setaffinity(os.getpid(), plan.pytorch)
+            confine(plan.pytorch, one_each="isolated" in plan.flags)
+        except OSError as error:
+            self._give_up(str(error))
+
+    def _give_up(self, reason: str) -> None:
+        wanted = self.plan.pytorch if self.plan else ()
+        self.restore()
+        warn_once(
+            f"core binding: cannot confine the threads to CPUs {list(wanted)} ({reason}); training goes on unbound"
+        )
+
+    def refresh(self, worker_pid: int | None = None) -> Verification:
+        """Confine threads that were born outside since `start`, then `verify`."""
+        if self.plan is not None:
+            try:
+                confine(self.plan.pytorch, one_each="isolated" in self.plan.flags)
+            except OSError as error:
+                self._give_up(str(error))
+        return self.verify(worker_pid)
+
+    def verify(self, worker_pid: int | None = None) -> Verification:
+        """Ask the kernel where the threads of this process, and of the optimizer process, may run."""
+        if self.plan is None:
+            return Verification()
+        planned = frozenset(self.plan.pytorch)
+        lost = planned - ((read_cpuset() or planned) & read_online())
+        worker = outside(self.plan.optimizer, worker_pid) if worker_pid is not None else {}
+        return Verification(outside(planned), worker, lost)
+
+    def restore(self) -> None:
+        """Give all threads the masks and thread counts from before `start`. Idempotent; the binding is then over."""
+        if self._masks is not None:
+            restore(self._masks)
+        if self._threads is not None:
+            self._threads.restore()
+        self.plan = self._masks = self._threads = None
+
+    def summary(self) -> str:
+        """Who has which CPUs on this host, for a log."""
+        if self.agreement.host is None:
+            return "unbound"
+        return plan_text(self.agreement.topology, self.agreement.host)

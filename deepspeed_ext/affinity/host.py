@@ -1,0 +1,86 @@
+"""The facts of one host, for the commands that plan without running ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.affinity.allowed import find_allowed
+from deepspeed_ext.affinity.cgroup import read_cpu_quota_cores
+from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.affinity.plan import HostPlan, RankFacts
+from deepspeed_ext.affinity.topology import Topology, read_topology
+
+__all__ = ["HostFacts", "read_host"]
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What `plan_host` needs, and what was noticed while reading it."""
+
+    topology: Topology
+    ranks: tuple[RankFacts, ...]
+    warnings: tuple[str, ...] = ()
+
+    def with_warnings(self, plan: HostPlan) -> HostPlan:
+        """``plan`` with the warnings of reading put before its own."""
+        return replace(plan, warnings=self.warnings + plan.warnings)
+
+
+def read_host(
+    root: Path | str,
+    allowed: Sequence[str] | None = None,
+    accelerator_nodes: Sequence[int | None] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> HostFacts:
+    """Read the host below ``root`` for the given local ranks.
+
+    Args:
+        root: directory that holds ``sys`` and ``proc``.
+        allowed: CPU list of each local rank; None: the CPUs of the process itself for every rank.
+        accelerator_nodes: NUMA node of each local rank's accelerator; None: unknown.
+        environ: environment variables, by default the process's own.
+
+    Raises:
+        ConfigError: the arguments contradict each other or the host.
+        UnsupportedError: no host is described below ``root``.
+    """
+    if not Path(root).is_dir():
+        raise ConfigError(f"--root {root} is not a directory")
+    topology = read_topology(root)
+    if allowed and accelerator_nodes and len(allowed) != len(accelerator_nodes):
+        raise ConfigError(
+            f"{len(allowed)} CPU lists (--allowed) but {len(accelerator_nodes)} accelerator nodes (--gpu-node): "
+            "give each once for every local rank"
+        )
+    number = len(allowed or accelerator_nodes or [None])
+    nodes = [_known_node(topology, node) for node in accelerator_nodes or [None] * number]
+    warnings: list[str] = []
+    if allowed:
+        masks = [_stated(topology, rank, text, warnings) for rank, text in enumerate(allowed)]
+    else:
+        found = find_allowed(topology, root, environ)
+        masks = [found.cpus] * number
+        warnings += found.warnings
+    quota = read_cpu_quota_cores(root)
+    ranks = tuple(RankFacts(rank, masks[rank], nodes[rank], quota) for rank in range(number))
+    return HostFacts(topology, ranks, tuple(warnings))
+
+
+def _stated(topology: Topology, rank: int, text: str, warnings: list[str]) -> frozenset[int]:
+    try:
+        cpus = parse_cpulist(text)
+    except ValueError as error:
+        raise ConfigError(f"--allowed {text!r}: {error}") from None
+    online = cpus & topology.cpus
+    if not online:
+        raise ConfigError(f"--allowed {text!r}: no such CPU is online (online: {format_cpulist(topology.cpus)})")
+    if online != cpus:
+        warnings.append(f"local rank {rank}: CPUs {format_cpulist(cpus - online)} are not online and are left out")
+    return online
+
+
+def _known_node(topology: Topology, node: int | None) -> int | None:
+    if node is not None and topology.nodes and node not in topology.nodes:
+        raise ConfigError(f"--gpu-node {node}: there is no such NUMA node (nodes: {format_cpulist(topology.nodes)})")
+    return node

@@ -1,0 +1,74 @@
+"""How many threads the OpenMP runtimes of this process use.
+
+A process often holds two runtimes: the one in torch's wheel, and the system's, which natively built operators such as
+DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it is loaded, so both have to be told.
+"""
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["ThreadCount", "start_pool"]
+
+_RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# torch splits elementwise work into pieces of at least this many elements.
+_GRAIN_ELEMENTS = 32768
+
+
+@dataclass(frozen=True)
+class ThreadCount:
+    """Thread counts to go back to: of torch, of each loaded runtime, and for runtimes and processes yet to come."""
+
+    torch_threads: int
+    runtimes: dict[str, int]
+    environment: dict[str, str | None]
+
+    @classmethod
+    def change(cls, threads: int) -> "ThreadCount":
+        """Use ``threads`` from now on in the calling thread, and return what was before."""
+        before = cls(
+            torch.get_num_threads(),
+            {path: library.omp_get_max_threads() for path, library in _loaded()},
+            {name: os.environ.get(name) for name in _VARIABLES},
+        )
+        torch.set_num_threads(threads)
+        for _, library in _loaded():
+            library.omp_set_num_threads(threads)
+        for name in _VARIABLES:
+            os.environ[name] = str(threads)
+        return before
+
+    def restore(self) -> None:
+        """Go back."""
+        torch.set_num_threads(self.torch_threads)
+        for path, library in _loaded():
+            library.omp_set_num_threads(self.runtimes.get(path, self.torch_threads))
+        for name, value in self.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def start_pool(threads: int) -> None:
+    """Make torch create its pool of ``threads`` threads now."""
+    torch.zeros(2 * threads * _GRAIN_ELEMENTS).add_(1)
+
+
+def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
+    """The OpenMP runtimes mapped into this process; none where /proc does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return
+    for path in sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}):
+        try:
+            yield path, ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except OSError:
+            continue

@@ -1,0 +1,56 @@
+"""The tuning result as a picture."""
+
+from typing import Any
+
+from deepspeed_ext._errors import UnsupportedError
+
+__all__ = ["plot_result", "require_matplotlib"]
+
+
+def require_matplotlib() -> None:
+    """Raise early, before anything is measured.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UnsupportedError("--plot needs matplotlib; install it with: pip install 'deepspeed-ext[plots]'") from None
+
+
+def plot_result(result: dict[str, Any], path: str) -> None:
+    """Draw bandwidth against optimizer cores, the chosen point, and what it costs PyTorch, into ``path``.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: its ending names no known format.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    bandwidth, training = figure.subplots(1, 2, width_ratios=(3, 2))
+    points = [point for point in result["points"] if point["gb_per_s"]]
+    cores = [point["cores"] for point in points]
+    values = [point["gb_per_s"] for point in points]
+    errors = [point["gb_per_s"] * point["spread"] / 2 for point in points]
+    bandwidth.errorbar(cores, values, yerr=errors, marker="o", capsize=3, label="median, interquartile range")
+    noisy = [point for point in points if point["noise"]]
+    if noisy:
+        where = [point["cores"] for point in noisy]
+        bandwidth.plot(where, [point["gb_per_s"] for point in noisy], "o", mfc="white", zorder=5, label="noisy")
+    chosen = result["opt_cores_per_rank"]
+    bandwidth.axvline(chosen, color="tab:green", linestyle="--", label=f"chosen: {chosen}")
+    bandwidth.set(xlabel="optimizer cores a rank", ylabel="GB/s a rank", title=f"CPU Adam, {result['ranks']} rank(s)")
+    bandwidth.set_xlim(0, max(cores) + 1)
+    bandwidth.set_ylim(bottom=0)
+    bandwidth.xaxis.set_major_locator(MaxNLocator(integer=True))
+    bandwidth.legend(loc="lower right", fontsize=8)
+    splits = result["training"]["splits"]
+    labels = ["alone", *(f"{split['pytorch_cores']} + {split['optimizer_cores']}" for split in splits)]
+    times = [result["training"]["alone_seconds"], *(split["step_seconds"] for split in splits)]
+    colours = ["tab:gray", *("tab:green" if split["optimizer_cores"] == chosen else "tab:blue" for split in splits)]
+    training.bar(labels, [seconds * 1e3 for seconds in times], color=colours)
+    training.set(xlabel="PyTorch + optimizer cores", ylabel="ms a training step", title="PyTorch beside it")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,442 @@
+"""``deepspeed-ext tune``: measure how many cores the optimizer of a rank needs on this host.
+
+All local ranks run at once, as real processes on the cores that the plan would give them, because they share memory
+channels. First the optimizer alone is measured for more and more cores; then a launch-bound training step runs beside
+the optimizer, to see whether the cores left for PyTorch are enough.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from deepspeed_ext._errors import ConfigError, WorkerError
+from deepspeed_ext.affinity import accelerators, tuned
+from deepspeed_ext.affinity.cgroup import read_memory_limit_bytes, read_throttled_count
+from deepspeed_ext.affinity.host import HostFacts, read_host
+from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
+from deepspeed_ext.affinity.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
+from deepspeed_ext.affinity.topology import read_accelerator_node, read_cache_bytes
+from deepspeed_ext.affinity.tune_worker import BYTES_PER_ELEMENT, Move, Steps
+from deepspeed_ext.affinity.worker import WorkerPlace
+
+__all__ = ["TuneSettings", "Tuner", "local_host"]
+
+ANSWER_TIMEOUT_SECONDS = 120.0
+# Not with -m: the requests' classes must be those of the module, not of __main__.
+START_WORKER = "from deepspeed_ext.affinity.tune_worker import main; main()"
+STEADY_SPREAD = 0.03
+FOREIGN_LOAD_FRACTION = 0.05
+HOST_MEMORY_FRACTION = 0.25
+STATE_BYTES_PER_ELEMENT = 16  # fp32 parameter, gradient and two moments
+TRIED_TRAINING_SPLITS = 4
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """How much to measure."""
+
+    elements: int
+    """Parameters of a rank that each measured step updates."""
+    kernel: str = tuned.DEFAULT_KERNEL
+    warm_up_steps: int = 2
+    minimum_steps: int = 7
+    maximum_steps: int = 25
+    training_seconds: float = 3.0
+    """How long PyTorch is watched for each split."""
+    deadline_seconds: float | None = None
+    """After this long only what has begun is finished."""
+    hidden_seconds: float | None = None
+    """Time that the accelerator gives the optimizer for a step over ``elements`` parameters."""
+
+    @classmethod
+    def for_host(cls, ranks: int, *, quick: bool, elements: int | None = None, **others: Any) -> "TuneSettings":
+        """Buffers eight times the caches (quick: four), but at most a quarter of the host's memory."""
+        cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT[tuned.DEFAULT_KERNEL]
+        wanted = max(8 << 20, min(4 * cache_elements, 32 << 20)) if quick else max(64 << 20, 8 * cache_elements)
+        memory = min(psutil.virtual_memory().available, read_memory_limit_bytes() or sys.maxsize)
+        fitting = int(HOST_MEMORY_FRACTION * memory) // (ranks * STATE_BYTES_PER_ELEMENT)
+        settings = cls(min(elements or wanted, fitting), **others)
+        if quick:
+            settings = replace(settings, maximum_steps=11, training_seconds=1.0, deadline_seconds=12.0)
+        return settings
+
+
+def local_host(
+    ranks: int | None, allowed: Sequence[str] | None, accelerator_nodes: Sequence[int | None] | None
+) -> HostFacts:
+    """This host with the given local ranks; by default one for each accelerator, next to it, and at least one."""
+    if allowed or accelerator_nodes:
+        host = read_host("/", allowed, accelerator_nodes)
+        if ranks not in (None, len(host.ranks)):
+            raise ConfigError(f"--ranks {ranks}, but --allowed or --gpu-node was given for {len(host.ranks)}")
+        return host
+    number = ranks or max(1, accelerators.count())
+    host = read_host("/", None, [None] * number)
+    found = []
+    for rank in host.ranks:
+        address = accelerators.pci_address(rank.local_rank) if rank.local_rank < accelerators.count() else None
+        node = read_accelerator_node(host.topology, address) if address else None
+        found.append(replace(rank, accelerator_node=node))
+    return replace(host, ranks=tuple(found))
+
+
+class Tuner:
+    """Measures one host. A context manager: its processes end with it.
+
+    Args:
+        host: the host and its ranks.
+        settings: how much to measure.
+        report: called with a line of progress before each measurement.
+    """
+
+    def __init__(self, host: HostFacts, settings: TuneSettings, report: Report = lambda text: None) -> None:
+        self.host = host
+        self.settings = settings
+        self.report = report
+        self.records: list[dict[str, object]] = []
+        """One record for each point and rank."""
+        self._start = time.monotonic()
+        self._optimizers: _Crew | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Tuner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def plan(self, optimizer_cores: int) -> HostPlan:
+        """The plan with this many optimizer cores a rank."""
+        return plan_host(self.host.topology, self.host.ranks, PlanRequest(optimizer_cores=optimizer_cores))
+
+    @property
+    def maximum(self) -> int:
+        """The most optimizer cores that every rank could have."""
+        return min(len(rank.optimizer) for rank in self.plan(len(self.host.topology.cores)).ranks)
+
+    def run(self) -> dict[str, object]:
+        """Measure, choose, and return the result as it is written to disk."""
+        points = Sweep(self.maximum, self.measure, self._out_of_time).run()
+        if not any(point.gb_per_s for point in points):
+            raise WorkerError(f"no number of cores could be measured: {points[0].noise}")
+        fastest = choose(points)
+        cores = choose(points, self.settings.hidden_seconds)
+        alone, training = self.measure_training([point.cores for point in points if point.cores <= cores])
+        chosen = training_choice({int(split["optimizer_cores"]): split["slowdown"] for split in training})
+        fingerprint = tuned.Fingerprint.of(self.host.topology, self.host.ranks, self.settings.kernel)
+        at = next(point for point in points if point.cores == chosen)
+        return {
+            "schema": tuned.SCHEMA,
+            "fingerprint": asdict(fingerprint),
+            "key": fingerprint.key,
+            "ranks": len(self.host.ranks),
+            "opt_cores_per_rank": chosen,
+            "pt_cores_per_rank": min(rank.pytorch_threads for rank in self.plan(chosen).ranks),
+            "saturated": fastest < self.maximum,
+            "bw_gbs": at.gb_per_s,
+            "noisy": bool(at.noise),
+            "elements": self.settings.elements,
+            "points": [asdict(point) for point in points],
+            "training": {"alone_seconds": alone, "splits": training},
+        }
+
+    def _out_of_time(self) -> bool:
+        deadline = self.settings.deadline_seconds
+        return deadline is not None and time.monotonic() - self._start > deadline
+
+    def measure(self, cores: int) -> Point:
+        """Step time of all ranks' optimizers at once on ``cores`` cores each."""
+        self.report(f"optimizer on {cores} core(s)")
+        plan = self.plan(cores)
+        quiet = _Quiet({cpu for rank in plan.ranks for cpu in rank.optimizer})
+        try:
+            crew = self._optimizer_crew(plan)
+            for _ in range(self.settings.warm_up_steps):
+                crew.ask(Steps(1))
+            quiet.begin(crew.pids)
+            taken = self._timed_steps(crew)
+        except WorkerError as error:
+            self._drop_crew()
+            return Point(cores, float("inf"), 0.0, 0.0, str(error))
+        slowest = max(taken, key=statistics.median)
+        median, spread = statistics.median(slowest), relative_spread(slowest)
+        noise = quiet.verdict() or (f"steps vary by {spread:.0%}" if spread > NOISY_SPREAD else "")
+        traffic = self.settings.elements * BYTES_PER_ELEMENT[self.settings.kernel] / 1e9
+        for rank, seconds in zip(plan.ranks, taken, strict=True):
+            self.records.append(
+                {
+                    "optimizer_cores": cores,
+                    "local_rank": rank.local_rank,
+                    "numa_node": rank.optimizer_node,
+                    "median_seconds": statistics.median(seconds),
+                    "spread": relative_spread(seconds),
+                    "gb_per_s": traffic / statistics.median(seconds),
+                    "noise": noise,
+                }
+            )
+        return Point(cores, median, spread, traffic / median, noise)
+
+    def _timed_steps(self, crew: "_Crew") -> list[list[float]]:
+        """Steps of each rank, started together one by one, until all are steady or the limit is reached."""
+        taken: list[list[float]] = [[] for _ in self.host.ranks]
+        while len(taken[0]) < self.settings.maximum_steps:
+            for mine, (seconds,) in zip(taken, crew.ask(Steps(1)), strict=True):
+                mine.append(seconds)
+            steady = all(relative_spread(mine) <= STEADY_SPREAD for mine in taken) if len(taken[0]) > 1 else False
+            if steady and len(taken[0]) >= self.settings.minimum_steps:
+                break
+        return taken
+
+    def measure_training(self, tried: Sequence[int]) -> tuple[float, list[dict[str, float]]]:
+        """Slowdown of a launch-bound training step beside the optimizer, from the largest of ``tried`` cores down.
+
+        Returns:
+            Seconds of the step alone on all cores but one, and a record for each split that was measured.
+        """
+        self.report("training alone")
+        seconds = self.settings.training_seconds
+        first = self.plan(1)
+        with _Crew("training", [_place(rank.pytorch) for rank in first.ranks], 0) as training:
+            training.move(first, "pytorch")
+            training.ask(Steps(5))
+            alone = max(statistics.median(taken) for taken in training.ask(Steps(20, seconds)))
+            splits: list[dict[str, float]] = []
+            for cores in sorted(tried, reverse=True)[:TRIED_TRAINING_SPLITS]:
+                if splits and self._out_of_time():
+                    break
+                self.report(f"training beside the optimizer on {cores} core(s)")
+                plan = self.plan(cores)
+                optimizers = self._optimizer_crew(plan)
+                training.move(plan, "pytorch")
+                optimizers.send(Steps(1, seconds + 0.5))
+                training.ask(Steps(3))
+                step = max(statistics.median(taken) for taken in training.ask(Steps(20, seconds)))
+                optimizers.collect()
+                threads = min(rank.pytorch_threads for rank in plan.ranks)
+                splits.append(
+                    {
+                        "optimizer_cores": cores,
+                        "pytorch_cores": threads,
+                        "step_seconds": step,
+                        "slowdown": step / alone - 1,
+                    }
+                )
+                if len(splits) > 1 and splits[-1]["slowdown"] >= splits[-2]["slowdown"] - STEADY_SPREAD:
+                    break
+        return alone, splits
+
+    def _optimizer_crew(self, plan: HostPlan) -> "_Crew":
+        """The ranks' optimizer processes, moved to their cores in ``plan``."""
+        if self._optimizers is None:
+            places = [WorkerPlace.of(rank) for rank in plan.ranks]
+            role = f"optimizer:{self.settings.kernel}"
+            self._optimizers = self._stack.enter_context(_Crew(role, places, self.settings.elements))
+        self._optimizers.move(plan, "optimizer")
+        return self._optimizers
+
+    def _drop_crew(self) -> None:
+        self._stack.close()
+        self._optimizers = None
+
+
+def _place(cpus: Sequence[int]) -> WorkerPlace:
+    return WorkerPlace(frozenset(cpus))
+
+
+class _Crew:
+    """One measuring process a rank, all asked at once."""
+
+    def __init__(self, role: str, places: Sequence[WorkerPlace], elements: int) -> None:
+        self.connections: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._nodes: list[int | None] = [None] * len(places)
+        for rank, place in enumerate(places):
+            ours, theirs = Pipe()
+            arguments = [str(theirs.fileno()), str(place), role, str(rank), str(elements)]
+            command = [sys.executable, "-c", START_WORKER, *arguments]
+            self.processes.append(
+                subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                )
+            )
+            theirs.close()
+            self.connections.append(ours)
+
+    def __enter__(self) -> "_Crew":
+        try:
+            self.collect()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def move(self, plan: HostPlan, role: str) -> None:
+        """Move each rank's process to its cores in ``plan``; buffers follow to another node."""
+        for index, (rank, connection) in enumerate(zip(plan.ranks, self.connections, strict=True)):
+            cpus = frozenset(getattr(rank, role))
+            node = rank.optimizer_node if role == "optimizer" else rank.numa_node
+            threads = len(cpus) if role == "optimizer" else rank.pytorch_threads
+            _send(connection, Move(cpus, threads, reallocate=self._nodes[index] not in (None, node)))
+            self._nodes[index] = node
+        self.collect()
+
+    def ask(self, request: Steps) -> list[Any]:
+        """Send ``request`` to all and return their answers, in rank order."""
+        self.send(request)
+        return self.collect()
+
+    def send(self, request: Steps) -> None:
+        for connection in self.connections:
+            _send(connection, request)
+
+    def collect(self) -> list[Any]:
+        """One answer of each process.
+
+        Raises:
+            WorkerError: a process has ended or does not answer.
+        """
+        answers: dict[Connection, Any] = {}
+        deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
+        while len(answers) < len(self.connections):
+            pending = [connection for connection in self.connections if connection not in answers]
+            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise WorkerError(f"a measuring process did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s")
+            for connection in ready:
+                answers[connection] = self._receive(connection)  # type: ignore[index,arg-type]
+        return [answers[connection] for connection in self.connections]
+
+    def _receive(self, connection: Connection) -> Any:
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionError):
+            process = self.processes[self.connections.index(connection)]
+            status = process.wait(timeout=10)
+            raise WorkerError(f"a measuring process ended with status {status} (out of memory?)") from None
+
+
+def _send(connection: Connection, request: Move | Steps) -> None:
+    try:
+        connection.send(request)
+    except (BrokenPipeError, ConnectionError):
+        raise WorkerError("a measuring process has ended") from None
+
+
+class _Quiet:
+    """Was anybody else on the CPUs under test?"""
+
+    def __init__(self, cpus: set[int]) -> None:
+        self.cpus = cpus
+
+    def begin(self, pids: Sequence[int]) -> None:
+        self.processes = [psutil.Process(pid) for pid in (*pids, os.getpid())]
+        self.start, self.busy, self.own = time.monotonic(), self._busy(), self._own()
+        self.throttled = read_throttled_count()
+
+    def _busy(self) -> float:
+        times = psutil.cpu_times(percpu=True)
+        counted = [times[cpu] for cpu in self.cpus if cpu < len(times)]
+        return sum(sum(time) - time.idle - getattr(time, "iowait", 0.0) for time in counted)
+
+    def _own(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+
+    def verdict(self) -> str:
+        """Why the measurement is doubtful; empty if it is not."""
+        if read_throttled_count() > self.throttled:
+            return "stopped by the CPU quota"
+        elapsed = (time.monotonic() - self.start) * len(self.cpus)
+        foreign = (self._busy() - self.busy - (self._own() - self.own)) / elapsed
+        # Kernel clocks tick every 10 ms: a short measurement proves nothing.
+        if elapsed > 0.2 and foreign > FOREIGN_LOAD_FRACTION:
+            return f"other processes used {foreign:.0%} of the cores under test"
+        return ""
+
+
+def run_from_cli(arguments: Any) -> Iterator[str]:
+    """Tune as the command line asks; yields what to print.
+
+    Raises:
+        ConfigError: the arguments contradict each other or the host.
+        WorkerError: nothing could be measured.
+    """
+    from tqdm import tqdm
+
+    if arguments.gpu_step_ms is not None and arguments.elements is None:
+        raise ValueError("--gpu-step-ms needs --elements, the number of parameters that a rank updates")
+    if arguments.plot:
+        from deepspeed_ext.affinity.plot import require_matplotlib
+
+        require_matplotlib()
+    host = local_host(arguments.ranks, arguments.allowed, arguments.gpu_node)
+    settings = TuneSettings.for_host(len(host.ranks), quick=arguments.quick, elements=arguments.elements)
+    if arguments.gpu_step_ms is not None:
+        # The measured step may be smaller than the real one; both take time in proportion to their elements.
+        seconds = arguments.gpu_step_ms / 1e3 * arguments.update_interval
+        settings = replace(settings, hidden_seconds=seconds * settings.elements / arguments.elements)
+    with tqdm(disable=None, unit="point", leave=False) as bar:
+
+        def report(text: str) -> None:
+            bar.set_description(text)
+            bar.update()
+
+        with Tuner(host, settings, report) as tuner:
+            result = tuner.run()
+            records = tuner.records
+    path = tuned.save(str(result["key"]), result, Path(arguments.output) if arguments.output else None)
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if arguments.plot:
+        from deepspeed_ext.affinity.plot import plot_result
+
+        plot_result(result, arguments.plot)
+    yield json.dumps(result) if arguments.json else as_text(result)
+    if not arguments.json:
+        yield f"written to {path}"
+
+
+def as_text(result: Any) -> str:
+    """The result for people, with the lines to paste into a config."""
+    lines = [f"{result['ranks']} local rank(s) at once, {result['elements']:,} parameters each"]
+    lines.append("cores   GB/s a rank   ms a step   spread")
+    for point in result["points"]:
+        mark = "  <- chosen" if point["cores"] == result["opt_cores_per_rank"] else ""
+        doubt = f"  ({point['noise']})" if point["noise"] else ""
+        lines.append(
+            f"{point['cores']:5d} {point['gb_per_s']:13.1f} {point['step_seconds'] * 1e3:11.1f} "
+            f"{point['spread']:7.1%}{doubt}{mark}"
+        )
+    lines.append("PyTorch beside the optimizer (launch-bound step, against PyTorch alone):")
+    for split in result["training"]["splits"]:
+        lines.append(
+            f"  {split['pytorch_cores']} core(s) for PyTorch, {split['optimizer_cores']} for the optimizer: "
+            f"{split['step_seconds'] * 1e3:.2f} ms, {split['slowdown']:+.1%}"
+        )
+    if not result["saturated"]:
+        lines.append("not saturated: the optimizer might use more cores than a rank has here")
+    lines.append("found by training on this host by itself; to fix it in a config instead:")
+    lines.append(f'  "zenflow": {{ "pt_reserved_cores": {result["pt_cores_per_rank"]} }}')
+    return "\n".join(lines)

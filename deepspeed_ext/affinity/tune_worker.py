@@ -1,0 +1,128 @@
+"""One measuring process of ``deepspeed-ext tune``: a rank's optimizer or its training, on the cores it is told.
+
+`main` is given a connection's file descriptor, a place, a role, the local rank and the number of elements; it answers
+the requests on the connection: ``Move`` to other cores, ``Steps`` to take, end-of-file to end.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from deepspeed_ext.affinity.apply import thread_masks
+from deepspeed_ext.affinity.worker import WorkerPlace
+
+__all__ = ["BYTES_PER_ELEMENT", "Move", "Steps"]
+
+PR_SET_PDEATHSIG = 1
+TRAINING_LAYERS, TRAINING_WIDTH, TRAINING_BATCH = 24, 128, 8
+
+BYTES_PER_ELEMENT = {"torch-fused-adamw": 28}
+"""Memory traffic of each kernel: fp32 p, g, m, v are read, p, m, v written."""
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Run on these CPUs with this many threads; ``reallocate`` touches all buffers anew from there."""
+
+    cpus: frozenset[int]
+    threads: int
+    reallocate: bool
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Take steps until both are reached; answered with the seconds of each step."""
+
+    count: int
+    seconds: float = 0.0
+
+
+def optimizer_step(kernel: str, elements: int) -> Step:
+    """The optimizer's step over ``elements`` fp32 parameters, as the optimizer process runs it."""
+    import torch
+
+    if kernel != "torch-fused-adamw":
+        raise ValueError(f"unknown kernel {kernel!r}; known: {', '.join(BYTES_PER_ELEMENT)}")
+    parameter = torch.zeros(elements, requires_grad=True)
+    parameter.grad = torch.full((elements,), 1e-3)
+    return torch.optim.AdamW([parameter], fused=True).step
+
+
+def training_step(rank: int) -> Step:
+    """Forward and backward of many small layers: bound by how fast the host launches them, not by arithmetic."""
+    import torch
+    from torch import nn
+
+    interface = getattr(torch, "accelerator", None)
+    device = torch.device("cpu")
+    if interface is not None and interface.is_available():
+        device = torch.device(interface.current_accelerator().type, rank % interface.device_count())
+    layers = [nn.Sequential(nn.Linear(TRAINING_WIDTH, TRAINING_WIDTH), nn.ReLU()) for _ in range(TRAINING_LAYERS)]
+    model = nn.Sequential(*layers).to(device)
+    batch = torch.randn(TRAINING_BATCH, TRAINING_WIDTH, device=device)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    return step
+
+
+class _Worker:
+    def __init__(self, make_step: Callable[[], Step]) -> None:
+        self.make_step = make_step
+        self.step = make_step()
+
+    def move(self, move: Move) -> None:
+        import torch
+
+        for tid in thread_masks():
+            try:
+                os.sched_setaffinity(tid, move.cpus)
+            except ProcessLookupError:
+                continue
+        torch.set_num_threads(move.threads)
+        if move.reallocate:
+            del self.step
+            self.step = self.make_step()
+
+    def steps(self, request: Steps) -> list[float]:
+        taken: list[float] = []
+        deadline = time.perf_counter() + request.seconds
+        while len(taken) < request.count or time.perf_counter() < deadline:
+            start = time.perf_counter()
+            self.step()
+            taken.append(time.perf_counter() - start)
+        return taken
+
+
+def main() -> None:
+    """Serve requests until the other end closes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptor, place, role, rank, elements = sys.argv[1:]
+    connection = Connection(int(descriptor))
+    WorkerPlace.parse(place).take()
+    worker = _Worker(
+        (lambda: training_step(int(rank)))
+        if role == "training"
+        else (lambda: optimizer_step(role.removeprefix("optimizer:"), int(elements)))
+    )
+    connection.send("ready")
+    while True:
+        try:
+            request = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        if isinstance(request, Move):
+            worker.move(request)
+            connection.send("moved")
+        else:
+            connection.send(worker.steps(request))

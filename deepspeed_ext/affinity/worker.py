@@ -1,0 +1,101 @@
+"""How a fresh process takes its place: own mask, thread count and memory node, before it imports torch.
+
+The parent passes the place as one word on the command line and changes nothing about itself, so no thread of the
+parent is ever moved for a child's sake, and no numactl binary is needed.
+"""
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES
+from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.affinity.plan import RankPlan
+
+__all__ = ["WorkerPlace", "can_set_memory_policy"]
+
+MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "riscv64": 237}
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a process should run: ``8-15`` on node 0, one OpenMP thread for each CPU."""
+
+    cpus: frozenset[int]
+    numa_node: int = -1
+    """Node to prefer for memory; -1 for none."""
+    one_each: bool = False
+    """Pin each OpenMP thread to its own CPU (isolated CPUs)."""
+
+    @classmethod
+    def of(cls, plan: RankPlan) -> "WorkerPlace":
+        """The place of a rank's optimizer process."""
+        return cls(frozenset(plan.optimizer), plan.optimizer_node, "isolated" in plan.flags)
+
+    def __str__(self) -> str:
+        """``8-15@0``, for a command line."""
+        return f"{format_cpulist(self.cpus)}@{self.numa_node}{'!' if self.one_each else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> "WorkerPlace":
+        """The place that `__str__` wrote.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        cpus, _, node = text.partition("@")
+        return cls(parse_cpulist(cpus), int(node.rstrip("!")), text.endswith("!"))
+
+    def environment(self) -> dict[str, str]:
+        """Variables that give OpenMP runtimes loaded from now on one thread a CPU."""
+        threads = str(len(self.cpus))
+        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        if self.one_each:
+            variables |= {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in sorted(self.cpus))}
+        return variables
+
+    def take(self, environ: MutableMapping[str, str] = os.environ) -> str | None:
+        """Bind the calling process here; to be called before torch is imported.
+
+        Returns:
+            What could not be done, for the parent to log; None if all is well. The thread count is set in any case.
+        """
+        assert "torch" not in sys.modules, (
+            "an OpenMP runtime that is already loaded does not read the environment again"
+        )
+        for name in OMP_BINDING_VARIABLES:
+            environ.pop(name, None)
+        environ.update(self.environment())
+        try:
+            os.sched_setaffinity(0, self.cpus)
+        except (OSError, AttributeError) as error:
+            return f"cannot run on CPUs {format_cpulist(self.cpus)} only: {error}"
+        if self.numa_node >= 0:
+            _prefer_memory_of(self.numa_node)
+        got = frozenset(os.sched_getaffinity(0))
+        if got != self.cpus:
+            return f"asked for CPUs {format_cpulist(self.cpus)}, got {format_cpulist(got)}"
+        return None
+
+
+def _prefer_memory_of(node: int) -> None:
+    """Prefer memory of ``node``. Never strict, which would end in out-of-memory kills; refused in some sandboxes, where
+    the pool's first touch decides as usual."""
+    number = SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return
+    bits = ctypes.sizeof(ctypes.c_ulong) * 8
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    # The kernel takes one bit less than the number it is told.
+    ctypes.CDLL(None).syscall(number, MPOL_PREFERRED, mask, len(mask) * bits + 1)
+
+
+def can_set_memory_policy() -> bool:
+    """Whether the kernel lets this process choose where its memory lies; resets the policy to the default."""
+    number = SET_MEMPOLICY.get(platform.machine())
+    return number is not None and ctypes.CDLL(None).syscall(number, MPOL_DEFAULT, None, 0) == 0

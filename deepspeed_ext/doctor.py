@@ -1,0 +1,299 @@
+"""Can this machine run each part of deepspeed_ext, and what to do about what is missing."""
+
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from deepspeed_ext._errors import UpstreamError
+from deepspeed_ext.affinity import tuned
+from deepspeed_ext.affinity.allowed import find_allowed, omp_binding
+from deepspeed_ext.affinity.cgroup import read_cpu_quota_cores, read_memory_limit_bytes
+from deepspeed_ext.affinity.cpulist import format_cpulist
+from deepspeed_ext.affinity.share import usable_cores
+from deepspeed_ext.affinity.topology import read_topology
+from deepspeed_ext.affinity.worker import can_set_memory_policy
+
+__all__ = ["Check", "as_json", "as_text", "examine"]
+
+Status = Literal["ok", "warning", "problem"]
+
+GIB = 1 << 30
+STALE_LOCK_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def _ok(name: str, detail: str) -> Check:
+    return Check(name, "ok", detail)
+
+
+def _warning(name: str, detail: str, remedy: str) -> Check:
+    return Check(name, "warning", detail, remedy)
+
+
+def _problem(name: str, detail: str, remedy: str) -> Check:
+    return Check(name, "problem", detail, remedy)
+
+
+def examine() -> list[Check]:
+    """Run every check; one that fails itself is reported as a problem."""
+    return [_run(check) for check in CHECKS]
+
+
+def _run(check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        return _problem(name, f"cannot be examined: {type(error).__name__}: {error}", "see the message")
+
+
+def as_json(checks: list[Check]) -> dict[str, object]:
+    """The report as ``deepspeed-ext doctor --json`` prints it."""
+    return {
+        "checks": [asdict(check) for check in checks],
+        "warnings": sum(check.status == "warning" for check in checks),
+        "problems": sum(check.status == "problem" for check in checks),
+    }
+
+
+def as_text(checks: list[Check]) -> str:
+    """The report for people: what is wrong comes with its remedy."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.status:<8} {check.name:<{width}}  {check.detail}")
+        if check.remedy:
+            lines.append(f"{'':<8} {'':<{width}}  -> {check.remedy}")
+    return "\n".join(lines)
+
+
+def check_platform() -> Check:
+    detail = f"{platform.system()} {platform.release()} on {platform.machine()}, Python {platform.python_version()}"
+    if not sys.platform.startswith("linux"):
+        return _warning("platform", detail, "core binding and the optimizer process need Linux")
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+        return _problem("platform", detail, "use Python 3.10 to 3.13")
+    return _ok("platform", detail)
+
+
+def check_torch() -> Check:
+    import torch
+
+    return _ok("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def check_deepspeed() -> Check:
+    try:
+        from deepspeed_ext import _upstream
+
+        _upstream.check()
+    except ImportError as error:
+        return _problem("deepspeed", f"cannot be imported: {error}", "pip install 'deepspeed>=0.19,<0.20'")
+    except UpstreamError as error:
+        return _problem("deepspeed", str(error), "install the supported version")
+    return _ok("deepspeed", f"{_upstream.deepspeed.__version__}, every name that is built upon is there")
+
+
+def check_accelerator() -> Check:
+    from deepspeed_ext._upstream import get_accelerator
+
+    accelerator = get_accelerator()
+    name, number = accelerator.device_name(), accelerator.device_count()
+    if name == "cpu":
+        return _warning("accelerator", "none: training runs on the CPU", "install a torch built for your accelerator")
+    return _ok("accelerator", f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each")
+
+
+def check_backends() -> Check:
+    import torch.distributed as dist
+
+    from deepspeed_ext._upstream import get_accelerator
+
+    if not dist.is_available():
+        return _problem("backends", "torch was built without torch.distributed", "install a torch with it")
+    present = [name for name in ("gloo", "mpi", "nccl", "ucc", "xccl") if dist.is_backend_available(name)]
+    detail = ", ".join(present) or "none"
+    wanted = get_accelerator().communication_backend_name()
+    if get_accelerator().device_name() == "cpu":
+        wanted = "gloo"
+    if wanted not in present:
+        return _problem("backends", f"{detail}; {wanted} is missing", f"install a torch with {wanted}")
+    return _ok("backends", detail)
+
+
+def check_compiler() -> Check:
+    compiler = os.environ.get("CXX") or "c++"
+    missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
+    if missing:
+        remedy = f"install {' and '.join(missing)}: operators are then built; without, slower torch operations run"
+        return _warning("compiler", f"{' and '.join(missing)} not found", remedy)
+    return _ok("compiler", f"{shutil.which(compiler)}, {shutil.which('ninja')}")
+
+
+def check_operator_cache() -> Check:
+    """A build that was killed leaves a lock behind for which every later process waits, silently and for ever."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
+    locks = [path for path in folder.glob("**/lock") if time.time() - path.stat().st_mtime > STALE_LOCK_SECONDS]
+    if locks:
+        listing = ", ".join(map(str, locks))
+        return _problem("operator cache", f"old build lock: {listing}", "delete it unless a build is running")
+    return _ok("operator cache", f"{folder}, no old build locks")
+
+
+def check_host_memory() -> Check:
+    memory, limit = psutil.virtual_memory(), read_memory_limit_bytes()
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    if limit is not None and limit < memory.total:
+        detail += f", control group limit {limit / GIB:.1f} GiB"
+        if limit < memory.total // 2:
+            return _warning(
+                "host memory", detail, "offloading needs 18 bytes a parameter: raise the limit if it is short"
+            )
+    return _ok("host memory", detail)
+
+
+def check_locked_memory() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return _ok("locked memory", "unlimited")
+    remedy = "ulimit -l unlimited (containers: --ulimit memlock=-1); else page-locked buffers may be refused"
+    return _warning("locked memory", f"limited to {soft / (1 << 20):.1f} MiB", remedy)
+
+
+def check_shared_memory() -> Check:
+    size = shutil.disk_usage("/dev/shm").total
+    if size < GIB:
+        remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
+        return _warning("shared memory", f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy)
+    return _ok("shared memory", f"/dev/shm holds {size / GIB:.1f} GiB")
+
+
+def check_memfd() -> Check:
+    descriptor = os.memfd_create("deepspeed_ext")
+    os.close(descriptor)
+    return _ok("anonymous files", "memfd_create works")
+
+
+def check_file_descriptors() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1024:
+        return _warning("file descriptors", f"limited to {soft}", f"ulimit -n {min(hard, 65536)}")
+    return _ok("file descriptors", f"up to {soft}")
+
+
+def check_cpu_quota() -> Check:
+    quota = read_cpu_quota_cores()
+    if quota is None:
+        return _ok("cpu quota", "none")
+    allowed = len(find_allowed(read_topology()).cpus)
+    detail = f"{quota:g} cores of CPU time for {allowed} allowed CPUs"
+    if quota < allowed:
+        remedy = "plans use no more cores than the quota; raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
+        return _warning("cpu quota", detail, remedy)
+    return _ok("cpu quota", detail)
+
+
+def check_cores() -> Check:
+    topology = read_topology()
+    found = find_allowed(topology)
+    cores = usable_cores(topology, found.cpus)
+    nodes = {core.node for core in cores}
+    detail = (
+        f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
+        f"{len(nodes)} NUMA node(s), {len({core.kind for core in cores})} kind(s) of core"
+    )
+    if found.warnings:
+        return _warning("cores", f"{detail}; {found.warnings[0]}", "see the message")
+    if len(cores) < 2:
+        return _warning("cores", detail, "PyTorch and the optimizer share one core: give the job at least two a rank")
+    return _ok("cores", detail)
+
+
+def check_binding() -> Check:
+    mask = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, mask)
+    except OSError as error:
+        return _warning(
+            "binding", f"sched_setaffinity is refused: {error}", "training runs unbound; see seccomp profile"
+        )
+    if not can_set_memory_policy():
+        remedy = "first touch places memory instead; containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp"
+        return _warning("binding", "masks can be set, memory policy cannot", remedy)
+    return _ok("binding", "masks and memory policy can be set")
+
+
+def check_openmp() -> Check:
+    setting = omp_binding(os.environ)
+    if setting is not None:
+        return _warning("openmp", f"{setting} binds threads on its own", "unset it: deepspeed_ext binds all threads")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
+        return _warning("openmp", f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it")
+    return _ok("openmp", f"OMP_NUM_THREADS={threads}" if threads else "no variable set")
+
+
+LAUNCHERS = (
+    ("TORCHELASTIC_RUN_ID", "torchrun"),
+    ("OMPI_COMM_WORLD_RANK", "mpirun (Open MPI)"),
+    ("PMI_RANK", "mpirun (PMI)"),
+    ("CROSS_RANK", "deepspeed"),
+    ("SLURM_PROCID", "srun"),
+    ("RANK", "RANK set by hand"),
+)
+
+
+def check_launch() -> Check:
+    how = next((name for variable, name in LAUNCHERS if variable in os.environ), "none: a single process")
+    topology = read_topology()
+    bound = "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
+    return _ok("launcher", f"{how}; {bound}")
+
+
+def check_tuning() -> Check:
+    number = len(tuned.load_all())
+    if not number:
+        return _ok(
+            "tuning", "no result in the cache: half of each rank's cores go to the optimizer; run deepspeed-ext tune"
+        )
+    return _ok("tuning", f"{number} result(s) in {tuned.cache_folder()}")
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    check_platform,
+    check_torch,
+    check_deepspeed,
+    check_accelerator,
+    check_backends,
+    check_compiler,
+    check_operator_cache,
+    check_host_memory,
+    check_locked_memory,
+    check_shared_memory,
+    check_memfd,
+    check_file_descriptors,
+    check_cpu_quota,
+    check_cores,
+    check_binding,
+    check_openmp,
+    check_launch,
+    check_tuning,
+)

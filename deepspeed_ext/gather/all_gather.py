@@ -1,0 +1,182 @@
+"""Single-parameter all-gather for a model under ZeRO-3.
+
+DeepSpeed's parameter coordinator fetches, in forward, backward and prefetch, by calling ``all_gather_coalesced``, a
+closure on each parameter that ``zero.Init`` put there. `attach` replaces it once ``deepspeed.initialize`` has
+partitioned the whole model, whichever ``zero.Init`` did so and when. Every other path (``GatheredParameters``, external
+parameters, persistent parameters after a step, checkpoints) calls ``param.all_gather``, where upstream itself gathers
+each parameter straight into its own storage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext._agreement import RankGroup, require_same_plan
+from deepspeed_ext._logging import log_once, logger, warn_once
+from deepspeed_ext._upstream import (
+    ParameterStatus,
+    PartitionedParameter,
+    communication_dtype,
+    dist,
+    get_accelerator,
+    is_on_nvme,
+    is_quantized,
+)
+from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.gather.launch import Arrival, GatherHandle, Work, can_group, gather_singles, gather_together
+from deepspeed_ext.gather.plan import GatherPlan, ParameterFacts, plan_gather
+
+__all__ = ["SingleParameterGather", "attach", "detach"]
+
+UNGROUPED_MIN_NUMEL = 262144
+"""Where a backend cannot group launches, smaller parameters share a bucket; measured, docs/single_param_gather.md."""
+
+
+class SingleParameterGather:
+    """What parameters call instead of upstream's ``all_gather_coalesced``; one for a model.
+
+    Attributes:
+        plan: the mode of every parameter.
+        grouped: whether the singles of a fetch go out as one launch.
+        num_collectives: collectives launched so far, a grouped launch counting as one; upstream's share not counted.
+    """
+
+    def __init__(self, plan: GatherPlan, stock: dict[int, Callable[..., Any]], grouped: bool) -> None:
+        self.plan = plan
+        self.grouped = grouped
+        self.num_collectives = 0
+        self._stock = stock
+        self._device = torch.device(get_accelerator().current_device_name())
+        self._ranks: dict[int, RankGroup] = {}
+
+    def __call__(
+        self, params: Iterable[PartitionedParameter], safe_mode: bool = False, quantize: bool = False
+    ) -> GatherHandle:
+        """Start gathering `params`; same arguments and same effect on ``ds_status`` as upstream's closure."""
+        by_id = {param.ds_id: param for param in params}
+        if quantize or safe_mode:
+            return GatherHandle([], [], self._leave_to_upstream(list(by_id.values()), safe_mode, quantize))
+        fetch = self.plan.split(by_id)
+        ours = [by_id[i] for i in fetch.singles] + [by_id[i] for bucket in fetch.buckets for i in bucket]
+        _mark_in_flight(ours)
+        works: list[Work] = []
+        arrivals: list[Arrival] = []
+        for ranks, under_way in self._by_group([by_id[i] for i in fetch.singles]):
+            works += gather_singles(under_way, ranks, self.grouped)
+            arrivals += under_way
+        for bucket in fetch.buckets:
+            for ranks, under_way in self._by_group([by_id[i] for i in bucket]):
+                works.append(gather_together(under_way, ranks))
+                arrivals += under_way
+        self.num_collectives += len(works)
+        return GatherHandle(works, arrivals, self._leave_to_upstream([by_id[i] for i in fetch.upstream]))
+
+    def stock(self, param: PartitionedParameter) -> Callable[..., Any]:
+        """Upstream's closure of a parameter that this object serves."""
+        return self._stock[param.ds_id]
+
+    def _leave_to_upstream(
+        self, params: Sequence[PartitionedParameter], safe_mode: bool = False, quantize: bool = False
+    ) -> list[Any]:
+        if not params:
+            return []
+        gather = next((self._stock[param.ds_id] for param in params if param.ds_id in self._stock), None)
+        if gather is None:  # converted after `attach`: still has upstream's own closure
+            gather = params[0].all_gather_coalesced
+        return [gather(list(params), safe_mode=safe_mode, quantize=quantize)]
+
+    def _by_group(self, params: Sequence[PartitionedParameter]) -> list[tuple[RankGroup, list[Arrival]]]:
+        """The parameters by the process group that gathers them: the inner group of hpZ where its copy is valid."""
+        groups: dict[int, tuple[RankGroup, list[Arrival]]] = {}
+        for param in params:
+            partition, group = param.ds_tensor, param.ds_process_group
+            if param.ds_secondary_tensor is not None and param.ds_zero_param_process_group is not None:
+                partition, group = param.ds_secondary_tensor, param.ds_zero_param_process_group
+            if id(group) not in self._ranks:
+                self._ranks[id(group)] = RankGroup.of(group, self._device)
+            arrival = Arrival(param, partition, communication_dtype(param, partition))
+            groups.setdefault(id(group), (self._ranks[id(group)], []))[1].append(arrival)
+        return list(groups.values())
+
+
+def _mark_in_flight(params: Sequence[PartitionedParameter]) -> None:
+    for param in params:
+        if param.ds_status != ParameterStatus.NOT_AVAILABLE:
+            raise RuntimeError(f"a parameter can be fetched only while it is partitioned, got {param.ds_summary()}")
+    for param in params:
+        param.ds_status = ParameterStatus.INFLIGHT
+
+
+def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleParameterGather | None:
+    """Let the parameters of `module` be gathered singly, if `settings` ask for it; otherwise as upstream does.
+
+    Args:
+        module: a model all of whose parameters are partitioned.
+        settings: the fields of the config that belong to deepspeed_ext.
+        group: the process group of all ranks that hold a part of the model.
+
+    Returns:
+        The gather in charge, or None where upstream's is.
+
+    Raises:
+        PlanMismatchError: the ranks disagree about the parameters.
+    """
+    detach(module)
+    if not settings.stage3_allgather_single_param:
+        if settings.stage3_single_param_min_numel is not None:
+            warn_once(
+                "zero_optimization.stage3_single_param_min_numel does nothing: stage3_allgather_single_param is off"
+            )
+        return None
+    ranks = RankGroup.of(group, torch.device(get_accelerator().current_device_name()))
+    params: list[PartitionedParameter] = list(module.parameters())
+    grouped = can_group(ranks)
+    plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
+    require_same_plan("the all-gather of single parameters", plan, ranks)
+    for reason, count in Counter(plan.reasons.values()).items() if dist.get_rank() == 0 else ():
+        log_once(logging.INFO, f"{count} of {len(params)} parameters keep upstream's all-gather: {reason}")
+    if plan.leaves_all_to_upstream:
+        return None
+    gather = SingleParameterGather(plan, {param.ds_id: param.all_gather_coalesced for param in params}, grouped)
+    _set_gather(params, lambda param: gather)
+    if dist.get_rank() == 0:
+        logger.info(f"single-parameter all-gather: {plan.describe()}, {'one launch' if grouped else 'async singles'}")
+    return gather
+
+
+def detach(module: torch.nn.Module) -> None:
+    """Give the parameters of `module` upstream's own all-gather back; nothing happens where it never left."""
+    served = [
+        param
+        for param in module.parameters()
+        if isinstance(getattr(param, "all_gather_coalesced", None), SingleParameterGather)
+    ]
+    _set_gather(served, lambda param: param.all_gather_coalesced.stock(param))
+
+
+def _set_gather(params: Iterable[PartitionedParameter], choose: Callable[[PartitionedParameter], Any]) -> None:
+    """The one place where something is hung on a parameter: upstream looks its all-gather up there."""
+    for param in params:
+        param.all_gather_coalesced = choose(param)
+
+
+def _min_numel(settings: ZeroFields, grouped: bool) -> int:
+    if settings.stage3_single_param_min_numel is not None:
+        return settings.stage3_single_param_min_numel
+    return 0 if grouped else UNGROUPED_MIN_NUMEL
+
+
+def _facts(param: PartitionedParameter, settings: ZeroFields) -> ParameterFacts:
+    return ParameterFacts(
+        parameter_id=param.ds_id,
+        numel=param.ds_numel,
+        num_ranks=param.ds_zero_partition_world_size,
+        dtype=str(param.ds_tensor.dtype),
+        is_quantized=is_quantized(param, settings),
+        is_on_nvme=is_on_nvme(param),
+    )

@@ -1,0 +1,143 @@
+"""Which ZeRO-3 parameters are gathered into their own storage, which share a bucket, which are left to upstream.
+
+Pure: plain facts in, frozen plans out; neither torch nor DeepSpeed. There are two decisions:
+
+* `plan_gather`, once per model: the mode of every parameter, and why a parameter is left to upstream. All ranks
+  must come to the same plan, because it decides which collectives are called.
+* `GatherPlan.split`, once per fetch: the parameters of the fetch as singles, buckets and upstream's share.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Fetch", "GatherMode", "GatherPlan", "ParameterFacts", "plan_gather"]
+
+
+class GatherMode(Enum):
+    """How a parameter is gathered."""
+
+    SINGLE = "single"
+    """Its own collective, straight into its own storage."""
+    SHARED = "shared"
+    """Too small to be worth a collective: one with its neighbours, where the fetch has any."""
+    UPSTREAM = "upstream"
+    """DeepSpeed's own all-gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """What the plan needs to know of one parameter."""
+
+    parameter_id: int
+    """DeepSpeed's ``ds_id``: the same on every rank, in the order of construction."""
+    numel: int
+    """Elements of the whole parameter, without padding."""
+    num_ranks: int
+    """Ranks that the parameter is partitioned over."""
+    dtype: str
+    is_quantized: bool = False
+    is_on_nvme: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The parameters of one fetch by ``parameter_id``; ascending, so that every rank launches in the same order."""
+
+    singles: tuple[int, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    upstream: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """The mode of every parameter of a model."""
+
+    min_numel: int
+    """A parameter with fewer elements shares a bucket; a bucket closes when it holds this many."""
+    numels: Mapping[int, int]
+    modes: Mapping[int, GatherMode]
+    reasons: Mapping[int, str]
+    """Why a parameter is left to upstream; only those with mode `GatherMode.UPSTREAM`."""
+
+    @property
+    def leaves_all_to_upstream(self) -> bool:
+        return len(self.reasons) == len(self.modes)
+
+    def split(self, parameter_ids: Iterable[int]) -> Fetch:
+        """Split one fetch. A parameter that the plan does not know is left to upstream."""
+        singles: list[int] = []
+        small: list[int] = []
+        upstream: list[int] = []
+        lists = {GatherMode.SINGLE: singles, GatherMode.SHARED: small, GatherMode.UPSTREAM: upstream}
+        for parameter_id in sorted(parameter_ids):
+            lists[self.modes.get(parameter_id, GatherMode.UPSTREAM)].append(parameter_id)
+        buckets = self._pack(small)
+        lonely = [bucket[0] for bucket in buckets if len(bucket) == 1]
+        return Fetch(
+            singles=tuple(sorted(singles + lonely)),
+            buckets=tuple(bucket for bucket in buckets if len(bucket) > 1),
+            upstream=tuple(upstream),
+        )
+
+    def _pack(self, small: list[int]) -> list[tuple[int, ...]]:
+        """Neighbours into buckets of at least ``min_numel`` and less than twice that: large enough to be worth a
+        collective, small enough that the storage which they share is soon given back."""
+        buckets: list[tuple[int, ...]] = []
+        open_bucket: list[int] = []
+        numel = 0
+        for parameter_id in small:
+            open_bucket.append(parameter_id)
+            numel += self.numels[parameter_id]
+            if numel >= self.min_numel:
+                buckets.append(tuple(open_bucket))
+                open_bucket, numel = [], 0
+        if open_bucket:
+            buckets.append(tuple(open_bucket))
+        return buckets
+
+    def describe(self) -> str:
+        """One line for the log and for error messages."""
+        counts = Counter(mode.value for mode in self.modes.values())
+        modes = ", ".join(f"{count} {mode}" for mode, count in sorted(counts.items()))
+        text = f"{len(self.modes)} parameters ({modes}), min_numel={self.min_numel}"
+        for reason, count in sorted(Counter(self.reasons.values()).items()):
+            text += f"; {count} left to upstream: {reason}"
+        return text
+
+
+def plan_gather(parameters: Iterable[ParameterFacts], min_numel: int) -> GatherPlan:
+    """Decide every parameter's mode.
+
+    Args:
+        parameters: the facts of all parameters of the model.
+        min_numel: parameters with fewer elements share buckets; 0 = none does.
+    """
+    facts = sorted(parameters, key=lambda parameter: parameter.parameter_id)
+    modes: dict[int, GatherMode] = {}
+    reasons: dict[int, str] = {}
+    for parameter in facts:
+        reason = _reason_for_upstream(parameter)
+        if reason is not None:
+            modes[parameter.parameter_id] = GatherMode.UPSTREAM
+            reasons[parameter.parameter_id] = reason
+        else:
+            is_small = parameter.numel < min_numel
+            modes[parameter.parameter_id] = GatherMode.SHARED if is_small else GatherMode.SINGLE
+    return GatherPlan(
+        min_numel=min_numel,
+        numels={parameter.parameter_id: parameter.numel for parameter in facts},
+        modes=modes,
+        reasons=reasons,
+    )
+
+
+def _reason_for_upstream(parameter: ParameterFacts) -> str | None:
+    if parameter.num_ranks == 1:
+        return "held by a single rank, there is nothing to gather"
+    if parameter.is_quantized:
+        return "its weights travel quantized and are dequantized into a second tensor in any case"
+    if parameter.is_on_nvme:
+        return "its partition is on NVMe and upstream's path swaps it in"
+    return None

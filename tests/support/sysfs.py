@@ -1,0 +1,151 @@
+"""Writes the ``sys`` and ``proc`` files of an invented host, as old or new kernels spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from deepspeed_ext.affinity.cpulist import format_cpulist
+from deepspeed_ext.affinity.topology import Core
+
+CAPACITY = (1024, 700, 300)
+PMU = ("cpu_core", "cpu_atom", "cpu_lowpower")
+
+
+def cpumask(cpus: Iterable[int]) -> str:
+    """The kernel's hex spelling of a CPU set, in groups of 32 bits."""
+    mask = sum(1 << cpu for cpu in cpus)
+    groups = []
+    while True:
+        groups.append(f"{mask & 0xFFFFFFFF:08x}")
+        mask >>= 32
+        if not mask:
+            return ",".join(reversed(groups))
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def write_host(
+    root: Path,
+    cores: Sequence[Core],
+    *,
+    old: bool = False,
+    nodes: Sequence[int] | None = None,
+    distances: Mapping[tuple[int, int], int] | None = None,
+    kinds: str = "pmu",
+    quota: str | None = None,
+    cpuset: str | None = None,
+    mask: str | None = None,
+    isolated: str = "",
+) -> Path:
+    """Write a host with ``cores`` below ``root``.
+
+    Args:
+        root: an empty directory.
+        cores: with all their hardware threads; a core of node -1 is in no node.
+        old: spell as kernels of 2015 did: hex masks, ``thread_siblings_list``, control groups of version 1.
+        nodes: every node, those without cores included; by default the nodes of the cores.
+        distances: between two nodes, 20 where not given.
+        kinds: how kinds of cores show: ``pmu``, ``capacity`` or ``frequency``; nothing is written for a single kind.
+        quota: ``"<quota> <period>"`` of the process's control group.
+        cpuset: CPU list of the process's control group.
+        mask: CPU list that the process is allowed; by default all.
+        isolated: CPU list of isolated CPUs.
+    """
+    base = root / "sys/devices/system/cpu"
+    online = sorted(cpu for core in cores for cpu in core.pus)
+    write(base / "online", format_cpulist(online))
+    write(base / "isolated", isolated)
+    for core in cores:
+        _write_core(base, core, cores, old)
+    _write_nodes(root / "sys/devices/system/node", cores, nodes, distances or {}, old)
+    if len({core.kind for core in cores}) > 1:
+        _write_kinds(root, cores, kinds)
+    _write_process(root, online, old, quota, cpuset, mask)
+    return root
+
+
+def _write_core(base: Path, core: Core, cores: Sequence[Core], old: bool) -> None:
+    package = [cpu for other in cores if other.package == core.package for cpu in other.pus]
+    sharing = [cpu for other in cores if other.cache == core.cache for cpu in other.pus] if core.cache >= 0 else []
+    for cpu in core.pus:
+        topology = base / f"cpu{cpu}/topology"
+        if old:
+            write(topology / "thread_siblings", cpumask(core.pus))
+            write(topology / "core_siblings", cpumask(package))
+        else:
+            write(topology / "core_cpus_list", format_cpulist(core.pus))
+            write(topology / "thread_siblings_list", format_cpulist(core.pus))
+            write(topology / "package_cpus_list", format_cpulist(package))
+        write(topology / "physical_package_id", str(core.package))
+        # Never unique: this is why nothing may be keyed on it.
+        write(topology / "core_id", "0")
+        if sharing:
+            for index, (level, kind, cpus) in enumerate(
+                [(1, "Data", core.pus), (1, "Instruction", core.pus), (3, "Unified", sharing)]
+            ):
+                cache = base / f"cpu{cpu}/cache/index{index}"
+                write(cache / "level", str(level))
+                write(cache / "type", kind)
+                write(cache / "size", "32768K" if level == 3 else "32K")
+                write(cache / "shared_cpu_map", cpumask(cpus))
+                if not old:
+                    write(cache / "shared_cpu_list", format_cpulist(cpus))
+
+
+def _write_nodes(
+    base: Path,
+    cores: Sequence[Core],
+    nodes: Sequence[int] | None,
+    distances: Mapping[tuple[int, int], int],
+    old: bool,
+) -> None:
+    ids = sorted(set(nodes) if nodes is not None else {core.node for core in cores if core.node >= 0})
+    for node in ids:
+        cpus = [cpu for core in cores if core.node == node for cpu in core.pus]
+        write(base / f"node{node}/cpumap", cpumask(cpus))
+        if not old:
+            write(base / f"node{node}/cpulist", format_cpulist(cpus))
+        row = [10 if other == node else distances.get((node, other), 20) for other in ids]
+        write(base / f"node{node}/distance", " ".join(map(str, row)))
+
+
+def _write_kinds(root: Path, cores: Sequence[Core], kinds: str) -> None:
+    if kinds == "pmu":
+        for kind, name in enumerate(PMU):
+            cpus = [cpu for core in cores if (2 if core.is_low_power else core.kind) == kind for cpu in core.pus]
+            if cpus:
+                write(root / "sys/devices" / name / "cpus", format_cpulist(cpus))
+        return
+    name = {"capacity": "cpu_capacity", "frequency": "cpufreq/base_frequency"}[kinds]
+    for core in cores:
+        for position, cpu in enumerate(core.pus):
+            # Values of one kind differ a little, as turbo bins do.
+            write(root / f"sys/devices/system/cpu/cpu{cpu}" / name, str(CAPACITY[core.kind] - position))
+
+
+def _write_process(
+    root: Path, online: Sequence[int], old: bool, quota: str | None, cpuset: str | None, mask: str | None
+) -> None:
+    allowed = mask or format_cpulist(online)
+    write(root / "proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0")
+    group = "job/step"
+    if old:
+        write(root / "proc/self/cgroup", f"5:cpuset:/{group}\n4:cpu,cpuacct:/{group}\n1:name=systemd:/")
+        if quota:
+            amount, period = quota.split()
+            write(root / f"sys/fs/cgroup/cpu,cpuacct/{group}/cpu.cfs_quota_us", "-1")
+            write(root / "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", amount.replace("max", "-1"))
+            write(root / "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", period)
+        if cpuset:
+            write(root / f"sys/fs/cgroup/cpuset/{group}/cpuset.cpus", cpuset)
+    else:
+        write(root / "proc/self/cgroup", f"0::/{group}")
+        if quota:
+            write(root / f"sys/fs/cgroup/{group}/cpu.max", "max 100000")
+            write(root / "sys/fs/cgroup/job/cpu.max", quota)
+        if cpuset:
+            write(root / f"sys/fs/cgroup/{group}/cpuset.cpus.effective", cpuset)

@@ -1,0 +1,311 @@
+"""What the tests of real threads do, each in a process of its own (`run_scenario`): never in the pytest process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_scenario(
+    name: str, *arguments: object, prefix: Sequence[str] = (), before: str = "", **environment: str | None
+) -> Any:
+    """Call ``name(*arguments)`` of this module in a fresh process and return its answer.
+
+    Args:
+        name: of a function of this module.
+        arguments: for it, by repr.
+        prefix: put before the command, such as ``taskset -c 0``.
+        before: Python to run first.
+        environment: variables to set; None removes one.
+    """
+    call = f"scenarios.{name}({', '.join(map(repr, arguments))})"
+    code = f"{before}\nimport json; from tests.unit.affinity import scenarios; print(json.dumps({call}))"
+    variables = {**os.environ, "OMP_NUM_THREADS": None, "DS_ACCELERATOR": "cpu", **environment}
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", code],
+        cwd=ROOT,
+        env={key: value for key, value in variables.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _listen() -> list[str]:
+    """Warnings of the package from now on."""
+    from deepspeed_ext._logging import logger
+
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                heard.append(record.getMessage())
+
+    logger.addHandler(Ear())
+    return heard
+
+
+def _masks() -> dict[int, list[int]]:
+    from deepspeed_ext.affinity.apply import thread_masks
+
+    return {tid: sorted(mask) for tid, mask in thread_masks().items()}
+
+
+def _torch_work() -> None:
+    """Parallel operations, a backward pass, and a helper thread that does both."""
+    import torch
+
+    def work() -> None:
+        weight = torch.randn(256, 256, requires_grad=True)
+        (torch.randn(256, 256) @ weight).relu().sum().backward()
+        torch.zeros(1 << 20).add_(1)
+
+    work()
+    helper = threading.Thread(target=work)
+    helper.start()
+    helper.join()
+
+
+def _idle_thread() -> threading.Event:
+    """A thread that lives until the event is set."""
+    stop = threading.Event()
+    threading.Thread(target=stop.wait, daemon=True).start()
+    return stop
+
+
+def _start(**config: Any) -> Any:
+    from deepspeed_ext.affinity.binding import CoreBinding
+    from deepspeed_ext.config import CoreBindingConfig
+
+    return CoreBinding.start(CoreBindingConfig(**config), rank=0, local_rank=0)
+
+
+def life_of_a_binding() -> dict[str, Any]:
+    """Threads before, during and after; each value holds the distinct masks."""
+    import torch
+
+    torch.set_num_threads(2)
+    _torch_work()
+    stops = [_idle_thread(), _idle_thread()]
+    before = _masks()
+    threads_before = torch.get_num_threads()
+    binding = _start()
+    answer = {"plan": list(binding.plan.pytorch), "bound": _masks(), "threads": torch.get_num_threads()}
+    answer["omp_variable"] = os.environ["OMP_NUM_THREADS"]
+    _torch_work()
+    stops.append(_idle_thread())
+    torch.set_num_threads(3)
+    _torch_work()
+    answer["later"] = _masks()
+    answer["ok"] = binding.refresh().ok
+    binding.restore()
+    binding.restore()
+    answer |= {"before": before, "after": _masks(), "main": os.getpid()}
+    answer |= {"threads_before": threads_before, "threads_after": torch.get_num_threads()}
+    answer |= {"omp_variable_after": os.environ.get("OMP_NUM_THREADS")}
+    for stop in stops:
+        stop.set()
+    return answer
+
+
+def confine_under_churn() -> dict[str, Any]:
+    """Threads are born and die while the process is confined."""
+    from deepspeed_ext.affinity.apply import confine, outside, restore
+
+    running = True
+
+    def churn() -> None:
+        while running:
+            threads = [threading.Thread(target=time.sleep, args=(0.001,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    churner = threading.Thread(target=churn)
+    churner.start()
+    everything = sorted(os.sched_getaffinity(0))
+    saved = confine(everything[:1])
+    time.sleep(0.05)
+    stray = len(outside(everything[:1]))
+    restore(saved)
+    time.sleep(0.05)
+    after = {tuple(mask) for mask in _masks().values()}
+    running = False
+    churner.join()
+    return {"stray": stray, "after": sorted(after), "everything": everything}
+
+
+def refused(call: int, code: int) -> dict[str, Any]:
+    """The kernel refuses the ``call``-th change of a mask."""
+    import torch
+
+    heard = _listen()
+    torch.set_num_threads(2)
+    _torch_work()
+    stops = [_idle_thread() for _ in range(3)]
+    before = _masks()
+    real, calls = os.sched_setaffinity, 0
+
+    def refuse(tid: int, cpus: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise OSError(code, os.strerror(code))
+        real(tid, cpus)
+
+    os.sched_setaffinity = refuse
+    binding = _start()
+    os.sched_setaffinity = real
+    answer = {"warnings": heard, "plan": binding.plan and list(binding.plan.pytorch), "calls": calls}
+    answer |= {"before": before, "after": _masks(), "threads": torch.get_num_threads(), "ok": binding.refresh().ok}
+    for stop in stops:
+        stop.set()
+    return answer
+
+
+def ignored() -> dict[str, Any]:
+    """A sandbox that accepts every mask and does nothing."""
+    import torch  # noqa: F401 (starts threads, which are not the point here)
+
+    heard = _listen()
+    before = _masks()
+    real = os.sched_setaffinity
+    os.sched_setaffinity = lambda tid, cpus: None
+    binding = _start()
+    os.sched_setaffinity = real
+    return {"warnings": heard, "plan": binding.plan, "before": before, "after": _masks()}
+
+
+def vanished_thread() -> dict[str, Any]:
+    """A thread ends between being listed and being bound."""
+    import torch  # noqa: F401 (starts threads, which are not the point here)
+
+    present = set(_masks())
+    stop = _idle_thread()
+    (victim,) = set(_masks()) - present
+    real, asked = os.sched_setaffinity, []
+
+    def vanish(tid: int, cpus: Any) -> None:
+        if tid == victim:
+            asked.append(tid)
+            stop.set()
+            time.sleep(0.05)
+            raise ProcessLookupError(errno.ESRCH, "gone")
+        real(tid, cpus)
+
+    os.sched_setaffinity = vanish
+    binding = _start()
+    return {"plan": list(binding.plan.pytorch), "masks": _masks(), "asked": len(asked)}
+
+
+def situation() -> dict[str, Any]:
+    """Plan and bind under whatever mask and environment the process was started with."""
+    heard = _listen()
+    import torch
+
+    torch.zeros(1 << 20).add_(1)
+    stop = _idle_thread()
+    binding = _start()
+    _torch_work()
+    late = _idle_thread()
+    torch.zeros(1 << 20).add_(1)
+    answer = {
+        "ok": binding.refresh().ok,
+        "masks": _masks(),
+        "warnings": heard,
+        "threads": torch.get_num_threads(),
+        "disabled": binding.plan is None,
+    }
+    if binding.plan is not None:
+        answer |= {name: list(getattr(binding.plan, name)) for name in ("pytorch", "optimizer", "flags")}
+    stop.set()
+    late.set()
+    return answer
+
+
+def stray_thread_is_seen() -> dict[str, Any]:
+    """A library moves one of its threads out of the set."""
+    stop = _idle_thread()
+    binding = _start()
+    tid = next(tid for tid in _masks() if tid != os.getpid())
+    os.sched_setaffinity(tid, binding.plan.optimizer)
+    seen = {tid: sorted(mask) for tid, mask in binding.verify().trainer.items()}
+    mended = binding.refresh().ok
+    stop.set()
+    return {"tid": tid, "seen": seen, "optimizer": list(binding.plan.optimizer), "mended": mended}
+
+
+def worker_process(place: str) -> dict[str, Any]:
+    """A fresh process takes its place before torch is there."""
+    from deepspeed_ext.affinity.worker import WorkerPlace
+
+    complaint = WorkerPlace.parse(place).take()
+    import torch
+
+    _torch_work()
+    torch.zeros(1 << 22).add_(1)
+    return {
+        "complaint": complaint,
+        "masks": _masks(),
+        "threads": torch.get_num_threads(),
+        "omp": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")},
+    }
+
+
+def trainer_with_worker() -> dict[str, Any]:
+    """A bound trainer starts its worker, and looks at the threads of both."""
+    import torch
+
+    torch.set_num_threads(2)
+    _torch_work()
+    binding = _start()
+    code = (
+        "import sys; from deepspeed_ext.affinity.worker import WorkerPlace; WorkerPlace.parse(sys.argv[1]).take();"
+        "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(binding.worker_place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        threads = int(worker.stdout.readline())
+        _torch_work()
+        found = binding.verify(worker.pid)
+        os.sched_setaffinity(worker.pid, binding.plan.pytorch)
+        moved = binding.verify(worker.pid)
+        worker.communicate("")
+    return {"ok": found.ok, "moved": len(moved.worker), "threads": threads, "cpus": len(binding.plan.optimizer)}
+
+
+def openmp_runtimes() -> dict[str, Any]:
+    """Thread counts of every OpenMP runtime in the process, in a parallel region and by its own word."""
+    import ctypes
+
+    import torch
+
+    from deepspeed_ext.affinity.openmp import ThreadCount, _loaded
+
+    try:
+        ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return {"runtimes": 0}
+    torch.set_num_threads(2)
+    before = ThreadCount.change(1)
+    changed = [library.omp_get_max_threads() for _, library in _loaded()]
+    before.restore()
+    restored = {path: library.omp_get_max_threads() for path, library in _loaded()}
+    return {"runtimes": len(changed), "changed": changed, "restored": restored == before.runtimes}

@@ -1,0 +1,199 @@
+"""How ranks agree on a plan: two hosts, unequal masks, ranks that cannot read their host, ranks that disagree."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_ext._errors import ConfigError, PlanMismatchError
+from deepspeed_ext.affinity import tuned
+from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.affinity.exchange import Agreement, RankReport, agree, group_gather, report_rank
+from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
+from deepspeed_ext.affinity.topology import Core, Topology
+from tests.support.ranks import run_ranks
+from tests.support.sysfs import write, write_host
+from tests.unit.affinity.topologies import cores
+
+TIMEOUT_SECONDS = 20
+
+Seat = tuple[RankReport, Topology | None]
+
+
+def flat(number: int) -> Topology:
+    return Topology(tuple(cores(number)))
+
+
+def seat(
+    rank: int, mask: str, *, host: str = "a", local_rank: int | None = None, topology: Topology | None, **fields: Any
+) -> Seat:
+    facts = RankFacts(rank if local_rank is None else local_rank, parse_cpulist(mask))
+    digest = topology.digest() if topology else None
+    return RankReport(rank, host, facts, digest, **{"request": PlanRequest(), **fields}), topology
+
+
+def meet(seats: Sequence[Seat]) -> list[Agreement | Exception]:
+    """Run `agree` for all seats as threads that gather from each other; a rank that never comes is an error."""
+    barrier = threading.Barrier(len(seats), timeout=TIMEOUT_SECONDS)
+    board: list[Any] = [None] * len(seats)
+    answers: list[Any] = [None] * len(seats)
+
+    def gather_for(rank: int) -> Callable[[Any], list[Any]]:
+        def gather(item: Any) -> list[Any]:
+            board[rank] = item
+            barrier.wait()
+            items = list(board)
+            barrier.wait()
+            return items
+
+        return gather
+
+    def run(index: int) -> None:
+        try:
+            answers[index] = agree(*seats[index], gather_for(index))
+        except Exception as error:
+            answers[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(seats))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_SECONDS)
+    return answers
+
+
+def sets(answer: Agreement | Exception) -> tuple[str, str]:
+    assert isinstance(answer, Agreement), answer
+    assert answer.mine is not None
+    return format_cpulist(answer.mine.pytorch), format_cpulist(answer.mine.optimizer)
+
+
+def test_each_host_is_planned_alone() -> None:
+    """Two hosts of two ranks: local, not global, size counts, although all CPU lists are alike."""
+    seats = [seat(rank, "0-15", host="ab"[rank // 2], local_rank=rank % 2, topology=flat(16)) for rank in range(4)]
+    answers = meet(seats)
+    assert [sets(answer) for answer in answers] == [("0-3", "4-7"), ("8-11", "12-15")] * 2
+    assert [answer.leads_host for answer in answers] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("other", ["0-15", "0-3", "8-9"])
+def test_another_host_never_changes_a_plan(other: str) -> None:
+    first = [seat(rank, "0-15", topology=flat(16)) for rank in range(2)]
+    second = [seat(2, other, host="b", local_rank=0, topology=flat(64)), seat(3, "0-1", host="c", topology=None)]
+    assert [sets(answer) for answer in meet([*first, *second])[:2]] == [sets(answer) for answer in meet(first)]
+
+
+def test_unequal_masks_are_shared_fairly() -> None:
+    """Lists of different lengths, which a gather of equal-sized tensors cannot carry."""
+    topology = flat(8)
+    answers = meet([seat(rank, mask, topology=topology) for rank, mask in enumerate(["0-2", "0-7", "2-3"])])
+    counts = [len(answer.mine.pytorch) + len(answer.mine.optimizer) for answer in answers]
+    assert sorted(counts) == [2, 2, 4]
+    used = [cpu for answer in answers for cpu in (*answer.mine.pytorch, *answer.mine.optimizer)]
+    assert len(used) == len(set(used)) == 8
+
+
+def test_repeated_local_ranks_of_two_containers_are_told_apart() -> None:
+    answers = meet([seat(rank, "0-7", local_rank=0, topology=flat(8)) for rank in range(2)])
+    assert [sets(answer) for answer in answers] == [("0-1", "2-3"), ("4-5", "6-7")]
+
+
+def test_a_rank_without_sysfs_makes_everyone_plan_inside_its_own_mask() -> None:
+    answers = meet([seat(0, "0-3", topology=flat(8)), seat(1, "4-7", topology=None)])
+    assert [sets(answer) for answer in answers] == [("0-1", "2-3"), ("4-5", "6-7")]
+    assert all("own mask" in " ".join(answer.warnings) for answer in answers)
+
+
+@pytest.mark.parametrize("other", [None, flat(9)])
+def test_overlapping_masks_on_a_host_seen_differently_stay_unbound(other: Topology | None) -> None:
+    answers = meet([seat(0, "0-4", topology=flat(8)), seat(1, "4-7", topology=other)])
+    assert [answer.mine for answer in answers] == [None, None]
+    assert all("overlap" in " ".join(answer.warnings) for answer in answers)
+
+
+def test_one_rank_that_is_disabled_unbinds_its_host_only() -> None:
+    seats = [
+        seat(0, "0-3", topology=flat(4), disabled="DSEXT_BIND=0"),
+        seat(1, "0-3", topology=flat(4)),
+        seat(2, "0-3", host="b", local_rank=0, topology=flat(4)),
+    ]
+    answers = meet(seats)
+    assert [answer.mine is None for answer in answers] == [True, True, False]
+    assert "rank 0: DSEXT_BIND=0" in answers[1].warnings[0]
+
+
+def test_a_contradiction_on_one_rank_is_an_error_on_all() -> None:
+    seats = [seat(0, "0-3", topology=flat(4)), seat(1, "", topology=None, error="DSEXT_ALLOWED_CPUS=x: no list")]
+    answers = meet(seats)
+    assert all(isinstance(answer, ConfigError) and "rank 1: DSEXT_ALLOWED_CPUS=x" in str(answer) for answer in answers)
+
+
+def test_different_requests_are_an_error_on_all() -> None:
+    seats = [
+        seat(0, "0-3", topology=flat(4)),
+        seat(1, "0-3", topology=flat(4), request=PlanRequest(pt_reserved_cores=0.25)),
+    ]
+    assert all(isinstance(answer, PlanMismatchError) and "0.25" in str(answer) for answer in meet(seats))
+
+
+def test_different_plans_are_an_error_on_all() -> None:
+    """The same digest but other cores, as two versions of the package might have."""
+    report, _ = seat(1, "0-3", topology=flat(4))
+    other = Topology(tuple(Core(cpu, (cpu, cpu + 1), kind=cpu) for cpu in (0, 2)))
+    answers = meet([seat(0, "0-3", topology=flat(4)), (report, other)])
+    assert all(isinstance(answer, PlanMismatchError) and "core plans" in str(answer) for answer in answers)
+
+
+def test_a_tuning_result_counts_for_exactly_its_situation() -> None:
+    topology = flat(16)
+    facts = [RankFacts(rank, parse_cpulist("0-15")) for rank in range(2)]
+    key = tuned.Fingerprint.of(topology, facts).key
+    leader, _ = seat(0, "0-15", topology=topology, tuned={key: 3, "other": 1})
+    follower = seat(1, "0-15", topology=topology, tuned={key: 5})
+    assert [sets(answer) for answer in meet([(leader, topology), follower])] == [("0-4", "5-7"), ("8-12", "13-15")]
+    asked = PlanRequest(pt_reserved_cores=2)
+    seats = [(replace(report, request=asked), topology) for report in (leader, follower[0])]
+    assert sets(meet(seats)[0]) == ("0-1", "2-7")
+    assert sets(agree(leader, topology, lambda item: [item])) == ("0-7", "8-15")
+
+
+def test_a_report_is_made_of_what_the_host_shows(tmp_path: Path) -> None:
+    write_host(tmp_path, cores(8, 0, 4), mask="2-7", quota="300000 100000")
+    write(tmp_path / "proc/sys/kernel/random/boot_id", "b00t")
+    write(tmp_path / "sys/bus/pci/devices/0000:01:00.0/numa_node", "1")
+    report, topology = report_rank(5, 1, PlanRequest(), pci_address="0000:01:00.0", root=tmp_path)
+    assert (report.rank, report.boot_id, report.facts.local_rank) == (5, "b00t", 1)
+    assert report.facts.allowed == {2, 3, 4, 5, 6, 7}
+    assert (report.facts.accelerator_node, report.facts.quota_cores) == (1, 3.0)
+    assert topology is not None
+    assert report.topology_digest == topology.digest()
+
+
+def test_a_host_that_cannot_be_read_is_reported_and_not_raised(tmp_path: Path) -> None:
+    report, topology = report_rank(0, 0, PlanRequest(), root=tmp_path)
+    assert topology is None
+    assert report.topology_digest is None
+    assert report.error is None
+    assert "no CPU is described" in report.warnings[0]
+
+
+def real_agreement() -> tuple[str, str, list[str]]:
+    rank = dist.get_rank()
+    mask = [frozenset({0, 1, 2}), frozenset({2, 3, 4, 5, 6})][rank]
+    topology = flat(8)
+    report = RankReport(rank, "a", RankFacts(rank, mask), topology.digest(), PlanRequest())
+    answer = agree(report, topology, group_gather())
+    return *sets(answer), list(answer.warnings)
+
+
+def test_real_ranks_agree_over_a_process_group() -> None:
+    answers = run_ranks(2, real_agreement)
+    cpus = [parse_cpulist(pytorch) | parse_cpulist(optimizer) for pytorch, optimizer, _ in answers]
+    assert not cpus[0] & cpus[1]
+    assert [len(mine) for mine in cpus] == [3, 4]

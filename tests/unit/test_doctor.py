@@ -1,0 +1,127 @@
+"""The environment report: every line has a verdict, every complaint a remedy, and only problems fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext import cli, doctor
+from deepspeed_ext._errors import UpstreamError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, doctor.Check]:
+    """One check of each verdict, in place of the real ones."""
+
+    def check_good() -> doctor.Check:
+        return doctor.Check("good", "ok", "fine")
+
+    def check_so_so() -> doctor.Check:
+        return doctor.Check("so so", "warning", "slow", "buy a faster one")
+
+    def check_bad_one() -> doctor.Check:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_good, check_so_so, check_bad_one))
+    return {check.name: check for check in doctor.examine()}
+
+
+def test_real_report_is_complete_json() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "deepspeed_ext.cli", "doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    names = [check["name"] for check in report["checks"]]
+    assert len(names) == len(set(names)) == len(doctor.CHECKS)
+    assert {"accelerator", "backends", "compiler", "locked memory", "cpu quota", "cores", "launcher"} <= set(names)
+    for check in report["checks"]:
+        assert set(check) == {"name", "status", "detail", "remedy"}
+        assert check["detail"]
+        assert (check["status"] == "ok") == (check["remedy"] == "")
+    assert report["problems"] == sum(check["status"] == "problem" for check in report["checks"])
+    assert done.returncode == (1 if report["problems"] else 0)
+
+
+def test_a_check_that_fails_is_a_problem(checks: dict[str, doctor.Check]) -> None:
+    assert checks["bad one"].status == "problem"
+    assert "RuntimeError: broken" in checks["bad one"].detail
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_only_problems_fail(
+    arguments: list[str],
+    checks: dict[str, doctor.Check],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["doctor", *arguments]) == 1
+    assert "buy a faster one" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:2])
+    assert cli.main(["doctor", *arguments]) == 0
+
+
+def test_an_unknown_deepspeed_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed_ext import _upstream
+
+    def refuse() -> None:
+        raise UpstreamError("DeepSpeed 9 is not supported")
+
+    monkeypatch.setattr(_upstream, "check", refuse)
+    assert doctor.check_deepspeed().status == "problem"
+
+
+def test_missing_compiler_and_ninja_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    check = doctor.check_compiler()
+    assert check.status == "warning"
+    assert "ninja" in check.remedy
+
+
+def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "py311_cpu/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert doctor.check_operator_cache().status == "ok"
+    os.utime(lock, (0, 0))
+    check = doctor.check_operator_cache()
+    assert check.status == "problem"
+    assert str(lock) in check.detail
+
+
+def test_a_quota_below_the_mask_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "read_cpu_quota_cores", lambda: 0.5)
+    check = doctor.check_cpu_quota()
+    assert check.status == "warning"
+    assert "0.5 cores" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("variables", "status"),
+    [({"OMP_PROC_BIND": "close"}, "warning"), ({"OMP_NUM_THREADS": "4096"}, "warning"), ({}, "ok")],
+)
+def test_openmp_variables(variables: dict[str, str], status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_PROC_BIND", "OMP_NUM_THREADS", "OMP_PLACES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.check_openmp().status == status
+
+
+@pytest.mark.parametrize(
+    ("variable", "launcher"),
+    [("TORCHELASTIC_RUN_ID", "torchrun"), ("SLURM_PROCID", "srun"), ("CROSS_RANK", "deepspeed"), (None, "single")],
+)
+def test_launchers_are_recognised(variable: str | None, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, _ in doctor.LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "0")
+    assert launcher in doctor.check_launch().detail

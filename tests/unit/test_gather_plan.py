@@ -1,0 +1,102 @@
+"""Which parameters are gathered singly, which share a bucket, which stay with upstream: the pure decisions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.gather.plan import Fetch, GatherMode, ParameterFacts, plan_gather
+
+
+def facts(*numels: int, **more: object) -> list[ParameterFacts]:
+    return [ParameterFacts(index, numel, 2, "torch.float32", **more) for index, numel in enumerate(numels)]  # type: ignore[arg-type]
+
+
+parameters = st.lists(
+    st.builds(
+        ParameterFacts,
+        parameter_id=st.integers(0, 10_000),
+        numel=st.integers(0, 300),
+        num_ranks=st.integers(1, 4),
+        dtype=st.sampled_from(["torch.float32", "torch.bfloat16"]),
+        is_quantized=st.booleans(),
+        is_on_nvme=st.booleans(),
+    ),
+    max_size=30,
+    unique_by=lambda parameter: parameter.parameter_id,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(parameters, st.integers(0, 200), st.lists(st.integers(10_001, 10_010), max_size=3, unique=True))
+def test_every_parameter_of_a_fetch_is_gathered_once_and_in_order(
+    known: list[ParameterFacts], min_numel: int, unknown: list[int]
+) -> None:
+    plan = plan_gather(known, min_numel)
+    wanted = [parameter.parameter_id for parameter in known] + unknown
+    fetch = plan.split(wanted)
+    bucketed = [i for bucket in fetch.buckets for i in bucket]
+    assert sorted([*fetch.singles, *bucketed, *fetch.upstream]) == sorted(wanted)
+    for ids in (fetch.singles, tuple(bucketed), fetch.upstream):
+        assert list(ids) == sorted(ids)
+    assert set(unknown) <= set(fetch.upstream)
+    assert set(fetch.upstream) == set(plan.reasons) | set(unknown)
+
+
+@settings(max_examples=200, deadline=None)
+@given(parameters, st.integers(0, 200))
+def test_buckets_are_worth_a_collective_and_bounded(known: list[ParameterFacts], min_numel: int) -> None:
+    plan = plan_gather(known, min_numel)
+    fetch = plan.split(plan.modes)
+    for index, bucket in enumerate(fetch.buckets):
+        numel = sum(plan.numels[i] for i in bucket)
+        assert len(bucket) > 1
+        assert all(plan.numels[i] < min_numel for i in bucket)
+        assert numel < 2 * min_numel
+        assert numel >= min_numel or index == len(fetch.buckets) - 1
+    assert sum(plan.numels[i] < min_numel for i in fetch.singles) <= 1 + len(fetch.buckets)
+
+
+@given(parameters, st.integers(0, 200), st.randoms())
+def test_the_plan_does_not_depend_on_the_order_of_the_facts(
+    known: list[ParameterFacts], min_numel: int, rng: random.Random
+) -> None:
+    shuffled = rng.sample(known, len(known))
+    assert repr(plan_gather(shuffled, min_numel)) == repr(plan_gather(known, min_numel))
+    ids = [parameter.parameter_id for parameter in shuffled]
+    assert plan_gather(known, min_numel).split(ids) == plan_gather(known, min_numel).split(sorted(ids))
+
+
+def test_small_parameters_share_and_large_ones_never() -> None:
+    plan = plan_gather(facts(1000, 10, 20, 1000, 30), min_numel=100)
+    assert plan.split(range(5)) == Fetch(singles=(0, 3), buckets=((1, 2, 4),), upstream=())
+
+
+def test_a_small_parameter_alone_needs_no_bucket() -> None:
+    plan = plan_gather(facts(1000, 10), min_numel=100)
+    assert plan.split([0, 1]) == Fetch(singles=(0, 1), buckets=(), upstream=())
+
+
+def test_min_numel_of_zero_means_no_buckets() -> None:
+    plan = plan_gather(facts(0, 1, 10), min_numel=0)
+    assert plan.split(range(3)) == Fetch(singles=(0, 1, 2), buckets=(), upstream=())
+
+
+@pytest.mark.parametrize(
+    ("fallen_back", "word"),
+    [
+        (ParameterFacts(1, 10, 2, "torch.float32", is_quantized=True), "quantized"),
+        (ParameterFacts(1, 10, 2, "torch.float32", is_on_nvme=True), "NVMe"),
+        (ParameterFacts(1, 10, 1, "torch.float32"), "single rank"),
+    ],
+)
+def test_what_falls_back_has_a_reason_and_leaves_the_others_alone(fallen_back: ParameterFacts, word: str) -> None:
+    plan = plan_gather([ParameterFacts(0, 10, 2, "torch.float32"), fallen_back], min_numel=0)
+    assert plan.modes == {0: GatherMode.SINGLE, 1: GatherMode.UPSTREAM}
+    assert list(plan.reasons) == [1]
+    assert word in plan.reasons[1]
+    assert not plan.leaves_all_to_upstream
+    assert word in plan.describe()
