@@ -72,7 +72,8 @@ PartitionedParameter = Any
 SUPPORTED_FROM = (0, 19, 8)
 SUPPORTED_BELOW = (0, 20, 0)
 
-# member -> parameters that we pass or override; None: an attribute or a method whose signature does not matter to us
+# member -> parameters that we pass or override; None: an attribute, or a method whose signature does not matter to us
+# or cannot be read (DeepSpeed's instrument_w_nvtx hides it)
 CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed:DeepSpeedEngine": None,
     "deepspeed:DeepSpeedHybridEngine": None,
@@ -126,7 +127,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
             ("stage3", "DeepSpeedZeroOptimizer_Stage3", "sub_group_id"),
         )
         for member, parameters in {
-            "step": ("self", "closure"),
+            "step": None if module == "stage3" else ("self", "closure"),
             "_optimizer_step": ("self", group),
             "initialize_optimizer_states": ("self",),
             "state_dict": ("self",),
@@ -150,13 +151,9 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params": ("self",),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": ("self",),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": (
-        "self",
-        "sub_group_id",
-        "total_norm",
-    ),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": ("self",),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor": ("self",),
 }
 

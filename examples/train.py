@@ -1,7 +1,8 @@
 """Train a byte-level language model on the source code of Python's standard library.
 
+    deepspeed --num_accelerators 2 examples/train.py
+    deepspeed --num_accelerators 2 examples/train.py --resume
     deepspeed --num_accelerators 2 examples/train.py --mode zero2
-    deepspeed --num_accelerators 2 examples/train.py --mode zero2 --resume
 
 The run lands in ``outputs/<mode>``: checkpoint, ``metrics.jsonl`` (one line an optimizer step) and ``run.json``.
 A resumed run gives the losses of an uninterrupted one, to the bit, as long as the settings are the same.
@@ -34,6 +35,8 @@ from deepspeed_ext.config import ZeroFields
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {
+    "zenflow": "zenflow.json",
+    "zenflow_stage3": "zenflow_stage3.json",
     "zero1": "zero1.json",
     "zero2": "zero2.json",
     "offload": "zero2_offload.json",
@@ -53,7 +56,7 @@ PROMPT = b"def "
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_argument_group("run")
-    run.add_argument("--mode", choices=MODES, default="zero2", help="which file of configs/ to train with")
+    run.add_argument("--mode", choices=MODES, default="zenflow", help="which file of configs/ to train with")
     run.add_argument("--config", type=Path, help="another DeepSpeed config instead of the mode's")
     run.add_argument("--output", type=Path, help="folder of the run (default: outputs/MODE)")
     run.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")

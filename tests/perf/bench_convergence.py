@@ -226,8 +226,14 @@ class Figures:
         return _mean([self.end(plain(side, rate, seed, self._scale)) for seed in self.seeds])
 
     def excess(self, side: Side, rate: float) -> float | None:
-        """By how much the loss is above AdamW's, as a fraction."""
-        loss, best = self.mean_end(side, rate), self.mean_end(sides.ADAMW, rate)
+        """By how much the loss is above AdamW's, as a fraction; upstream's over the seeds that it was trained with."""
+        pairs = [
+            (self.end(plain(side, rate, seed, self._scale)), self.end(plain(sides.ADAMW, rate, seed, self._scale)))
+            for seed in self.seeds
+        ]
+        if not side.extended:
+            pairs = [pair for pair in pairs if pair[0] is not None]
+        loss, best = _mean([loss for loss, _ in pairs]), _mean([best for _, best in pairs])
         return None if loss is None or best is None else loss / best - 1
 
     def tuning_share(self, side: Side) -> float | None:
