@@ -72,8 +72,7 @@ PartitionedParameter = Any
 SUPPORTED_FROM = (0, 19, 8)
 SUPPORTED_BELOW = (0, 20, 0)
 
-# member -> parameters that we pass or override; None: an attribute, or a method whose signature does not matter to us
-# or cannot be read (DeepSpeed's instrument_w_nvtx hides it)
+# member -> parameters that we pass or override; None: an attribute or a method whose signature does not matter to us
 CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed:DeepSpeedEngine": None,
     "deepspeed:DeepSpeedHybridEngine": None,
@@ -127,7 +126,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
             ("stage3", "DeepSpeedZeroOptimizer_Stage3", "sub_group_id"),
         )
         for member, parameters in {
-            "step": None if module == "stage3" else ("self", "closure"),
+            "step": ("self", "closure"),
             "_optimizer_step": ("self", group),
             "initialize_optimizer_states": ("self",),
             "state_dict": ("self",),
@@ -151,9 +150,13 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params": ("self",),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": ("self",),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": (
+        "self",
+        "sub_group_id",
+        "total_norm",
+    ),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": ("self",),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor": ("self",),
 }
 
@@ -171,10 +174,18 @@ def moved() -> list[str]:
             found.append(f"{name} does not exist")
             continue
         if expected is not None:
-            parameters = tuple(inspect.signature(member).parameters)
+            parameters = tuple(inspect.signature(_undecorated(member)).parameters)
             if parameters != expected:
                 found.append(f"{name} takes {parameters}, expected {expected}")
     return found
+
+
+def _undecorated(member: Any) -> Any:
+    """The function behind a decorator that takes anything, as DeepSpeed's for profiler ranges; else `member`."""
+    cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
+    functions = [cell for cell in cells if inspect.isfunction(cell)]
+    takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")
+    return functions[0] if takes_anything and len(functions) == 1 else member
 
 
 def check() -> None:

@@ -85,10 +85,7 @@ class SingleParameterGather:
     ) -> list[Any]:
         if not params:
             return []
-        gather = next((self._stock[param.ds_id] for param in params if param.ds_id in self._stock), None)
-        if gather is None:  # converted after `attach`: still has upstream's own closure
-            gather = params[0].all_gather_coalesced
-        return [gather(list(params), safe_mode=safe_mode, quantize=quantize)]
+        return [self.stock(params[0])(list(params), safe_mode=safe_mode, quantize=quantize)]
 
     def _by_group(self, params: Sequence[PartitionedParameter]) -> list[tuple[RankGroup, list[Arrival]]]:
         """The parameters by the process group that gathers them: the inner group of hpZ where its copy is valid."""

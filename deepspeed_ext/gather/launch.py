@@ -102,7 +102,8 @@ def gather_singles(arrivals: Sequence[Arrival], ranks: RankGroup, grouped: bool)
         grouped: one launch for all; needs a backend for which `can_group` holds.
     """
     pairs = [_output_and_input(arrival, ranks) for arrival in arrivals]
-    if not grouped or len(pairs) == 1:
+    pairs = [(output, part) for output, part in pairs if output.numel() > 0]  # a parameter may be empty
+    if not grouped or len(pairs) <= 1:
         return [dist.allgather_fn(output, part, group=ranks.group, async_op=True) for output, part in pairs]
     # torch's own interface, because deepspeed.comm.all_gather_coalesced returns a work that cannot be waited for; as
     # bytes, because not every backend takes several dtypes in one launch

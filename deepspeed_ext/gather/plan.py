@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from deepspeed_ext._errors import UnsupportedError
+
 __all__ = ["Fetch", "GatherMode", "GatherPlan", "ParameterFacts", "plan_gather"]
 
 
@@ -66,13 +68,25 @@ class GatherPlan:
         return len(self.reasons) == len(self.modes)
 
     def split(self, parameter_ids: Iterable[int]) -> Fetch:
-        """Split one fetch. A parameter that the plan does not know is left to upstream."""
+        """Split one fetch.
+
+        Raises:
+            UnsupportedError: the plan does not know a parameter. Which parameter's all-gather DeepSpeed calls for a
+                fetch differs from rank to rank, so ranks could take different paths for such a fetch.
+        """
+        parameter_ids = sorted(parameter_ids)
+        if unknown := [i for i in parameter_ids if i not in self.modes]:
+            raise UnsupportedError(
+                f"parameters {unknown} (ds_id) were partitioned after deepspeed.initialize, and "
+                "stage3_allgather_single_param must know all parameters by then; add them to the model before "
+                "deepspeed.initialize, or set zero_optimization.stage3_allgather_single_param to false"
+            )
         singles: list[int] = []
         small: list[int] = []
         upstream: list[int] = []
         lists = {GatherMode.SINGLE: singles, GatherMode.SHARED: small, GatherMode.UPSTREAM: upstream}
-        for parameter_id in sorted(parameter_ids):
-            lists[self.modes.get(parameter_id, GatherMode.UPSTREAM)].append(parameter_id)
+        for parameter_id in parameter_ids:
+            lists[self.modes[parameter_id]].append(parameter_id)
         buckets = self._pack(small)
         lonely = [bucket[0] for bucket in buckets if len(bucket) == 1]
         return Fetch(
