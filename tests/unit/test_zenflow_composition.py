@@ -1,8 +1,10 @@
 """ZenFlow with all else that a step has: accumulation, schedules, groups, clipping, overflow, limits."""
 
+import os
 from typing import Any
 
 import deepspeed
+import psutil
 import pytest
 import torch
 from deepspeed import comm as dist
@@ -271,3 +273,21 @@ def test_figures_go_to_the_monitor(tmp_path: Any) -> None:
     rows = (tmp_path / "job" / "Train_zenflow_wait_ms.csv").read_text().splitlines()
     assert len(rows) == 1 + 3
     assert (tmp_path / "job" / "Train_zenflow_prediction_error.csv").exists()
+
+
+def bound(config: dict) -> tuple[set, set, set, set]:
+    before = os.sched_getaffinity(0)
+    config["zero_optimization"]["core_binding"] = {"enabled": True}
+    engine = make_engine(config)
+    train(engine, batches(3, dist.get_rank()))
+    plan = engine.core_binding.plan
+    worker = psutil.Process(engine.optimizer.zenflow_adam.process.pid).cpu_affinity()
+    planned = set(plan.optimizer) if plan else before
+    engine.destroy()
+    return planned, set(worker), before, os.sched_getaffinity(0)
+
+
+def test_worker_runs_where_the_core_plan_says() -> None:
+    for planned, worker, before, after in run_ranks(2, bound, zenflow_config(2, update_interval=1)):
+        assert worker == planned
+        assert after == before

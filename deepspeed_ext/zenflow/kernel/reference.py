@@ -1,6 +1,7 @@
 """The pass as chunked torch operations: the definition that the native kernel is tested against, and its fallback."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -19,15 +20,16 @@ def as_tensor(array: Array) -> torch.Tensor:
 
 class ReferenceKernel:
     """Runs passes with torch on the CPU. Results do not depend on the chunk size: every operation is elementwise,
-    and chunks end on block boundaries."""
+    and chunks end on block boundaries. Threads take chunks, and operations are not divided among threads, which would
+    wait for each other at every one of them."""
 
     name = "reference"
 
     def __init__(self, threads: int, chunk_numel: int = _CHUNK_NUMEL) -> None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
+        self._pool = ThreadPoolExecutor(threads)
         self._chunk_numel = chunk_numel
 
-    @torch.no_grad()
     def run(self, adam_pass: AdamPass) -> None:
         """See `Kernel.run`."""
         if adam_pass.p.numel == 0:
@@ -38,11 +40,15 @@ class ReferenceKernel:
         published = as_tensor(adam_pass.published).split(chunk)
         means = as_tensor(adam_pass.block_means).split(chunk // block)
         grads = [as_tensor(g).split(chunk) for g in adam_pass.grads]
-        for i in range(len(p)):
-            for step, grad in zip(adam_pass.steps, grads, strict=True):
-                _step(step, grad[i].float(), p[i], m[i], v[i])
-            _publish(adam_pass.publish, p[i], m[i], v[i], published[i])
-            _block_means(v[i], block, means[i])
+
+        def work(i: int) -> None:
+            with torch.no_grad():
+                for step, grad in zip(adam_pass.steps, grads, strict=True):
+                    _step(step, grad[i].float(), p[i], m[i], v[i])
+                _publish(adam_pass.publish, p[i], m[i], v[i], published[i])
+                _block_means(v[i], block, means[i])
+
+        list(self._pool.map(work, range(len(p))))
 
 
 def _denominator(v: torch.Tensor, bias_correction2_sqrt: float, eps: float) -> torch.Tensor:
