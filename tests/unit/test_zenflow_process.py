@@ -96,6 +96,21 @@ def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
             assert "libtorch" not in maps
 
 
+@pytest.mark.skipif(library_path() is None, reason="no native kernel and no C++ compiler here")
+def test_worker_takes_no_memory_of_its_own_for_a_parameter() -> None:
+    """At most 18.5 bytes a parameter in all: what the arena has is 18.125 (see test_zenflow_arena.py)."""
+    own = []
+    for numel in (100_000, 8_100_000):
+        with running(numel=numel) as (arena, process):
+            process.submit([PASS])
+            process.wait()
+            memory = psutil.Process(process.pid).memory_info()
+            own.append(memory.rss - memory.shared)  # without the arena and libraries
+            assert arena.resident_bytes() < numel * 18.125 + 10 * 4096
+    assert own[1] - own[0] < 0.375 * 8_000_000
+    assert own[1] < 64 * 2**20
+
+
 def test_close_is_idempotent_and_later_calls_say_so() -> None:
     with running() as (_, process):
         process.close()
