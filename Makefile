@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10
 usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 14) and print("yes")' 2>/dev/null))
 # Ranks of `make train`: one an accelerator, or two on a machine without.
 RANKS ?= $(shell $(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)')
-MODE ?= zero2
+MODE ?= zenflow
 ARGS ?=
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -29,7 +29,7 @@ NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-train: $(VENV)/.stamp-package  ## train the example model (MODE=zero2 RANKS=2 ARGS="--steps 100 --resume")
+train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 ARGS="--steps 100 --resume")
 	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-operators  ## run the tests, a few minutes on two cores

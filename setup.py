@@ -3,10 +3,19 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "_version.py").read_text(), re.MULTILINE)[1]
+
+# The worker's pass over memory. Optional: without a compiler the package installs all the same and torch does the work.
+NATIVE_KERNEL = Extension(
+    "deepspeed_ext.zenflow.kernel._adam_pass",
+    sources=["deepspeed_ext/zenflow/kernel/adam_pass.cpp"],
+    extra_compile_args=["-O3", "-fopenmp", "-std=c++17", "-fno-math-errno", "-fno-trapping-math"],
+    extra_link_args=["-fopenmp"],
+    optional=True,
+)
 
 setup(
     name="deepspeed-ext",
@@ -18,7 +27,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
-    package_data={"deepspeed_ext": ["py.typed"]},
+    package_data={"deepspeed_ext": ["py.typed", "zenflow/kernel/adam_pass.cpp"]},
+    ext_modules=[NATIVE_KERNEL],
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,12 +24,15 @@ from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
 from deepspeed.runtime.zero import config as zero_config_module
+from deepspeed.runtime.zero import stage3 as stage3_module
 from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_ext._errors import UpstreamError
@@ -38,6 +42,7 @@ __all__ = [
     "DeepSpeedHybridEngine",
     "DeepSpeedZeroConfig",
     "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizerStage3",
     "OffloadDeviceEnum",
     "ParameterStatus",
     "PartitionedParameter",
@@ -50,9 +55,13 @@ __all__ = [
     "dist",
     "entry_swaps",
     "get_accelerator",
+    "host_offload_config",
     "is_on_nvme",
     "is_quantized",
+    "local_rank",
+    "local_world_size",
     "optimizer_class",
+    "stage3_optimizer_class",
     "pins_offload_buffers",
     "swapped",
 ]
@@ -101,6 +110,52 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.INFLIGHT": None,
     "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("self", "param"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty": None,
+    "deepspeed.runtime.engine:DeepSpeedEngine.zenflow_config": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine._take_model_step": ("self", "lr_kwargs"),
+    "deepspeed.runtime.engine:DeepSpeedEngine.zero_force_ds_cpu_optimizer": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine.get_optimizer_configuration": (
+        "self",
+        "optimizer_parameters",
+        "adam_w_mode",
+        "allow_legacy_fallback",
+    ),
+    **{
+        f"deepspeed.runtime.zero.{module}:{optimizer}.{member}": parameters
+        for module, optimizer, group in (
+            ("stage_1_and_2", "DeepSpeedZeroOptimizer", "group_no"),
+            ("stage3", "DeepSpeedZeroOptimizer_Stage3", "sub_group_id"),
+        )
+        for member, parameters in {
+            "step": ("self", "closure"),
+            "_optimizer_step": ("self", group),
+            "initialize_optimizer_states": ("self",),
+            "state_dict": ("self",),
+            "_restore_from_bit16_weights": ("self",),
+            "destroy": ("self",),
+            "load_state_dict": (
+                "self",
+                "state_dict_list",
+                "load_optimizer_states",
+                "load_from_fp32_weights",
+                "checkpoint_folder",
+                "load_serial",
+                "param_shapes",
+            ),
+        }.items()
+    },
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.unscale_and_clip_grads": (
+        "self",
+        "grad_groups_flat",
+        "total_norm",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params": ("self",),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": ("self",),
+    # DeepSpeed wraps these for profiling, which hides their parameters.
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor": ("self",),
 }
 
 
@@ -117,10 +172,18 @@ def moved() -> list[str]:
             found.append(f"{name} does not exist")
             continue
         if expected is not None:
-            parameters = tuple(inspect.signature(member).parameters)
+            parameters = tuple(inspect.signature(_undecorated(member)).parameters)
             if parameters != expected:
                 found.append(f"{name} takes {parameters}, expected {expected}")
     return found
+
+
+def _undecorated(member: Any) -> Any:
+    """The function behind a decorator that takes anything, as DeepSpeed's for profiler ranges; else `member`."""
+    cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
+    functions = [cell for cell in cells if inspect.isfunction(cell)]
+    takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")
+    return functions[0] if takes_anything and len(functions) == 1 else member
 
 
 def check() -> None:
@@ -188,6 +251,29 @@ def entry_swaps(
 def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swap:
     """The name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds its stage 1/2 optimizer."""
     return Swap(engine_module, "DeepSpeedZeroOptimizer", stage_1_and_2)
+
+
+def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) -> Swap:
+    """The name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds its stage 3 optimizer.
+
+    It imports SuperOffload there too, whose optimizer is a subclass: that module must be loaded before the swap.
+    """
+    return Swap(stage3_module, "DeepSpeedZeroOptimizer_Stage3", stage3)
+
+
+def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
+    """An ``offload_optimizer`` section that puts masters into pageable host memory, and nothing else."""
+    return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu, pin_memory=False)
+
+
+def local_world_size() -> int:
+    """Number of ranks on this host, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def local_rank() -> int:
+    """This rank's number on its host, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 class _RoomyAccelerator:

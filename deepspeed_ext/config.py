@@ -7,11 +7,11 @@ never the string "auto", because DeepSpeed drops "auto" before it validates and 
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, field_validator
 
 from deepspeed_ext.affinity.plan import check_reserved_cores
 
-__all__ = ["CoreBindingConfig", "FlattenTier", "ReservedCores", "ZeroFields", "idle_fields"]
+__all__ = ["CoreBindingConfig", "FlattenTier", "ReservedCores", "ZenFlowConfig", "ZeroFields", "idle_fields"]
 
 FlattenTier = Literal["accelerator", "distributed", "host"]
 
@@ -45,6 +45,99 @@ class CoreBindingConfig(_Section):
     """Log the plan and bind nothing."""
 
 
+class ZenFlowConfig(_Section):
+    """The ``zenflow`` section: CPU offload whose optimizer runs in a process of its own, beside the accelerator.
+
+    All fields of DeepSpeed's own ZenFlow are here under their names.
+    """
+
+    update_rule: Literal["predictive", "selective"] | None = None
+    """``predictive``: exact AdamW for every step on the host, and on the accelerator weights that foresee the update
+    still in flight. ``selective``: ZenFlow as published. Not given: ``selective`` if ``topk_ratio`` or a ``select_*``
+    field is given, else ``predictive``."""
+
+    update_interval: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps whose gradients the worker carries out in one pass. Not given: the smallest that the worker keeps
+    up with, measured at the start. 1 follows AdamW most closely; more need less of the host's memory bandwidth and
+    ``2 x interval`` 16-bit gradients in host memory. Never changes ``gradient_accumulation_steps``."""
+
+    overlap_step: bool | None = None
+    """Let the worker step while the accelerator runs the next step. False: wait for it, every step. Not given: true
+    for ``predictive``, false for ``selective``."""
+
+    full_warm_up_rounds: Annotated[int, Field(ge=0)] = 0
+    """Synchronous optimizer steps at the start. At least one is made, at least an interval when that is longer, and
+    five intervals when this is not given."""
+
+    block_size: Annotated[int, Field(ge=1)] = 32
+    """Elements over which the second moment is averaged for the prediction; costs 4/block_size bytes a parameter."""
+
+    predict_clip: Literal["current", "previous"] = "current"
+    """Whose clip factor the prediction uses: this step's, or the one before (needs no global norm; slightly worse)."""
+
+    publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What the worker's weights are sent as. Not given: the model's dtype, which rounds once more than float32 and
+    takes half of its host memory and link traffic."""
+
+    accumulate_on: Literal["accelerator", "host"] = "accelerator"
+    """Where gradient accumulation adds up, in fp32."""
+
+    worker_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """The longest that a start of the worker, or a wait for it, may take before it counts as an error."""
+
+    pt_reserved_cores: ReservedCores | None = None
+    """Cores kept for PyTorch, the rest is the worker's: a count, or a fraction of this rank's cores. Not given: what
+    was tuned for this machine, else half."""
+
+    pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """DeepSpeed's name for the fraction; used if ``pt_reserved_cores`` is not given and this is."""
+
+    topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """``selective``: share of the parameters that are updated on the accelerator at every step."""
+
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    """``selective``: whether ``select_interval`` counts steps or epochs."""
+
+    select_interval: Annotated[int, Field(ge=1)] | None = None
+    """``selective``: how often the updated share is chosen anew."""
+
+    select_block_size: Annotated[int, Field(ge=1)] = 256
+    """``selective``: elements that are selected together."""
+
+    overlap_lag: Annotated[int, Field(ge=1)] = 1
+    """``selective``: optimizer steps between handing gradients over and applying their result."""
+
+    offload: bool = False
+    """``selective``: keep the state of the selected share on the host between steps."""
+
+    auto_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.99
+    """``selective``: threshold by which DeepSpeed chooses ``update_interval``."""
+
+    steps_per_epoch: int | None = Field(default=None, exclude=True)
+    """``selective``: filled in at run time."""
+
+    @field_validator("update_interval", "select_interval", mode="before")
+    @classmethod
+    def _auto_is_absent(cls, value: object) -> object:
+        return None if value == "auto" else value
+
+    @property
+    def rule(self) -> Literal["predictive", "selective"]:
+        """The update rule in force."""
+        selects = {"topk_ratio", "select_strategy", "select_interval"} & self.model_fields_set
+        return self.update_rule or ("selective" if selects else "predictive")
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether steps after the warm-up are overlapped."""
+        return self.rule == "predictive" if self.overlap_step is None else self.overlap_step
+
+    @property
+    def warm_up_steps(self) -> int | None:
+        """Synchronous steps that were asked for; None: as the schedule sees fit."""
+        return self.full_warm_up_rounds if "full_warm_up_rounds" in self.model_fields_set else None
+
+
 class ZeroFields(BaseModel):
     """The fields that deepspeed_ext adds to ``zero_optimization``."""
 
@@ -69,6 +162,9 @@ class ZeroFields(BaseModel):
 
     core_binding: CoreBindingConfig = CoreBindingConfig()
     """Core separation between PyTorch and the optimizer's threads."""
+
+    zenflow: ZenFlowConfig | None = None
+    """Step the optimizer in a process of its own, beside the accelerator; implies CPU offload of the optimizer."""
 
 
 def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[str]:

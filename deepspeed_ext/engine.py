@@ -16,13 +16,19 @@ from deepspeed_ext._upstream import (
     DeepSpeedZeroConfig,
     PipelineEngine,
     dist,
+    local_rank,
     optimizer_class,
+    stage3_optimizer_class,
     swapped,
 )
+from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.config import ZeroFields, idle_fields
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
+from deepspeed_ext.zenflow.seat import reserved_cores
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
 ZERO_STAGE_WEIGHTS = 3
 
@@ -85,9 +91,12 @@ class Engine(DeepSpeedEngine):
 
     Attributes:
         parameter_gather: at stage 3, what gathers the parameters in place of upstream's closures; None = they do.
+        core_binding: this rank's place on the host's cores; None = unbound.
     """
 
     parameter_gather: SingleParameterGather | None = None
+    core_binding: CoreBinding | None = None
+    _cores_refreshed: bool = False
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -103,17 +112,76 @@ class Engine(DeepSpeedEngine):
         settings = self._config.zero_config
         if not isinstance(settings, ZeroConfig):  # parsed while the extension was off
             return super()._configure_zero_optimizer(optimizer)
-        stage_1_and_2 = partial(ZeroOptimizer, settings=settings, check_replicas=self.is_sanity_checks_enabled())
-        with swapped(optimizer_class(stage_1_and_2)):
+        check_replicas = self.is_sanity_checks_enabled()
+        self._bind_cores(settings)
+        if settings.zenflow is None:
+            swaps = [optimizer_class(partial(ZeroOptimizer, settings=settings, check_replicas=check_replicas))]
+        else:
+            place = self.core_binding.worker_place if self.core_binding is not None else None
+            stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, place=place)
+            stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, place=place)
+            swaps = [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
+        with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             self.parameter_gather = all_gather.attach(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
 
+    def _bind_cores(self, settings: ZeroConfig) -> None:
+        """Confine this rank to its share of the cores, if asked for or if the optimizer is a process of its own."""
+        enabled, zenflow = settings.core_binding.enabled, settings.zenflow
+        if enabled or (enabled is None and zenflow is not None):
+            self.core_binding = CoreBinding.start(
+                settings.core_binding,
+                rank=dist.get_rank(),
+                local_rank=local_rank(),
+                separate=zenflow is not None,
+                pt_reserved_cores=None if zenflow is None else reserved_cores(zenflow),
+            )
+
     def destroy(self) -> None:
         if self.parameter_gather is not None:
             all_gather.detach(self.module)
         super().destroy()
+        if self.core_binding is not None:
+            self.core_binding.restore()
+
+    def _has_own_zenflow(self) -> bool:
+        settings = self._config.zero_config
+        return isinstance(settings, ZeroConfig) and settings.zenflow is not None
+
+    def zenflow_config(self) -> Any:
+        """None where the section is served by us: DeepSpeed's own ZenFlow and its change of
+        ``gradient_accumulation_steps`` stay out."""
+        return None if self._has_own_zenflow() else super().zenflow_config()
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        super()._take_model_step(lr_kwargs)
+        if self.core_binding is not None and not self._cores_refreshed:  # backends and autograd start threads late
+            self._cores_refreshed = True
+            self.core_binding.refresh()
+        if self._has_own_zenflow():
+            self._report_zenflow()
+
+    def _report_zenflow(self) -> None:
+        """The step's figures: to the monitor that the user has set up, and to the log if ``wall_clock_breakdown``."""
+        if self.global_rank != 0:
+            return
+        figures = self.optimizer.zenflow_adam.measurements()
+        if self.monitor.enabled:
+            events = [(f"Train/{name}", value, self.global_samples) for name, value in figures.items()]
+            self.monitor.write_events(events)
+        if self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0:
+            logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        return False if self._has_own_zenflow() else super().zero_force_ds_cpu_optimizer()
+
+    def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
+        if self._has_own_zenflow():  # it holds hyperparameters and never steps: nothing needs to be compiled
+            optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
+            optimizer_parameters["torch_adam"] = True
+        return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
 
 
 class HybridEngine(DeepSpeedHybridEngine, Engine):

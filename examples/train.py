@@ -1,7 +1,8 @@
 """Train a byte-level language model on the source code of Python's standard library.
 
+    deepspeed --num_accelerators 2 examples/train.py
+    deepspeed --num_accelerators 2 examples/train.py --resume
     deepspeed --num_accelerators 2 examples/train.py --mode zero2
-    deepspeed --num_accelerators 2 examples/train.py --mode zero2 --resume
 
 The run lands in ``outputs/<mode>``: checkpoint, ``metrics.jsonl`` (one line an optimizer step) and ``run.json``.
 A resumed run gives the losses of an uninterrupted one, to the bit, as long as the settings are the same.
@@ -12,6 +13,7 @@ import json
 import math
 import os
 import resource
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -33,6 +35,8 @@ from deepspeed_ext.config import ZeroFields
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {
+    "zenflow": "zenflow.json",
+    "zenflow_stage3": "zenflow_stage3.json",
     "zero1": "zero1.json",
     "zero2": "zero2.json",
     "offload": "zero2_offload.json",
@@ -52,7 +56,7 @@ PROMPT = b"def "
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_argument_group("run")
-    run.add_argument("--mode", choices=MODES, default="zero2", help="which file of configs/ to train with")
+    run.add_argument("--mode", choices=MODES, default="zenflow", help="which file of configs/ to train with")
     run.add_argument("--config", type=Path, help="another DeepSpeed config instead of the mode's")
     run.add_argument("--output", type=Path, help="folder of the run (default: outputs/MODE)")
     run.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
@@ -164,8 +168,22 @@ def open_metrics(first: int, args: argparse.Namespace) -> TextIO:
     return path.open("a")
 
 
-def train(engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: int, args: argparse.Namespace) -> None:
-    """Run optimizer steps `first` to `last` - 1, write a line of metrics for each and save now and then."""
+def overlap_figures(engine: deepspeed.DeepSpeedEngine) -> dict[str, float]:
+    """What the last step's overlap was; empty where the optimizer has no process of its own."""
+    measured = engine.optimizer.measurements() if hasattr(engine.optimizer, "measurements") else {}
+    figures = {name: measured.get(f"zenflow_{name}", math.nan) for name in ("wait_ms", "worker_ms", "prediction_error")}
+    return {name: float(f"{value:.4g}") for name, value in figures.items() if math.isfinite(value)}
+
+
+def train(
+    engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: int, args: argparse.Namespace
+) -> list[dict[str, float]]:
+    """Run optimizer steps `first` to `last` - 1, write a line of metrics for each and save now and then.
+
+    Returns:
+        The metrics of each step.
+    """
+    lines = []
     tokens_per_step = engine.train_batch_size() * args.seq_len
     bar = tqdm(range(first, last), total=args.steps, initial=first, unit="step", disable=dist.get_rank() != 0)
     with open_metrics(first, args) as metrics:
@@ -173,11 +191,15 @@ def train(engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: i
             start = time.perf_counter()
             loss = train_step(engine, text, step, args)
             seconds = time.perf_counter() - start
-            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_step / seconds:,.0f} tokens/s")
-            metrics.write(json.dumps({"step": step, "loss": loss, "seconds": round(seconds, 4)}) + "\n")
+            overlap = overlap_figures(engine)
+            waited = f", waited {overlap['wait_ms']:.1f} ms" if overlap else ""
+            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_step / seconds:,.0f} tokens/s{waited}")
+            lines.append({"step": step, "loss": loss, "seconds": round(seconds, 4), **overlap})
+            metrics.write(json.dumps(lines[-1]) + "\n")
             if (step + 1) % args.save_every == 0 or step + 1 == last:
                 metrics.flush()
                 save(engine, step + 1, args)
+    return lines
 
 
 @torch.no_grad()
@@ -221,8 +243,24 @@ def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: ar
     return client_state["step"]
 
 
-def report(engine: deepspeed.DeepSpeedEngine) -> None:
+def report_overlap(lines: list[dict[str, float]]) -> None:
+    """Print how much of the optimizer's time was hidden behind the model's, and how good its prediction was."""
+    beside = [line for line in lines if line.get("worker_ms")]
+    if not beside:
+        return
+    worker, wait = (statistics.fmean(line[name] for line in beside) for name in ("worker_ms", "wait_ms"))
+    step = 1e3 * statistics.fmean(line["seconds"] for line in beside)
+    print(
+        f"overlap: the optimizer worked {worker:.1f} ms a step beside the model and was waited for {wait:.1f} ms, "
+        f"{wait / step:.1%} of the step"
+    )
+    if errors := [line["prediction_error"] for line in beside if "prediction_error" in line]:
+        print(f"prediction error: {statistics.median(errors):.3f} of an update (median)")
+
+
+def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> None:
     """Print memory and what the optimizer measured; how start-up went is in the log already."""
+    report_overlap(lines)
     print(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
     if get_accelerator().device_name() != "cpu":
         print(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
@@ -246,12 +284,12 @@ def run(args: argparse.Namespace) -> float:
     last = min(args.steps, args.stop_after or args.steps)
     if first >= last:
         say(f"trained {first} steps already; --steps {first + 100} trains on")
-    train(engine, text, first, last, args)
+    lines = train(engine, text, first, last, args)
 
     loss = held_out_loss(engine, text, args)
     say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {args.output / f'step{max(first, last)}'}")
     if is_first_rank:
-        report(engine)
+        report(engine, lines)
     if args.sample_bytes:
         say(f"a sample:\n{generate(engine, args)}")
     engine.destroy()

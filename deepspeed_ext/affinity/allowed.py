@@ -47,7 +47,7 @@ def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[st
     """
     environ = os.environ if environ is None else environ
     live = Path(root) == Path("/")
-    stated = environ.get(ALLOWED_VARIABLE) if live else None
+    stated = environ.get(ALLOWED_VARIABLE)
     before_torch = snapshot.initial() if live else None
     if stated:
         try:

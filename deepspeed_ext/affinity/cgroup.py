@@ -18,7 +18,7 @@ def _own_groups(root: Path, controller: str) -> Iterator[Path]:
     mounted: the walk up then ends at the mount's root, which is the container's own group.
     """
     mounts = root / "sys/fs/cgroup"
-    for line in (read_text(root / "proc/self/cgroup") or "0::/").splitlines():
+    for line in (read_text(root / "proc/self/cgroup") or f"0::/\n1:{controller}:/").splitlines():
         fields = line.split(":", 2)
         if len(fields) != 3:
             continue

@@ -85,23 +85,23 @@ def report_rank(
     root: Path | str = "/",
 ) -> tuple[RankReport, Topology | None]:
     """Read this rank's host. Never raises: what went wrong is part of the report."""
-    topology, error = None, None
+    topology, node, quota, error = None, None, None, None
     warnings: tuple[str, ...] = ()
     allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
     try:
         topology = read_topology(root)
         found = find_allowed(topology, root)
         allowed, warnings = found.cpus, found.warnings
-    except UnsupportedError as unsupported:
-        warnings = (str(unsupported),)
+        node = read_accelerator_node(topology, pci_address, root) if pci_address else None
+        quota = read_cpu_quota_cores(root)
+    except (UnsupportedError, OSError) as unreadable:
+        topology, warnings = None, (str(unreadable),)
     except ConfigError as contradiction:
         error = str(contradiction)
-    node = read_accelerator_node(topology, pci_address, root) if topology and pci_address else None
-    quota, cgroup = read_cpu_quota_cores(root), read_cgroup_id(root)
     report = RankReport(
         rank=rank,
         boot_id=read_text(Path(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname(),
-        facts=RankFacts(local_rank, allowed, node, quota, cgroup),
+        facts=RankFacts(local_rank, allowed, node, quota, read_cgroup_id(root)),
         topology_digest=topology.digest() if topology else None,
         request=request,
         kernel=kernel,

@@ -46,7 +46,7 @@ def plot_result(result: dict[str, Any], path: str) -> None:
     bandwidth.set_xlim(0, max(cores) + 1)
     bandwidth.set_ylim(bottom=0)
     bandwidth.xaxis.set_major_locator(MaxNLocator(integer=True))
-    bandwidth.legend(loc="lower right", fontsize=8)
+    bandwidth.legend(fontsize=8)
     splits = result["training"]["splits"]
     labels = ["alone", *(f"{split['pytorch_cores']} + {split['optimizer_cores']}" for split in splits)]
     times = [result["training"]["alone_seconds"], *(split["step_seconds"] for split in splits)]

@@ -6,15 +6,12 @@ the optimizer, to see whether the cores left for PyTorch are enough.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +19,18 @@ import psutil
 
 from deepspeed_ext._errors import ConfigError, WorkerError
 from deepspeed_ext.affinity import accelerators, tuned
-from deepspeed_ext.affinity.cgroup import read_memory_limit_bytes, read_throttled_count
+from deepspeed_ext.affinity.cgroup import read_memory_limit_bytes
+from deepspeed_ext.affinity.crew import Crew, Quiet
 from deepspeed_ext.affinity.host import HostFacts, read_host
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
 from deepspeed_ext.affinity.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
 from deepspeed_ext.affinity.topology import read_accelerator_node, read_cache_bytes
-from deepspeed_ext.affinity.tune_worker import BYTES_PER_ELEMENT, Move, Steps
+from deepspeed_ext.affinity.tune_worker import BYTES_PER_ELEMENT, Steps
 from deepspeed_ext.affinity.worker import WorkerPlace
 
 __all__ = ["TuneSettings", "Tuner", "local_host"]
 
-ANSWER_TIMEOUT_SECONDS = 120.0
-# Not with -m: the requests' classes must be those of the module, not of __main__.
-START_WORKER = "from deepspeed_ext.affinity.tune_worker import main; main()"
 STEADY_SPREAD = 0.03
-FOREIGN_LOAD_FRACTION = 0.05
 HOST_MEMORY_FRACTION = 0.25
 STATE_BYTES_PER_ELEMENT = 16  # fp32 parameter, gradient and two moments
 TRIED_TRAINING_SPLITS = 4
@@ -109,7 +103,7 @@ class Tuner:
         self.records: list[dict[str, object]] = []
         """One record for each point and rank."""
         self._start = time.monotonic()
-        self._optimizers: _Crew | None = None
+        self._optimizers: Crew | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "Tuner":
@@ -161,7 +155,7 @@ class Tuner:
         """Step time of all ranks' optimizers at once on ``cores`` cores each."""
         self.report(f"optimizer on {cores} core(s)")
         plan = self.plan(cores)
-        quiet = _Quiet({cpu for rank in plan.ranks for cpu in rank.optimizer})
+        quiet = Quiet({cpu for rank in plan.ranks for cpu in rank.optimizer})
         try:
             crew = self._optimizer_crew(plan)
             for _ in range(self.settings.warm_up_steps):
@@ -189,7 +183,7 @@ class Tuner:
             )
         return Point(cores, median, spread, traffic / median, noise)
 
-    def _timed_steps(self, crew: "_Crew") -> list[list[float]]:
+    def _timed_steps(self, crew: "Crew") -> list[list[float]]:
         """Steps of each rank, started together one by one, until all are steady or the limit is reached."""
         taken: list[list[float]] = [[] for _ in self.host.ranks]
         while len(taken[0]) < self.settings.maximum_steps:
@@ -209,7 +203,7 @@ class Tuner:
         self.report("training alone")
         seconds = self.settings.training_seconds
         first = self.plan(1)
-        with _Crew("training", [_place(rank.pytorch) for rank in first.ranks], 0) as training:
+        with Crew("training", [_place(rank.pytorch) for rank in first.ranks], 0) as training:
             training.move(first, "pytorch")
             training.ask(Steps(5))
             alone = max(statistics.median(taken) for taken in training.ask(Steps(20, seconds)))
@@ -238,12 +232,12 @@ class Tuner:
                     break
         return alone, splits
 
-    def _optimizer_crew(self, plan: HostPlan) -> "_Crew":
+    def _optimizer_crew(self, plan: HostPlan) -> "Crew":
         """The ranks' optimizer processes, moved to their cores in ``plan``."""
         if self._optimizers is None:
             places = [WorkerPlace.of(rank) for rank in plan.ranks]
             role = f"optimizer:{self.settings.kernel}"
-            self._optimizers = self._stack.enter_context(_Crew(role, places, self.settings.elements))
+            self._optimizers = self._stack.enter_context(Crew(role, places, self.settings.elements))
         self._optimizers.move(plan, "optimizer")
         return self._optimizers
 
@@ -254,127 +248,6 @@ class Tuner:
 
 def _place(cpus: Sequence[int]) -> WorkerPlace:
     return WorkerPlace(frozenset(cpus))
-
-
-class _Crew:
-    """One measuring process a rank, all asked at once."""
-
-    def __init__(self, role: str, places: Sequence[WorkerPlace], elements: int) -> None:
-        self.connections: list[Connection] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._nodes: list[int | None] = [None] * len(places)
-        for rank, place in enumerate(places):
-            ours, theirs = Pipe()
-            arguments = [str(theirs.fileno()), str(place), role, str(rank), str(elements)]
-            command = [sys.executable, "-c", START_WORKER, *arguments]
-            self.processes.append(
-                subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-                )
-            )
-            theirs.close()
-            self.connections.append(ours)
-
-    def __enter__(self) -> "_Crew":
-        try:
-            self.collect()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for connection in self.connections:
-            connection.close()
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self.processes]
-
-    def move(self, plan: HostPlan, role: str) -> None:
-        """Move each rank's process to its cores in ``plan``; buffers follow to another node."""
-        for index, (rank, connection) in enumerate(zip(plan.ranks, self.connections, strict=True)):
-            cpus = frozenset(getattr(rank, role))
-            node = rank.optimizer_node if role == "optimizer" else rank.numa_node
-            threads = len(cpus) if role == "optimizer" else rank.pytorch_threads
-            _send(connection, Move(cpus, threads, reallocate=self._nodes[index] not in (None, node)))
-            self._nodes[index] = node
-        self.collect()
-
-    def ask(self, request: Steps) -> list[Any]:
-        """Send ``request`` to all and return their answers, in rank order."""
-        self.send(request)
-        return self.collect()
-
-    def send(self, request: Steps) -> None:
-        for connection in self.connections:
-            _send(connection, request)
-
-    def collect(self) -> list[Any]:
-        """One answer of each process.
-
-        Raises:
-            WorkerError: a process has ended or does not answer.
-        """
-        answers: dict[Connection, Any] = {}
-        deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
-        while len(answers) < len(self.connections):
-            pending = [connection for connection in self.connections if connection not in answers]
-            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise WorkerError(f"a measuring process did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s")
-            for connection in ready:
-                answers[connection] = self._receive(connection)  # type: ignore[index,arg-type]
-        return [answers[connection] for connection in self.connections]
-
-    def _receive(self, connection: Connection) -> Any:
-        try:
-            return connection.recv()
-        except (EOFError, ConnectionError):
-            process = self.processes[self.connections.index(connection)]
-            status = process.wait(timeout=10)
-            raise WorkerError(f"a measuring process ended with status {status} (out of memory?)") from None
-
-
-def _send(connection: Connection, request: Move | Steps) -> None:
-    try:
-        connection.send(request)
-    except (BrokenPipeError, ConnectionError):
-        raise WorkerError("a measuring process has ended") from None
-
-
-class _Quiet:
-    """Was anybody else on the CPUs under test?"""
-
-    def __init__(self, cpus: set[int]) -> None:
-        self.cpus = cpus
-
-    def begin(self, pids: Sequence[int]) -> None:
-        self.processes = [psutil.Process(pid) for pid in (*pids, os.getpid())]
-        self.start, self.busy, self.own = time.monotonic(), self._busy(), self._own()
-        self.throttled = read_throttled_count()
-
-    def _busy(self) -> float:
-        times = psutil.cpu_times(percpu=True)
-        counted = [times[cpu] for cpu in self.cpus if cpu < len(times)]
-        return sum(sum(time) - time.idle - getattr(time, "iowait", 0.0) for time in counted)
-
-    def _own(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
-
-    def verdict(self) -> str:
-        """Why the measurement is doubtful; empty if it is not."""
-        if read_throttled_count() > self.throttled:
-            return "stopped by the CPU quota"
-        elapsed = (time.monotonic() - self.start) * len(self.cpus)
-        foreign = (self._busy() - self.busy - (self._own() - self.own)) / elapsed
-        # Kernel clocks tick every 10 ms: a short measurement proves nothing.
-        if elapsed > 0.2 and foreign > FOREIGN_LOAD_FRACTION:
-            return f"other processes used {foreign:.0%} of the cores under test"
-        return ""
 
 
 def run_from_cli(arguments: Any) -> Iterator[str]:

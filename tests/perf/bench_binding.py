@@ -7,8 +7,8 @@
 - tuner: what the tuner chooses, against every number of cores that it could have chosen.
 
 All four ways get the same CPUs. They alternate A B C D A B C D...; each number is a median over the rounds' medians.
-"unbound" leaves the thread count to torch, as a script started by hand does; "one launcher thread" is what torchrun
-does, which sets OMP_NUM_THREADS=1 and binds nothing.
+"unbound" leaves the thread count to torch, as a script started by hand does; "launcher" is taskset and
+OMP_NUM_THREADS in the command; "upstream" moves the main thread after torch is imported, as DeepSpeed 0.19.8 does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Process:
         ours, theirs = Pipe()
         arguments = [str(theirs.fileno()), way, format_cpulist(cpus), load, str(rank), str(ranks), folder]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("OMP_")}
-        environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "DSEXT_LOG_LEVEL": "WARNING"}
+        environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
+        environment |= {"DSEXT_LOG_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}
         prefix = []
         if way == "launcher":
             prefix = ["taskset", "-c", format_cpulist(cpus)]

@@ -70,9 +70,14 @@ def cpu_model() -> str:
     return platform.processor()
 
 
+def path_of(name: str) -> Path:
+    """Where the result `name` is kept: ``outputs/bench/<name>.json``."""
+    return ROOT / "outputs" / "bench" / f"{name}.json"
+
+
 def write(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
-    """Write the result to ``outputs/bench/<name>.json`` and return the path."""
-    path = ROOT / "outputs" / "bench" / f"{name}.json"
+    """Write the result to its place and return the path."""
+    path = path_of(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance(), "settings": settings, "rows": list(rows)}, indent=2) + "\n")
     return path

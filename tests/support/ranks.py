@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_SECONDS = 120.0
+START_TIMEOUT_SECONDS = 300.0  # an operator may have to be compiled first
 GRACE_SECONDS = 3.0
 
 

@@ -158,6 +158,14 @@ def test_a_container_that_cannot_see_its_own_path_reads_its_mount(tmp_path: Path
     assert read_throttled_count(tmp_path) == 4
 
 
+def test_limits_at_the_root_count_where_the_process_does_not_say_its_group(tmp_path: Path) -> None:
+    write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "250000")
+    write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000")
+    assert read_cpu_quota_cores(tmp_path) == 2.5
+    write(tmp_path / "sys/fs/cgroup/cpu.max", "150000 100000")
+    assert read_cpu_quota_cores(tmp_path) == 1.5
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_cpuset_is_that_of_the_nearest_group(old: bool, tmp_path: Path) -> None:
     write_host(tmp_path, cores(8), old=old, cpuset="2-5")

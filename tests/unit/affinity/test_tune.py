@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.affinity import tuned
+from deepspeed_ext.affinity.crew import Crew, Quiet
 from deepspeed_ext.affinity.host import read_host
 from deepspeed_ext.affinity.plan import RankFacts
 from deepspeed_ext.affinity.plot import plot_result
 from deepspeed_ext.affinity.sweep import Point, Sweep, choose, ladder, relative_spread, training_choice
 from deepspeed_ext.affinity.topology import Topology, read_cache_bytes
-from deepspeed_ext.affinity.tune import Tuner, TuneSettings, _Crew, _Quiet
+from deepspeed_ext.affinity.tune import Tuner, TuneSettings
 from deepspeed_ext.affinity.tune_worker import Steps
 from deepspeed_ext.affinity.worker import WorkerPlace
 from tests.support.sysfs import write_host
@@ -157,7 +158,7 @@ def test_a_failing_worker_is_one_failed_point() -> None:
 
 
 def test_foreign_load_is_noticed() -> None:
-    quiet = _Quiet({CPUS[0]})
+    quiet = Quiet({CPUS[0]})
     code = "import time; end = time.time() + 1.0\nwhile time.time() < end: pass"
     with subprocess.Popen(["taskset", "-c", str(CPUS[0]), sys.executable, "-c", code]) as other:
         quiet.begin([])
@@ -167,7 +168,7 @@ def test_foreign_load_is_noticed() -> None:
 
 def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
     place = WorkerPlace(frozenset(CPUS[:1]))
-    with _Crew("optimizer:torch-fused-adamw", [place, place], 1 << 16) as crew:
+    with Crew("optimizer:torch-fused-adamw", [place, place], 1 << 16) as crew:
         answers = crew.ask(Steps(3))
         pids = crew.pids
         masks = [os.sched_getaffinity(pid) for pid in pids]

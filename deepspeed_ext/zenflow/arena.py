@@ -1,0 +1,140 @@
+"""The memory that trainer and worker share: one memfd, named typed arrays at places that a pure function plans.
+
+A memfd needs no /dev/shm and vanishes with the last process that holds it. Pages take memory once they are touched:
+an array that is planned and never used costs nothing. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from deepspeed_ext._errors import UnsupportedError
+from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, Array
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Arena", "ArenaLayout", "ArraySpec", "Place", "plan_layout"]
+
+_LINE_BYTES = 64
+_PAGE_BYTES = 4096
+
+
+class ArraySpec(NamedTuple):
+    """An array that the arena is to hold."""
+
+    name: str
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+class Place(NamedTuple):
+    """An array and where it begins in the arena, in bytes."""
+
+    spec: ArraySpec
+    offset: int
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Where every array lies. Trainer and worker hold equal copies."""
+
+    places: tuple[Place, ...]
+    nbytes: int
+
+    def by_name(self) -> Mapping[str, Place]:
+        """The places by the name of their array."""
+        return MappingProxyType({place.spec.name: place for place in self.places})
+
+
+def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
+    """Place `specs` one behind the other: on a page if they fill one (so that they can be locked), else on a line."""
+    places, end = [], 0
+    assert len({spec.name for spec in specs}) == len(specs), "names of arrays are unique"
+    for spec in specs:
+        alignment = _PAGE_BYTES if spec.nbytes >= _PAGE_BYTES else _LINE_BYTES
+        offset = -(-end // alignment) * alignment
+        places.append(Place(spec, offset))
+        end = offset + spec.nbytes
+    return ArenaLayout(tuple(places), max(_PAGE_BYTES, -(-end // _PAGE_BYTES) * _PAGE_BYTES))
+
+
+class Arena:
+    """A mapping of the shared memory. `create` makes it, `attach` maps what another process made.
+
+    Attributes:
+        fileno: the memfd; stays open as long as the arena.
+        layout: where the arrays are.
+    """
+
+    def __init__(self, fileno: int, layout: ArenaLayout) -> None:
+        self.fileno = fileno
+        self.layout = layout
+        self._places = layout.by_name()
+        self._map = mmap.mmap(fileno, layout.nbytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # no huge pages for shared memory here: it costs a little speed
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    @classmethod
+    def create(cls, layout: ArenaLayout) -> Arena:
+        """Make a zeroed arena.
+
+        Raises:
+            UnsupportedError: the platform has no memfd, or the kernel refuses one of this size.
+        """
+        if not hasattr(os, "memfd_create"):
+            raise UnsupportedError("ZenFlow shares memory between processes by memfd_create, which needs Linux")
+        try:
+            fileno = os.memfd_create("deepspeed_ext-arena", os.MFD_CLOEXEC)
+            os.ftruncate(fileno, layout.nbytes)
+            return cls(fileno, layout)
+        except OSError as error:
+            raise UnsupportedError(
+                f"the kernel refuses {layout.nbytes:,} bytes of memory shared with the optimizer process: {error}. "
+                "Use more ranks (each holds less), raise the memory limit, or turn zenflow off"
+            ) from error
+
+    @classmethod
+    def attach(cls, fileno: int, layout: ArenaLayout) -> Arena:
+        """Map an arena that another process created."""
+        return cls(fileno, layout)
+
+    def array(self, name: str) -> Array:
+        """The array `name` as an address; valid as long as the arena."""
+        spec, offset = self._places[name]
+        return Array(self._address + offset, spec.dtype, spec.numel)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The array `name` as a 1-D CPU tensor that shares its memory; it keeps the mapping alive."""
+        import torch
+
+        spec, offset = self._places[name]
+        dtype = getattr(torch, spec.dtype)
+        if spec.numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=spec.numel, offset=offset)
+
+    def resident_bytes(self) -> int:
+        """Bytes of memory that the arena takes now: its touched pages."""
+        return os.fstat(self.fileno).st_blocks * 512
+
+    def close(self) -> None:
+        """Close the memfd. The memory goes once no process maps it and no tensor refers to it. Idempotent."""
+        if self.fileno >= 0:
+            os.close(self.fileno)
+            self.fileno = -1

@@ -1,0 +1,113 @@
+"""What a step cost: the figures that go to the log and the monitor, and that choose the interval."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Figures", "PredictionProbe"]
+
+_REMEMBERED = 64
+_SETTLING_STEPS = 2  # the first steps touch memory and warm caches
+
+
+@dataclass
+class Figures:
+    """Figures of the last optimizer step; times in seconds, sizes in bytes."""
+
+    wait_seconds: float = 0.0
+    """The trainer stood waiting for the worker."""
+    worker_seconds: float = 0.0
+    """The worker's newest pass, over all partitions."""
+    device_seconds: float = 0.0
+    """From the end of the step before to the beginning of this one: forward, backward, everything else."""
+    step_seconds: float = 0.0
+    """Inside the optimizer step, waiting included."""
+    overlap: float = 0.0
+    """Share of the worker's time since the start that the trainer did not stand waiting for it."""
+    bytes_down: int = 0
+    bytes_up: int = 0
+    prediction_error: float = float("nan")
+    """||W - p|| over ||p - p before||, newest sample; not a number before the first."""
+    rounding_error: float = float("nan")
+    """||16bit(p) - p|| over ||p - p before||: the part of it that 16-bit weights cost without any prediction."""
+    _total_wait: float = 0.0
+    _total_worker: float = 0.0
+    _worker: list[float] = field(default_factory=list)
+    _device: list[float] = field(default_factory=list)
+    _begun: float = 0.0
+    _ended: float | None = None
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self._begun = time.perf_counter()
+        self.wait_seconds, self.bytes_down, self.bytes_up = 0.0, 0, 0
+        if self._ended is not None:
+            self.device_seconds = self._begun - self._ended
+            self._device = [*self._device[-_REMEMBERED:], self.device_seconds]
+
+    def end_step(self) -> None:
+        """The optimizer step has ended."""
+        self._ended = time.perf_counter()
+        self._total_wait += self.wait_seconds
+        if self._total_worker > 0:
+            self.overlap = max(0.0, 1.0 - self._total_wait / self._total_worker)
+        self.step_seconds = self._ended - self._begun
+
+    def note_worker(self, seconds: float, gradients: int) -> None:
+        """The worker has answered a submission with that many gradients."""
+        self.worker_seconds = seconds
+        self._total_worker += seconds
+        if gradients:
+            self._worker = [*self._worker[-_REMEMBERED:], seconds]
+
+    def typical(self) -> tuple[float, float]:
+        """Median seconds of the worker's pass and of the accelerator's step, without the first ones."""
+        worker, device = self._worker[_SETTLING_STEPS:], self._device[_SETTLING_STEPS - 1 :]
+        return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
+
+    def as_dict(self, interval: int) -> dict[str, float]:
+        """By name, for logs; times in milliseconds."""
+        return {
+            "wait_ms": self.wait_seconds * 1e3,
+            "worker_ms": self.worker_seconds * 1e3,
+            "device_ms": self.device_seconds * 1e3,
+            "step_ms": self.step_seconds * 1e3,
+            "overlap": self.overlap,
+            "bytes_down": float(self.bytes_down),
+            "bytes_up": float(self.bytes_up),
+            "interval": float(interval),
+            "prediction_error": self.prediction_error,
+            "rounding_error": self.rounding_error,
+        }
+
+
+class PredictionProbe:
+    """Compares a sample of predicted weights with what the worker made of the same gradients, now and then."""
+
+    EVERY_INTERVALS = 20
+    SAMPLE_NUMEL = 1 << 16
+
+    def __init__(self) -> None:
+        self._intervals = 0
+        self._predicted: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
+
+    def arrived(self, master: torch.Tensor, figures: Figures) -> None:
+        """The worker's result is in `master` (1-D fp32, host): book the errors of the sample taken before, if any."""
+        if self._predicted is not None and self._before is not None:
+            now = master[: self._before.numel()].detach()
+            moved = (now - self._before).norm().clamp_min(torch.finfo(torch.float32).tiny)
+            figures.prediction_error = float((self._predicted.float() - now).norm() / moved)
+            figures.rounding_error = float((now.to(self._predicted.dtype).float() - now).norm() / moved)
+        self._predicted = self._before = None
+
+    def predicted(self, weights: torch.Tensor, master: torch.Tensor) -> None:
+        """`weights` have just been predicted and `master` is the result that they build on."""
+        if self._intervals % self.EVERY_INTERVALS == 0:
+            self._predicted = weights[: self.SAMPLE_NUMEL].detach().to("cpu", copy=True)
+            self._before = master[: self.SAMPLE_NUMEL].detach().clone()
+        self._intervals += 1

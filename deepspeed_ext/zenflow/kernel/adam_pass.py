@@ -1,0 +1,116 @@
+"""The contract of the pass: which arrays, which constants, which arithmetic. Plain values, no torch.
+
+Adam and AdamW as ``torch.optim`` defines them, for every step k of a pass, elementwise in fp32::
+
+    g = c_k * gradient_k                      (+ weight_decay * p   when not decoupled)
+    m = m + (1 - beta1) (g - m)
+    v = beta2 v + (1 - beta2) g^2
+    d = sqrt(v) / sqrt(1 - beta2^t) + eps
+    p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when decoupled)
+
+and after the last step, with that step's d and the factors of `Publish`::
+
+    y = p_factor p - (m_factor m + l2_factor p) / d,    block_means[b] = mean of v over block b
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+__all__ = ["DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "Publish"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Array(NamedTuple):
+    """A contiguous 1-D array in host memory."""
+
+    address: int
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """The constants of one optimizer step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """True: AdamW; False: Adam with weight decay as an L2 term of the gradient."""
+    step: int
+    """Number of this update, counted from 1 (``t`` of the bias correction)."""
+    grad_scale: float
+    """``c``: what the stored gradient is multiplied with (loss scale and clipping)."""
+
+    @property
+    def bias_correction1(self) -> float:
+        """1 - beta1^t."""
+        return 1.0 - self.beta1**self.step
+
+    @property
+    def bias_correction2_sqrt(self) -> float:
+        """sqrt(1 - beta2^t)."""
+        return math.sqrt(1.0 - self.beta2**self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """How y follows from p, m and v."""
+
+    p_factor: float
+    m_factor: float
+    l2_factor: float
+    bias_correction2_sqrt: float
+    """Of the step after which y is published; 1.0 before the first step."""
+    eps: float
+
+    @classmethod
+    def exact(cls, bias_correction2_sqrt: float, eps: float) -> "Publish":
+        """Publish p itself."""
+        return cls(1.0, 0.0, 0.0, bias_correction2_sqrt, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamPass:
+    """One pass over one partition of n elements.
+
+    ``p``, ``m``, ``v`` (fp32, n elements) are read and written; ``published`` (n elements, any dtype) and
+    ``block_means`` (fp32, ceil(n / block_size) elements) are written; ``grads`` (n elements each, one dtype) are read.
+    One gradient a step; no steps at all recomputes ``published`` and ``block_means``.
+    """
+
+    p: Array
+    m: Array
+    v: Array
+    grads: tuple[Array, ...]
+    steps: tuple[AdamStep, ...]
+    published: Array
+    block_means: Array
+    block_size: int
+    publish: Publish
+
+    def __post_init__(self) -> None:
+        n = self.p.numel
+        assert len(self.grads) == len(self.steps), "one gradient a step"
+        assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), "arrays of one partition"
+        assert {a.dtype for a in (self.p, self.m, self.v, self.block_means)} == {"float32"}
+        assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
+        assert self.block_means.numel == -(-n // self.block_size)
+        if self.steps:
+            last = self.steps[-1]
+            assert (self.publish.bias_correction2_sqrt, self.publish.eps) == (last.bias_correction2_sqrt, last.eps)
+
+
+class Kernel(Protocol):
+    """Carries out passes."""
+
+    name: str
+    """What runs, for people: ``native`` or ``reference``."""
+
+    def run(self, adam_pass: AdamPass) -> None:
+        """Carry out one pass; returns when memory holds the result."""

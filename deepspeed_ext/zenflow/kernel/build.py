@@ -1,0 +1,73 @@
+"""Finds the native kernel, or makes it once: nothing here is ever required.
+
+Looked for in this order: the library that ``setup.py`` built beside this file, then one in the cache directory
+(``DSEXT_CACHE_DIR``, else ``$XDG_CACHE_HOME/deepspeed_ext``, else ``~/.cache/deepspeed_ext``), compiled there on first
+use when a C++ compiler is on PATH. ``DSEXT_NATIVE_KERNEL=0`` turns it off.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from deepspeed_ext._logging import logger
+from deepspeed_ext.zenflow.kernel.native import ABI_VERSION, NativeKernel
+
+__all__ = ["COMPILE_FLAGS", "SOURCE", "library_path"]
+
+SOURCE = Path(__file__).with_name("adam_pass.cpp")
+# No -ffast-math: results must be those of the reference, to rounding.
+COMPILE_FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+_COMPILE_TIMEOUT_SECONDS = 120
+
+
+def library_path() -> str | None:
+    """Return the path of a native kernel that loads here, or ``None`` (then the reference runs)."""
+    if os.environ.get("DSEXT_NATIVE_KERNEL", "1") == "0":
+        return None
+    for built in sorted(SOURCE.parent.glob("_adam_pass*.so")):
+        if _loads(built):
+            return str(built)
+    return _compile_once()
+
+
+def _loads(path: Path) -> bool:
+    try:
+        NativeKernel(str(path), threads=1)
+    except (OSError, AttributeError) as error:
+        logger.debug("native kernel %s does not load: %s", path, error)
+        return False
+    return True
+
+
+def _cache_directory() -> Path:
+    configured = os.environ.get("DSEXT_CACHE_DIR")
+    if configured:
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed_ext"
+
+
+def _compile_once() -> str | None:
+    try:
+        key = hashlib.sha256(SOURCE.read_bytes() + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
+        target = _cache_directory() / f"adam_pass-{ABI_VERSION}-{os.uname().machine}-{key}.so"
+        if target.exists() and _loads(target):
+            return str(target)
+        compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+        if compiler is None:
+            return None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            # Built aside and moved: several ranks may compile at once, and none may see half a file.
+            made = Path(scratch) / target.name
+            command = [compiler, *COMPILE_FLAGS, "-shared", str(SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_SECONDS)
+            if not _loads(made):
+                return None
+            made.replace(target)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.debug("the native kernel was not built, torch operations do its work: %s", error)
+        return None
+    return str(target)

@@ -1,0 +1,117 @@
+"""The pass in C++ (``adam_pass.cpp``), called through ctypes. Imports no torch: a worker that uses it stays small."""
+
+import ctypes
+
+from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep
+
+__all__ = ["ABI_VERSION", "NativeKernel"]
+
+ABI_VERSION = 1
+_DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "beta1_complement",
+            "beta2",
+            "beta2_complement",
+            "eps",
+            "decay",
+            "l2",
+            "step_size",
+            "bias2_inverse",
+            "grad_scale",
+        )
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        ("p", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("grads", ctypes.POINTER(ctypes.c_void_p)),
+        ("steps", ctypes.POINTER(_Step)),
+        ("published", ctypes.c_void_p),
+        ("block_means", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("steps_count", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("published_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("p_factor", ctypes.c_float),
+        ("m_factor", ctypes.c_float),
+        ("l2_factor", ctypes.c_float),
+        ("publish_bias2_inverse", ctypes.c_float),
+        ("publish_eps", ctypes.c_float),
+    ]
+
+
+def _step(step: AdamStep) -> _Step:
+    return _Step(
+        beta1_complement=1.0 - step.beta1,
+        beta2=step.beta2,
+        beta2_complement=1.0 - step.beta2,
+        eps=step.eps,
+        decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
+        l2=0.0 if step.decoupled else step.weight_decay,
+        step_size=step.lr / step.bias_correction1,
+        bias2_inverse=1.0 / step.bias_correction2_sqrt,
+        grad_scale=step.grad_scale,
+    )
+
+
+class NativeKernel:
+    """Runs passes with the shared library at ``library`` on ``threads`` OpenMP threads.
+
+    Raises:
+        OSError: the file cannot be loaded, or is of another version.
+    """
+
+    name = "native"
+
+    def __init__(self, library: str, threads: int) -> None:
+        self._library = ctypes.CDLL(library)
+        if self._library.dsext_adam_pass_version() != ABI_VERSION:
+            raise OSError(f"{library} has another ABI version than {ABI_VERSION}")
+        self._library.dsext_adam_pass.argtypes = [ctypes.POINTER(_Pass)]
+        self._library.dsext_adam_pass.restype = None
+        self._library.dsext_first_touch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
+        self._library.dsext_first_touch.restype = None
+        self._threads = threads
+
+    def run(self, adam_pass: AdamPass) -> None:
+        """See `Kernel.run`. The call releases the interpreter lock."""
+        count = len(adam_pass.steps)
+        grads = (ctypes.c_void_p * max(1, count))(*(g.address for g in adam_pass.grads))
+        steps = (_Step * max(1, count))(*map(_step, adam_pass.steps))
+        publish = adam_pass.publish
+        self._library.dsext_adam_pass(
+            _Pass(
+                p=adam_pass.p.address,
+                m=adam_pass.m.address,
+                v=adam_pass.v.address,
+                grads=grads,
+                steps=steps,
+                published=adam_pass.published.address,
+                block_means=adam_pass.block_means.address,
+                numel=adam_pass.p.numel,
+                block_size=adam_pass.block_size,
+                steps_count=count,
+                grad_dtype=_DTYPE_CODES[adam_pass.grads[0].dtype] if count else 0,
+                published_dtype=_DTYPE_CODES[adam_pass.published.dtype],
+                threads=self._threads,
+                p_factor=publish.p_factor,
+                m_factor=publish.m_factor,
+                l2_factor=publish.l2_factor,
+                publish_bias2_inverse=1.0 / publish.bias_correction2_sqrt,
+                publish_eps=publish.eps,
+            )
+        )
+
+    def first_touch(self, address: int, nbytes: int) -> None:
+        """Write every page of a fresh mapping, so that it lies on the memory node of this process's cores."""
+        self._library.dsext_first_touch(address, nbytes, self._threads)

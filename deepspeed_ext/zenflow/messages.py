@@ -1,0 +1,90 @@
+"""What trainer and worker say to each other: plain values that pickle, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed_ext.zenflow.arena import ArenaLayout, ArraySpec
+from deepspeed_ext.zenflow.kernel.adam_pass import AdamStep, Publish
+
+__all__ = ["Done", "Failed", "PartitionPass", "Ready", "Submission", "WorkerPlan", "array_name", "partition_specs"]
+
+
+def array_name(kind: str, partition: int, slot: int = 0, position: int = 0) -> str:
+    """The arena's name of an array of a partition; `slot` and `position` tell gradients apart."""
+    return f"{kind}.{partition}.{slot}.{position}" if kind == "g" else f"{kind}.{partition}"
+
+
+def partition_specs(
+    partition: int, numel: int, *, block_size: int, publish_dtype: str, grad_dtype: str, slots: int, interval: int
+) -> list[ArraySpec]:
+    """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`)."""
+    state = [ArraySpec(array_name(kind, partition), "float32", numel) for kind in ("p", "m", "v")]
+    published = ArraySpec(array_name("y", partition), publish_dtype, numel)
+    means = ArraySpec(array_name("block_means", partition), "float32", -(-numel // block_size))
+    gradients = [
+        ArraySpec(array_name("g", partition, slot, position), grad_dtype, numel)
+        for slot in range(slots)
+        for position in range(interval)
+    ]
+    return [*state, published, means, *gradients]
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """All that a worker must know to start; sent once."""
+
+    layout: ArenaLayout
+    block_size: int
+    touch: tuple[str, ...]
+    """Arrays whose pages the worker touches first, so that they lie on its memory node."""
+    place: str | None
+    """Where to run, as `deepspeed_ext.affinity.worker.WorkerPlace` writes it; None: as inherited."""
+    threads: int
+    library: str | None
+    """Path of the native kernel; None: the torch reference."""
+
+
+@dataclass(frozen=True)
+class PartitionPass:
+    """One pass over one partition: the gradients in ``slot`` at ``positions``, a step each, then publish."""
+
+    partition: int
+    slot: int
+    positions: tuple[int, ...]
+    steps: tuple[AdamStep, ...]
+    publish: Publish
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Work for the worker; answered by `Done` with the same number."""
+
+    number: int
+    passes: tuple[PartitionPass, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker has bound itself, mapped and touched the arena, and loaded its kernel."""
+
+    pid: int
+    kernel: str
+    cpus: tuple[int, ...]
+    warning: str | None
+    """What could not be done about its place."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The memory holds the result of submission `number`."""
+
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The worker raised; it has ended."""
+
+    traceback: str

@@ -1,0 +1,73 @@
+"""Copies between the accelerator and the arena, beside the computation where the accelerator has streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext._logging import warn_once
+from deepspeed_ext._upstream import get_accelerator
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """Gradients go down on a stream of their own; `finish` returns when everything has arrived.
+
+    On an accelerator without streams (the CPU) copies are done when the calls return.
+    """
+
+    def __init__(self) -> None:
+        accelerator = get_accelerator()
+        self._stream: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
+        self._locked: list[torch.Tensor] = []
+
+    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start copying `source` (accelerator) to `target` (arena); both stay as they are until `finish`."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        accelerator = get_accelerator()
+        self._stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            source.record_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait for the copies of `to_host`, and for those that the current stream makes from the arena."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            get_accelerator().current_stream().synchronize()
+
+    def lock(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Page-lock host tensors that exist already, so that copies of them run beside the computation.
+
+        Refusal (``ulimit -l``) is a warning: copies then go through pageable memory, slower and in step.
+        """
+        runtime = _host_registry()
+        for tensor in tensors if runtime is not None else ():
+            if tensor.numel() == 0:
+                continue
+            if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) != 0:
+                warn_once(
+                    f"{tensor.nbytes:,} bytes of the optimizer's arena could not be page-locked: copies to and from "
+                    "the accelerator are slower. Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1)"
+                )
+                return
+            self._locked.append(tensor)
+
+    def unlock(self) -> None:
+        """Undo `lock`. Idempotent."""
+        while self._locked:
+            _host_registry().cudaHostUnregister(self._locked.pop().data_ptr())
+
+
+def _host_registry() -> Any:
+    """The accelerator runtime's functions for page-locking memory that it did not allocate; None where it has none."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+    runtime = getattr(torch.get_device_module(accelerator.device_name()), "cudart", None)
+    return None if runtime is None else runtime()

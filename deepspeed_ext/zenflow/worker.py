@@ -1,0 +1,90 @@
+"""The optimizer process: ``python -m deepspeed_ext.zenflow.worker SOCKET_FD ARENA_FD PARENT_PID WATCH_PARENT``.
+
+Started by `process.OptimizerProcess` and by nothing else. It binds itself to its cores before anything heavy is
+imported, and imports torch only if the native kernel is missing. It ends when told to, when the trainer's end of the
+socket closes, and (by PR_SET_PDEATHSIG) when the trainer dies while a pass runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.zenflow.arena import Arena
+from deepspeed_ext.zenflow.kernel import AdamPass, Kernel, NativeKernel, load_kernel
+from deepspeed_ext.zenflow.messages import Done, Failed, PartitionPass, Ready, Submission, WorkerPlan, array_name
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve one trainer until it closes the connection."""
+    socket_fd, arena_fd, parent_pid, watch_parent = map(int, sys.argv[1:5])
+    _end_with_parent(parent_pid, bool(watch_parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the trainer, which then closes us
+    connection = Connection(socket_fd)
+    # The trainer may be gone at any moment: nobody is left to tell then.
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            _serve(connection, arena_fd)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except BaseException:
+            connection.send(Failed(traceback.format_exc()))
+            raise SystemExit(1) from None
+
+
+def _end_with_parent(parent_pid: int, watch_parent: bool) -> None:
+    """Ask the kernel to kill this process with the thread that started it, unless that thread may end early."""
+    if watch_parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # died before the line above
+        raise SystemExit(0)
+
+
+def _serve(connection: Connection, arena_fd: int) -> None:
+    plan: WorkerPlan = connection.recv()
+    warning = WorkerPlace.parse(plan.place).take() if plan.place is not None else None
+    kernel = load_kernel(plan.library, plan.threads)
+    arena = Arena.attach(arena_fd, plan.layout)
+    _touch(arena, kernel, plan.touch)
+    connection.send(Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
+    while (submission := connection.recv()) is not None:
+        connection.send(_carry_out(submission, arena, kernel, plan.block_size))
+
+
+def _touch(arena: Arena, kernel: Kernel, names: tuple[str, ...]) -> None:
+    places = arena.layout.by_name()
+    for name in names:
+        if isinstance(kernel, NativeKernel):
+            kernel.first_touch(arena.array(name).address, places[name].spec.nbytes)
+        else:
+            arena.tensor(name).zero_()
+
+
+def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size: int) -> Done:
+    begin = time.perf_counter()
+    for work in submission.passes:
+        kernel.run(_adam_pass(work, arena, block_size))
+    return Done(submission.number, time.perf_counter() - begin)
+
+
+def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
+    p, m, v, published, means = (
+        arena.array(array_name(kind, work.partition)) for kind in ("p", "m", "v", "y", "block_means")
+    )
+    grads = tuple(arena.array(array_name("g", work.partition, work.slot, k)) for k in work.positions)
+    return AdamPass(p, m, v, grads, work.steps, published, means, block_size, work.publish)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""ZeRO stage 3 whose optimizer runs in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, dist, get_accelerator, host_offload_config
+from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.zenflow import checkpoint
+from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zero.zenflow import (
+    PartitionStandIn,
+    StepFactor,
+    build_adam,
+    grad_dtype,
+    require_supported,
+    saved_section,
+)
+
+__all__ = ["ZenFlowZeroOptimizerStage3"]
+
+_WEIGHTS = "weights"
+"""Key of the ZenFlow section: the 16-bit partitions, which stage 3 saves nowhere else."""
+
+
+class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
+    """DeepSpeed's stage 3 optimizer on top of `OffloadedAdam`; a partition is a sub-group. See `ZenFlowZeroOptimizer`.
+
+    Attributes:
+        zenflow_adam: the optimizer proper.
+    """
+
+    zenflow_adam: OffloadedAdam
+    fp32_partitioned_groups_flat: list[Any]
+    inf_or_nan_tracker: torch.Tensor
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        init_optimizer: Any,
+        *args: Any,
+        settings: ZeroFields,
+        place: WorkerPlace | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert settings.zenflow is not None
+        require_supported(settings.zenflow, kwargs, init_optimizer.param_groups)
+        self._settings = settings.zenflow
+        self._place = place
+        self._factor = StepFactor()
+        kwargs["offload_optimizer_config"] = host_offload_config()
+        if kwargs["gradient_accumulation_steps"] > 1:
+            kwargs["gradient_accumulation_dtype"] = torch.float32
+        super().__init__(module, init_optimizer, *args, **kwargs)
+
+    def initialize_optimizer_states(self) -> None:
+        """Instead of host gradients and moments: the arena and the worker. From here on nothing is offloaded."""
+        self._grad_dtype = grad_dtype(self.dtype, self.gradient_accumulation_dtype)
+        count = len(self.fp32_partitioned_groups_flat)
+        self.zenflow_adam = build_adam(
+            self._settings,
+            self.optimizer,
+            self.fp32_partitioned_groups_flat,
+            [self.sub_group_to_group_id[index] for index in range(count)],
+            lambda index: self.fp16_partitioned_groups_flat[index].data,
+            self._grad_dtype,
+            self.dp_process_group,
+            self._place,
+        )
+        ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
+        self.fp32_partitioned_groups_flat = [p.master for p in self.zenflow_adam.partitions]
+        for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
+            master.ds_id = ds_id
+        self.offload_optimizer = False
+        self.offload_optimizer_pin_memory = False
+        self.deepspeed_adam_offload = False
+        self.device = get_accelerator().current_device_name()
+        self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
+
+    # -- stepping -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        masters = self.fp32_partitioned_groups_flat
+        self.fp32_partitioned_groups_flat = [
+            PartitionStandIn(flat.data, self._grad_dtype) for flat in self.fp16_partitioned_groups_flat
+        ]
+        try:
+            super().step(closure)
+            if not self.overflow:
+                self.zenflow_adam.end_step()
+        finally:
+            self.fp32_partitioned_groups_flat = masters
+            self._factor.forget()
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
+        """Note the factor and leave the gradients alone: the worker and the estimate multiply as they go."""
+        upstream = super().unscale_and_clip_grads
+        stand_in = self.fp32_partitioned_groups_flat[sub_group_id]
+
+        def on_one(one: torch.Tensor) -> None:
+            gradient, stand_in.grad = stand_in.grad, one
+            upstream(sub_group_id, total_norm)
+            stand_in.grad = gradient
+
+        self._factor.get(on_one, self.loss_scale)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if sub_group_id == 0:
+            self.zenflow_adam.begin_step()
+        grad = self.fp32_partitioned_groups_flat[sub_group_id].grad
+        self.zenflow_adam.step_partition(sub_group_id, grad, self._factor.value)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v in their usual places, and the ZenFlow section."""
+        self.zenflow_adam.drain()
+        self.zenflow_adam.bind_state()
+        section = checkpoint.section(self.zenflow_adam)
+        section[_WEIGHTS] = [flat.detach().cpu().clone() for flat in self.fp16_partitioned_groups_flat]
+        return {**super().state_dict(), checkpoint.SECTION: section}
+
+    def load_state_dict(
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        self.zenflow_adam.drain()
+        rank = dist.get_rank(group=self.dp_process_group)
+        saved = None if checkpoint_folder else saved_section(state_dict_list, rank)
+        super().load_state_dict(
+            state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
+        )
+        if not (load_optimizer_states or checkpoint_folder):
+            self.zenflow_adam.masters_changed()
+            return
+        checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
+        if checkpoint.restore(self.zenflow_adam, saved, f"rank {rank}"):
+            assert saved is not None
+            for flat, weights in zip(self.fp16_partitioned_groups_flat, saved[_WEIGHTS], strict=True):
+                flat.data.copy_(weights)
+        else:
+            for flat, partition in zip(self.fp16_partitioned_groups_flat, self.zenflow_adam.partitions, strict=True):
+                flat.data.copy_(partition.master.data)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.zenflow_adam.drain()
+        super()._restore_from_bit16_weights()
+        self.zenflow_adam.masters_changed()
+
+    def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
+        self.zenflow_adam.drain()
+        return super()._get_fp32_opt_state_partition(*args, **kwargs)
+
+    @contextmanager
+    def exact_weights(self) -> Iterator[None]:
+        """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
+        no step may be taken inside."""
+        self.zenflow_adam.drain()
+        predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
+        self._write_weights([partition.master for partition in self.zenflow_adam.partitions])
+        try:
+            yield
+        finally:
+            self._write_weights(predicted)
+
+    def _write_weights(self, values: Sequence[torch.Tensor]) -> None:
+        """Give the 16-bit partitions `values`; what DeepSpeed keeps gathered is gathered again."""
+        self._partition_all_parameters()
+        for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
+            flat.data.copy_(value.data)
+        self.invalidate_secondary_tensor()
+        if self.persistent_parameters:
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+
+    def measurements(self) -> dict[str, float]:
+        """Figures for a training log, by name; units are in the names."""
+        return self.zenflow_adam.measurements()
+
+    def destroy(self) -> None:
+        super().destroy()
+        self.zenflow_adam.close()

@@ -1,0 +1,177 @@
+"""The rank's half of the benchmark of the offloaded step: an engine that is kept between calls, and its meters."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from tests.perf.link_meter import LinkBytes
+from tests.perf.sides import Side, initialize, rank_and_size
+from tests.perf.simulated_device import SimulatedDevice
+
+BUCKET_NUMEL = 1 << 22
+
+
+class Linears(nn.Module):
+    """`millions` million parameters in square matrices that all see the same few rows: little work, large updates."""
+
+    def __init__(self, millions: float, width: int = 1024) -> None:
+        super().__init__()
+        count = max(1, round(millions * 1e6 / width**2))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A scalar, fp32, of `x`, rows x width."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().pow(2).mean()
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One optimizer step; seconds.
+
+    Attributes:
+        step: all of it.
+        exposed: inside the engine's step, where the accelerator has nothing to do.
+        wait: standing for the worker; None if there is no worker.
+        worker: the worker's newest pass; None if not known.
+    """
+
+    step: float
+    exposed: float
+    wait: float | None
+    worker: float | None
+
+
+class Bench:
+    """An engine in the making or at work on this rank."""
+
+    def __init__(self, side: Side, millions: float, stage: int, rows: int, threads: int | None) -> None:
+        self.side, self.waited = side, 0.0
+        self._use_threads(threads)
+        self.device = get_accelerator().current_device_name()
+        self.baseline = tree_bytes()
+        self.model = SimulatedDevice(Linears(millions))
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        settings = {"stage": stage, "micro_batch": 1, "lr": 1e-4, "weight_decay": 0.1}
+        self.engine = initialize(side, self.model, **settings, reduce_bucket_size=BUCKET_NUMEL)
+        self.input = torch.randn(rows, 1024, dtype=torch.bfloat16, device=self.device)
+        self._time_upstreams_wait()
+
+    def _use_threads(self, threads: int | None) -> None:
+        """All of this rank's cores where the optimizer runs in turn with the rest, half where it runs beside it."""
+        _, world_size = rank_and_size()
+        cores = max(1, len(os.sched_getaffinity(0)) // world_size)
+        threads = threads or (max(1, cores // 2) if self.side.overlapped else cores)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # read by DeepSpeed's operator when it is loaded
+        torch.set_num_threads(threads)
+
+    def _time_upstreams_wait(self) -> None:
+        name = "_wait_for_optimizer_process"
+        original = getattr(type(self.engine.optimizer), name, None)
+        if original is not None:
+            patch.object(type(self.engine.optimizer), name, self._timed(original)).start()
+
+    def _timed(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def method(optimizer: Any) -> None:
+            begin = time.perf_counter()
+            original(optimizer)
+            self.waited += time.perf_counter() - begin
+
+        return method
+
+    def step(self) -> StepFigures:
+        synchronize = get_accelerator().synchronize
+        synchronize()
+        begin, self.waited = time.perf_counter(), 0.0
+        self.engine.backward(self.engine(self.input))
+        synchronize()
+        middle = time.perf_counter()
+        self.engine.step()
+        synchronize()
+        end = time.perf_counter()
+        wait = worker = None
+        if self.side.extended and self.side.zenflow:
+            figures = self.engine.optimizer.measurements()
+            wait, worker = figures["zenflow_wait_ms"] / 1e3, figures["zenflow_worker_ms"] / 1e3
+        elif self.side.overlapped:
+            wait = self.waited
+        return StepFigures(end - begin, end - middle, wait, worker)
+
+
+_bench: Bench | None = None
+
+
+def open_bench(side: Side, millions: float, stage: int, rows: int, threads: int | None = None) -> int:
+    """Body of a rank: build the engine, keep it for the next calls, and return its number of parameters."""
+    global _bench
+    _bench = Bench(side, millions, stage, rows, threads)
+    return _bench.parameters
+
+
+def steps(count: int, device_seconds: float) -> list[StepFigures]:
+    """Body of a rank: make `count` steps with a simulated device of that length (0: the real one alone)."""
+    assert _bench is not None
+    _bench.model.set_step_seconds(device_seconds)
+    return [_bench.step() for _ in range(count)]
+
+
+def bytes_now() -> dict[str, float | None]:
+    """Body of a rank: memory that the engine takes between two steps, in bytes.
+
+    ``tree``: by which this process and its children have grown since before the engine, shared pages counted once;
+    ``device``: by the accelerator's allocator at its peak, or where the CPU is the accelerator, the 16-bit weights and
+    what our estimate keeps beside them (without offload: everything); ``host``: the tree, less the device's bytes where
+    they are in it; ``arena``: touched pages of ours.
+    """
+    assert _bench is not None
+    accelerator = get_accelerator()
+    tree = tree_bytes() - _bench.baseline
+    adam = getattr(_bench.engine.optimizer, "zenflow_adam", None)
+    tensors: list[torch.Tensor] = list(_bench.model.parameters())
+    for partition in adam.partitions if adam is not None else ():
+        tensors += [t for t in (partition.drift, partition.estimator and partition.estimator.inverse) if t is not None]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    on_cpu = accelerator.device_name() == "cpu"
+    device = accelerator.max_memory_allocated()
+    if on_cpu:
+        device = sum(storages.values()) if _bench.side.offload else tree
+    arena = None if adam is None else adam.resident_bytes()
+    return {"tree": tree, "device": device, "host": tree - device if on_cpu else tree, "arena": arena}
+
+
+def link_bytes(count: int) -> tuple[float, float] | None:
+    """Body of a rank: bytes down and up a step, over `count` steps; None if nothing is known."""
+    assert _bench is not None
+    if get_accelerator().device_name() != "cpu":
+        with LinkBytes() as link:
+            steps(count, 0.0)
+        return link.down / count, link.up / count
+    if not (_bench.side.extended and _bench.side.zenflow):
+        return None
+    moved = []
+    for _ in range(count):
+        _bench.step()
+        figures = _bench.engine.optimizer.measurements()
+        moved.append((figures["zenflow_bytes_down"], figures["zenflow_bytes_up"]))
+    return sum(down for down, _ in moved) / count, sum(up for _, up in moved) / count
+
+
+def tree_bytes() -> int:
+    """Memory of this process and its children, each shared page divided among those that map it (PSS)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    process = psutil.Process()
+    return sum(member.memory_full_info().pss for member in [process, *process.children(recursive=True)])

@@ -1,0 +1,112 @@
+"""Training with ZenFlow on real ranks, for tests: engines, loops, and what they leave behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
+
+import deepspeed_ext
+from tests.support.compare import base_config
+from tests.support.models import OddModel, batches
+
+
+def zenflow_config(
+    stage: int, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1, lr: float = 1e-3, **zenflow: Any
+) -> dict[str, Any]:
+    """A config with the predictive rule; `zenflow` are fields of its section."""
+    config = base_config(stage, dtype, accumulation=accumulation)
+    config["optimizer"]["params"]["lr"] = lr
+    config["zero_optimization"]["zenflow"] = zenflow
+    config["zero_optimization"]["core_binding"] = {"enabled": False}  # test ranks share few cores with other tests
+    if stage == 3:  # small models: without this every parameter would be persistent, and one sub-group hold them all
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 4000}
+    return config
+
+
+def offload_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The same run with DeepSpeed's own ZeRO-Offload."""
+    config = copy.deepcopy(config)
+    del config["zero_optimization"]["zenflow"], config["zero_optimization"]["core_binding"]
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    return config
+
+
+def make_engine(
+    config: dict[str, Any], *, extended: bool = True, groups: Callable[[torch.nn.Module], Any] | None = None, **how: Any
+) -> Any:
+    """An engine around `OddModel`, the same weights every time and on every rank."""
+    torch.manual_seed(1234)
+    model = OddModel()
+    initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
+    parameters = groups(model) if groups else list(model.parameters())
+    engine, *_ = initialize(model=model, model_parameters=parameters, config=copy.deepcopy(config), **how)
+    return engine
+
+
+def train(engine: Any, data: Iterable[torch.Tensor]) -> list[float]:
+    """One micro-step a batch; returns the losses."""
+    losses = []
+    for batch in data:
+        loss = engine(batch.to(get_accelerator().current_device_name()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The module's full weights by name, gathered at stage 3."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().float().cpu().clone()
+    return found
+
+
+def full_masters_of(engine: Any) -> list[torch.Tensor]:
+    """Every parameter's fp32 value; unlike a partition it has no padding, which stage 3 leaves uninitialised."""
+    engine.optimizer.zenflow_adam.drain()
+    return [safe_get_full_fp32_param(p).float().cpu().clone() for p in engine.module.parameters()]
+
+
+def partitions_of(engine: Any) -> list[torch.Tensor]:
+    """The optimizer's fp32 partitions on this rank."""
+    if engine.zero_optimization_stage() == 3:
+        return engine.optimizer.fp32_partitioned_groups_flat
+    return engine.optimizer.single_partition_of_fp32_groups
+
+
+def masters_of(engine: Any) -> list[torch.Tensor]:
+    """This rank's fp32 partitions, every update that has been handed over included."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "zenflow_adam"):
+        optimizer.zenflow_adam.drain()
+    name = (
+        "fp32_partitioned_groups_flat" if engine.zero_optimization_stage() == 3 else "single_partition_of_fp32_groups"
+    )
+    return [p.detach().float().cpu().clone() for p in getattr(optimizer, name)]
+
+
+@dataclass
+class Outcome:
+    """What a run left behind."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    masters: list[torch.Tensor] = field(default_factory=list)
+
+
+def run(config: dict[str, Any], steps: int, *, rank: int, **how: Any) -> Outcome:
+    """Build an engine, train `steps` micro-steps on this rank's data, destroy it."""
+    engine = make_engine(config, **how)
+    losses = train(engine, batches(steps, rank))
+    outcome = Outcome(losses, weights_of(engine), masters_of(engine))
+    engine.destroy()
+    return outcome

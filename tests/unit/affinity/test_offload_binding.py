@@ -1,0 +1,64 @@
+"""Plain ZeRO-Offload under core binding: ranks keep to shares of the host that do not overlap, with every thread."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_ext.affinity.apply import thread_masks
+from deepspeed_ext.affinity.binding import CoreBinding
+from deepspeed_ext.config import CoreBindingConfig
+from tests.support.models import OddModel, batches
+from tests.support.ranks import run_fresh_ranks
+
+CPUS = sorted(os.sched_getaffinity(0))
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def train_bound() -> dict[str, Any]:
+    rank = dist.get_rank()
+    before = set(thread_masks().values())
+    binding = CoreBinding.start(CoreBindingConfig(), rank=rank, local_rank=rank, separate=False)
+    model = OddModel()
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+    for batch in batches(3, rank):
+        engine.backward(engine(batch))
+        engine.step()
+        found = binding.refresh()
+    answer = {
+        "planned": set(binding.plan.pytorch),
+        "used": set().union(*thread_masks().values()),
+        "ok": found.ok,
+        "place": binding.worker_place,
+        "threads": torch.get_num_threads(),
+        "summary": binding.summary(),
+    }
+    binding.restore()
+    return answer | {"restored": set(thread_masks().values()) == before, "ok after": binding.verify().ok}
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+def test_ranks_train_on_their_own_cores_and_go_back() -> None:
+    outcomes = run_fresh_ranks(2, train_bound)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    first, second = (outcome.value for outcome in outcomes)
+    assert not first["planned"] & second["planned"]
+    for answer in (first, second):
+        assert answer["ok"]
+        assert answer["ok after"]
+        assert answer["restored"]
+        assert answer["used"] == answer["planned"]
+        assert 1 <= answer["threads"] <= len(answer["planned"])
+        assert answer["place"] is None
+        assert "local rank 1" in answer["summary"]

@@ -1,0 +1,200 @@
+"""ZenFlow's checkpoints are DeepSpeed's: ZeRO-Offload and DeepSpeed's tools read them, and the other way round."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from deepspeed_ext._errors import CheckpointError
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import (
+    make_engine,
+    masters_of,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
+
+STAGES = [1, 2, 3]
+
+
+def state_of(engine: Any) -> list[torch.Tensor]:
+    """p, m, v of this rank's partitions."""
+    masters = masters_of(engine)
+    name = (
+        "fp32_partitioned_groups_flat" if engine.zero_optimization_stage() == 3 else "single_partition_of_fp32_groups"
+    )
+    states = [engine.optimizer.optimizer.state[p] for p in getattr(engine.optimizer, name)]
+    return masters + [state[key].clone() for state in states for key in ("exp_avg", "exp_avg_sq")]
+
+
+def close(engine: Any) -> None:
+    engine.destroy()
+
+
+def exchange(config: dict, folder: str) -> dict[str, Any]:
+    """ZenFlow saves, ZeRO-Offload loads, saves, and ZenFlow loads again; two steps on each way."""
+    rank, data = dist.get_rank(), batches(12, dist.get_rank())
+    ours = make_engine(config, groups=two_groups)
+    train(ours, data[:6])
+    ours.save_checkpoint(folder, tag="ours")
+    saved = state_of(ours)
+    close(ours)
+
+    plain = make_engine(offload_config(config), extended=False, groups=two_groups)
+    plain.load_checkpoint(folder, tag="ours")
+    there = state_of(plain)
+    plain_losses = train(plain, data[6:9])
+    plain.save_checkpoint(folder, tag="plain")
+    further = state_of(plain)
+    rest = train(plain, data[9:])
+    close(plain)
+
+    again = make_engine(config, groups=two_groups)
+    again.load_checkpoint(folder, tag="plain")
+    back = state_of(again)
+    updates = again.optimizer.zenflow_adam.updates
+    again_losses = train(again, data[9:])
+    close(again)
+    equal = [all(map(torch.equal, a, b)) for a, b in ((saved, there), (further, back))]
+    return {"equal": equal, "updates": updates, "losses": (rest, again_losses), "rank": rank, "there": plain_losses}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_goes_to_zero_offload_and_back(stage: int, tmp_path: Path) -> None:
+    """Moments and masters arrive to the bit; a synchronous first step and fp32 make the way on comparable."""
+    config = zenflow_config(stage, torch.float32, update_interval=1)
+    for found in run_ranks(2, exchange, config, str(tmp_path)):
+        assert found["equal"] == [True, True]
+        assert found["updates"] == 9
+        rest, again = found["losses"]
+        assert again == pytest.approx(rest, rel=1e-3)
+
+
+def save_mid_interval(config: dict, folder: str) -> tuple[dict, dict]:
+    engine = make_engine(config)
+    train(engine, batches(7, dist.get_rank()))
+    engine.save_checkpoint(folder, tag="t")
+    adam = engine.optimizer.zenflow_adam
+    adam.drain()
+    weights, position = weights_of(engine), adam.schedule.state.position
+    masters = masters_of(engine)
+    close(engine)
+    return weights, {"position": position, "masters": masters}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_to_fp32_gives_masters_not_predictions(stage: int, tmp_path: Path) -> None:
+    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    weights, _ = run_ranks(2, save_mid_interval, config, str(tmp_path))[0]
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
+    for name, value in weights.items():
+        assert found[name].dtype == torch.float32
+        assert not torch.equal(found[name], value)
+        torch.testing.assert_close(found[name], value, rtol=0.02, atol=5e-3)
+
+
+def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
+    engine = make_engine(config)
+    engine.load_checkpoint(folder, tag="t")
+    adam = engine.optimizer.zenflow_adam
+    found = {"updates": adam.updates, "weights": weights_of(engine), "masters": masters_of(engine)}
+    found["losses"] = train(engine, batches(6, dist.get_rank(), seed=3))
+    close(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("changes", [{"update_interval": 3}, {"overlap_step": False}, {"block_size": 64}])
+def test_other_settings_go_on_from_the_exact_weights(stage: int, changes: dict, tmp_path: Path) -> None:
+    """Gradients that were collected and not handed over are not lost: seven updates were made."""
+    before = {"update_interval": 2, "full_warm_up_rounds": 2}
+    _, saved = run_ranks(1, save_mid_interval, zenflow_config(stage, **before), str(tmp_path))[0]
+    assert saved["position"] == 1
+    found = run_ranks(1, load_other_settings, zenflow_config(stage, **{**before, **changes}), str(tmp_path))[0]
+    assert found["updates"] == 7
+    flat = torch.cat([w.flatten() for w in found["weights"].values()])
+    exact = torch.cat([m.bfloat16().float() for m in found["masters"]])
+    assert flat.sum() == pytest.approx(float(exact.sum()), abs=1e-2)
+    assert found["losses"][-1] < found["losses"][0] + 1
+
+
+def load_module_only(config: dict, folder: str) -> bool:
+    engine = make_engine(config)
+    train(engine, batches(3, 5))
+    engine.load_checkpoint(folder, tag="t", load_module_only=True)
+    stage = engine.zero_optimization_stage()
+    flats = engine.optimizer.fp16_partitioned_groups_flat if stage == 3 else None
+    adam = engine.optimizer.zenflow_adam
+    adam.drain()
+    equal = True
+    for index, partition in enumerate(adam.partitions):
+        weights = flats[index] if flats else engine.optimizer._weights_partition(index)
+        equal &= torch.equal(partition.master.detach(), weights.float())
+    losses = train(engine, batches(3, 6))
+    close(engine)
+    return equal and all(loss == loss for loss in losses)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_loading_only_the_module_refreshes_the_masters(stage: int, tmp_path: Path) -> None:
+    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    run_ranks(2, save_mid_interval, config, str(tmp_path))
+    assert all(run_ranks(2, load_module_only, config, str(tmp_path)))
+
+
+def load_universal(config: dict, folder: str) -> dict[str, Any]:
+    config = {**config, "checkpoint": {"load_universal": True}}
+    engine = make_engine(config)
+    engine.load_checkpoint(folder, tag="u")
+    adam = engine.optimizer.zenflow_adam
+    found = {"updates": adam.updates, "masters": {}}
+    for name, parameter in engine.module.named_parameters():
+        found["masters"][name] = safe_get_full_fp32_param(parameter).clone()
+    found["losses"] = train(engine, batches(4, 0))
+    close(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_universal_checkpoint_resumes_with_other_ranks(stage: int, tmp_path: Path) -> None:
+    config = zenflow_config(stage, update_interval=1)
+    run_ranks(2, save_mid_interval, config, str(tmp_path))
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
+    converted = subprocess.run([*tool, *folders], capture_output=True, text=True, timeout=120, check=False)
+    assert converted.returncode == 0, converted.stdout + converted.stderr
+    one = run_ranks(1, load_universal, config, str(tmp_path))[0]
+    assert one["updates"] == 7
+    assert all(torch.equal(value, expected[name]) for name, value in one["masters"].items())
+    assert one["losses"][-1] < one["losses"][0] + 1
+
+
+def load_and_catch(config: dict, folder: str) -> str:
+    engine = make_engine(config)
+    try:
+        engine.load_checkpoint(folder, tag="t")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        close(engine)
+    return "loaded"
+
+
+def test_a_newer_checkpoint_is_refused(tmp_path: Path) -> None:
+    config = zenflow_config(2)
+    run_ranks(1, save_mid_interval, config, str(tmp_path))
+    (path,) = (tmp_path / "t").glob("*optim_states.pt")
+    content = torch.load(path, weights_only=False)
+    content["optimizer_state_dict"]["deepspeed_ext_zenflow"]["version"] = 99
+    torch.save(content, path)
+    assert "version 99" in run_ranks(1, load_and_catch, config, str(tmp_path))[0]

@@ -1,0 +1,99 @@
+"""The schedule: every gradient is handed over once, in order, and nothing is written while the worker may read it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, Schedule, WeightRule, smallest_interval
+
+
+def walk(schedule: Schedule, steps: int) -> list:
+    plans = []
+    for _ in range(steps):
+        plans.append(schedule.plan())
+        schedule.advance(plans[-1])
+    return plans
+
+
+def test_interval_one_is_synchronous_once_and_then_one_step_late() -> None:
+    plans = walk(Schedule(1, overlap=True, warm_up_steps=None), 4)
+    assert [p.rule for p in plans] == [WeightRule.EXACT] + [WeightRule.PREDICTED] * 3
+    assert [p.slot for p in plans] == [0, 1, 0, 1]
+    assert [p.handed_over for p in plans] == [1] * 4
+    assert all(p.publish_ahead for p in plans)
+
+
+def test_without_overlap_every_step_is_exact() -> None:
+    plans = walk(Schedule(4, overlap=False, warm_up_steps=None), 30)
+    assert {(p.rule, p.handed_over, p.publish_ahead) for p in plans} == {(WeightRule.EXACT, 1, False)}
+
+
+def test_interval_two_as_drawn_in_the_module() -> None:
+    plans = walk(Schedule(2, overlap=True, warm_up_steps=2), 6)
+    assert [p.rule.value for p in plans] == ["exact", "exact", "drifted", "predicted", "drifted", "predicted"]
+    assert [p.handed_over for p in plans] == [1, 1, 0, 2, 0, 2]
+    assert [p.publish_ahead for p in plans] == [False, True, True, True, True, True]
+
+
+@given(interval=st.integers(1, 9), warm_up=st.one_of(st.none(), st.integers(0, 30)), steps=st.integers(0, 120))
+def test_every_gradient_is_handed_over_once_and_slots_alternate(interval: int, warm_up: int | None, steps: int) -> None:
+    schedule = Schedule(interval, overlap=True, warm_up_steps=warm_up)
+    collected: list[tuple[int, int]] = []
+    handed_over, last_slot = 0, None
+    for number, plan in enumerate(walk(schedule, steps)):
+        assert plan.position == len(collected)
+        collected.append((plan.slot, plan.position))
+        if plan.handed_over:
+            assert plan.handed_over == len(collected)
+            assert len({slot for slot, _ in collected}) == 1
+            assert plan.slot != last_slot  # the slot handed over before may still be read
+            last_slot, handed_over = plan.slot, handed_over + len(collected)
+            collected.clear()
+        if number < schedule.warm_up_steps:
+            assert plan.rule is WeightRule.EXACT
+        else:
+            assert plan.rule is (WeightRule.PREDICTED if plan.handed_over else WeightRule.DRIFTED)
+    assert handed_over + len(collected) == steps
+    assert schedule.state.position == len(collected)
+    assert schedule.warm_up_steps >= interval
+
+
+@given(interval=st.integers(1, 5), cut=st.integers(0, 40), rest=st.integers(0, 20))
+def test_a_restored_schedule_continues(interval: int, cut: int, rest: int) -> None:
+    straight = Schedule(interval, overlap=True, warm_up_steps=None)
+    walk(straight, cut)
+    restored = Schedule(None, overlap=True, warm_up_steps=None)
+    restored.load_state_dict(straight.state_dict())
+    assert walk(restored, rest) == walk(straight, rest)
+
+
+def test_an_open_interval_is_chosen_after_measured_steps() -> None:
+    schedule = Schedule(None, overlap=True, warm_up_steps=None)
+    for _ in range(MEASURED_STEPS):
+        assert not schedule.wants_interval
+        assert [p.rule for p in walk(schedule, 1)] == [WeightRule.EXACT]
+    assert schedule.wants_interval
+    schedule.choose_interval(2)
+    plans = walk(schedule, 20)
+    assert schedule.state.interval == 2
+    assert plans[0].rule is WeightRule.EXACT
+    assert plans[-1].rule in (WeightRule.DRIFTED, WeightRule.PREDICTED)
+    assert plans.index(next(p for p in plans if p.publish_ahead)) == schedule.warm_up_steps - MEASURED_STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("worker", "device", "expected"), [(1.0, 2.0, 1), (1.0, 1.06, 1), (1.0, 1.0, 2), (2.0, 1.0, 3), (9.0, 1.0, 8)]
+)
+def test_smallest_interval_that_the_worker_keeps_up_with(worker: float, device: float, expected: int) -> None:
+    assert smallest_interval(worker, device, limit=8) == expected
+
+
+@given(worker=st.floats(1e-3, 1e3), device=st.floats(1e-3, 1e3), limit=st.integers(1, 16))
+def test_interval_is_minimal_and_sufficient(worker: float, device: float, limit: int) -> None:
+    def keeps_up(interval: int) -> bool:
+        return worker * (26 + 2 * interval) / 28 <= 0.95 * interval * device
+
+    chosen = smallest_interval(worker, device, limit)
+    assert 1 <= chosen <= limit
+    assert chosen == limit or keeps_up(chosen)
+    assert not any(keeps_up(smaller) for smaller in range(1, chosen))
