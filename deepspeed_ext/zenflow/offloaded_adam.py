@@ -261,8 +261,8 @@ class OffloadedAdam:
         if plan.rule is WeightRule.DRIFTED:
             if partition.drift is None:
                 partition.drift = torch.zeros_like(weights, device=grad.device)
-            partition.estimator.move(weights, grad, scale, move_coefficient(step, position, interval))
-            partition.estimator.move(partition.drift, grad, scale, -drift)
+            move = move_coefficient(step, position, interval)
+            partition.estimator.move(weights, partition.drift, grad, scale, move, drift)
             return
         partition.estimator.predict(weights, partition.published, partition.drift, grad, scale, drift)
         self.figures.bytes_up += partition.published.nbytes

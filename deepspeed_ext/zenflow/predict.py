@@ -115,10 +115,22 @@ class Estimator:
         return estimator
 
     @torch.no_grad()
-    def move(self, target: torch.Tensor, grad: torch.Tensor, grad_scale: float, coefficient: float) -> None:
-        """``target -= coefficient q(grad)``, computed in fp32 on grad's device and rounded once. 1-D, n elements."""
-        for part, estimate in self._estimates(grad, grad_scale, coefficient):
-            target[part].copy_(estimate.neg_().add_(target[part].to(estimate.device)))
+    def move(
+        self,
+        weights: torch.Tensor,
+        drift: torch.Tensor,
+        grad: torch.Tensor,
+        grad_scale: float,
+        move_coefficient: float,
+        drift_coefficient: float,
+    ) -> None:
+        """``weights -= move_coefficient q(grad)`` and ``drift += drift_coefficient q(grad)``.
+
+        Computed in fp32 on grad's device and rounded once. All 1-D, n elements; `drift` on grad's device.
+        """
+        for part, q in self._normalized(grad, grad_scale):
+            weights[part].copy_(torch.add(weights[part].to(q.device), q, alpha=-move_coefficient))
+            drift[part].copy_(torch.add(drift[part], q, alpha=drift_coefficient))
 
     @torch.no_grad()
     def predict(
@@ -136,23 +148,22 @@ class Estimator:
             weights, published: 1-D, n elements, any device; `published` is moved part by part.
             drift: D on grad's device, or None (interval 1).
         """
-        for part, estimate in self._estimates(grad, grad_scale, coefficient):
+        for part, q in self._normalized(grad, grad_scale):
+            arrived = published[part].to(q.device, non_blocking=True)
             if drift is not None:
-                estimate.add_(drift[part])
-            arrived = published[part].to(estimate.device, non_blocking=True)
-            weights[part].copy_(estimate.neg_().add_(arrived))
+                arrived = torch.sub(arrived, drift[part].float())
+            weights[part].copy_(torch.add(arrived, q, alpha=-coefficient))
 
-    def _estimates(
-        self, grad: torch.Tensor, grad_scale: float, coefficient: float
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ``coefficient clamp(c g / d)`` in fp32, part by part, so that temporaries stay small."""
+    def _normalized(self, grad: torch.Tensor, grad_scale: float) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield ``q = clamp(c g / d)`` in fp32, part by part, so that temporaries stay small."""
         n, block = grad.numel(), self._block_size
         chunk = max(1, _CHUNK_NUMEL.get(grad.device.type, _ACCELERATOR_CHUNK_NUMEL) // block) * block
+        factor = self.inverse * grad_scale
         for begin in range(0, n, chunk):
             part = slice(begin, min(begin + chunk, n))
             q = grad[part].to(torch.float32, copy=True)
-            inverse = self.inverse[begin // block : -(-part.stop // block)]
+            factors = factor[begin // block : -(-part.stop // block)]
             whole = q.numel() // block * block
-            q[:whole].view(-1, block).mul_(inverse[: whole // block, None])
-            q[whole:].mul_(inverse[whole // block :])
-            yield part, q.mul_(grad_scale).clamp_(-CLAMP, CLAMP).mul_(coefficient)
+            q[:whole].view(-1, block).mul_(factors[: whole // block, None])
+            q[whole:].mul_(factors[whole // block :])
+            yield part, q.clamp_(-CLAMP, CLAMP)

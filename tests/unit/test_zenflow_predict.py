@@ -70,12 +70,13 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
     n, block = 5003, 8
     grad, means = torch.randn(n), torch.rand(-(-n // block))
     means[3] = 0.0  # a block that has never had a gradient: division by eps
-    whole, cut = torch.zeros(n), torch.zeros(n)
-    Estimator(means, block, 1.0, 1e-8).move(whole, grad, 1.0, 1.0)
+    whole, cut = [torch.zeros(n), torch.zeros(n)], [torch.zeros(n), torch.zeros(n)]
+    Estimator(means, block, 1.0, 1e-8).move(*whole, grad, 1.0, 1.0, 2.0)
     monkeypatch.setattr("deepspeed_ext.zenflow.predict._CHUNK_NUMEL", {"cpu": 100})
-    Estimator(means, block, 1.0, 1e-8).move(cut, grad, 1.0, 1.0)
-    assert torch.equal(whole, cut)
-    assert whole.abs().max() == 4.5
+    Estimator(means, block, 1.0, 1e-8).move(*cut, grad, 1.0, 1.0, 2.0)
+    assert all(map(torch.equal, whole, cut))
+    assert whole[0].abs().max() == 4.5
+    assert torch.equal(whole[1], -2 * whole[0])
 
 
 class Simulation:
@@ -119,8 +120,8 @@ class Simulation:
             self._receive()
             self.weights.copy_(self.p)
         elif plan.rule is WeightRule.DRIFTED:
-            self.estimator.move(self.weights, grad, 1.0, move_coefficient(step, position, interval))
-            self.estimator.move(self.drift, grad, 1.0, -drift_coefficient(step, position, interval))
+            move, drift = move_coefficient(step, position, interval), drift_coefficient(step, position, interval)
+            self.estimator.move(self.weights, self.drift, grad, 1.0, move, drift)
         else:
             self._receive()
             coefficient = drift_coefficient(step, position, interval)

@@ -19,7 +19,7 @@ def initial_weights(stage: int, dtype: torch.dtype) -> dict:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_initialize_changes_no_weight(stage: int, ranks: int, dtype: torch.dtype) -> None:
@@ -47,7 +47,9 @@ def _start() -> OddModel:
     return OddModel()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), pytest.param(torch.bfloat16, 0.05, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_overlap_it_is_zero_offload(stage: int, ranks: int, dtype: torch.dtype, tolerance: float) -> None:
@@ -62,7 +64,7 @@ def test_without_overlap_it_is_zero_offload(stage: int, ranks: int, dtype: torch
 
 
 @pytest.mark.parametrize(("interval", "tolerance"), [(1, 0.02), (4, 0.06)])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_overlapped_training_stays_with_zero_offload(stage: int, ranks: int, interval: int, tolerance: float) -> None:
     """Forty steps of a steep descent; what the schemes reach on a real task is measured by bench_convergence.py."""
