@@ -44,7 +44,7 @@ def plot_result(result: dict[str, Any], path: str) -> None:
     bandwidth.axvline(chosen, color="tab:green", linestyle="--", label=f"chosen: {chosen}")
     bandwidth.set(xlabel="optimizer cores a rank", ylabel="GB/s a rank", title=f"CPU Adam, {result['ranks']} rank(s)")
     bandwidth.set_xlim(0, max(cores) + 1)
-    bandwidth.set_ylim(bottom=0)
+    bandwidth.set_ylim(0, 1.15 * max(values, default=1.0))
     bandwidth.xaxis.set_major_locator(MaxNLocator(integer=True))
     bandwidth.legend(fontsize=8)
     splits = result["training"]["splits"]

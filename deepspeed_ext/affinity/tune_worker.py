@@ -21,8 +21,10 @@ __all__ = ["BYTES_PER_ELEMENT", "Move", "Steps"]
 PR_SET_PDEATHSIG = 1
 TRAINING_LAYERS, TRAINING_WIDTH, TRAINING_BATCH = 24, 128, 8
 
-BYTES_PER_ELEMENT = {"torch-fused-adamw": 28}
-"""Memory traffic of each kernel: fp32 p, g, m, v are read, p, m, v written."""
+BYTES_PER_ELEMENT = {"zenflow-adam-pass": 28, "torch-fused-adamw": 28}
+"""Memory traffic of each kernel. The pass: fp32 p, m, v and a 16-bit gradient are read, p, m, v and 16-bit weights
+written. Torch's: fp32 p, g, m, v are read, p, m, v written."""
+PASS_BLOCK_SIZE = 32
 
 Step = Callable[[], None]
 
@@ -48,11 +50,39 @@ def optimizer_step(kernel: str, elements: int) -> Step:
     """The optimizer's step over ``elements`` fp32 parameters, as the optimizer process runs it."""
     import torch
 
+    if kernel == "zenflow-adam-pass":
+        return adam_pass_step(elements)
     if kernel != "torch-fused-adamw":
         raise ValueError(f"unknown kernel {kernel!r}; known: {', '.join(BYTES_PER_ELEMENT)}")
     parameter = torch.zeros(elements, requires_grad=True)
     parameter.grad = torch.full((elements,), 1e-3)
     return torch.optim.AdamW([parameter], fused=True).step
+
+
+def adam_pass_step(elements: int) -> Step:
+    """ZenFlow's pass at interval 1: a bf16 gradient in, bf16 weights out; native where that kernel can be had."""
+    import torch
+
+    from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array, Publish, library_path, load_kernel
+
+    library = library_path()
+    state = [torch.zeros(elements) for _ in range(3)]
+    gradient, published = (torch.full((elements,), 1e-3, dtype=torch.bfloat16) for _ in range(2))
+    means = torch.zeros(-(-elements // PASS_BLOCK_SIZE))
+    p, m, v, g, y, block_means = (
+        Array(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel())
+        for tensor in (*state, gradient, published, means)
+    )
+    adam = AdamStep(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, step=10, grad_scale=1.0)
+    exact = Publish.exact(adam.bias_correction2_sqrt, adam.eps)
+    work = AdamPass(p, m, v, (g,), (adam,), y, block_means, PASS_BLOCK_SIZE, exact)
+    owners = (*state, gradient, published, means)
+
+    def step() -> None:
+        assert owners, "the arrays are addresses; their memory must live as long as the step"
+        load_kernel(library, torch.get_num_threads()).run(work)  # loading is cheap, and the threads may have changed
+
+    return step
 
 
 def training_step(rank: int) -> Step:

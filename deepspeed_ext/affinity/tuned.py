@@ -17,7 +17,8 @@ from deepspeed_ext.affinity.tree import read_text
 __all__ = ["DEFAULT_KERNEL", "SCHEMA", "Fingerprint", "cache_folder", "load_all", "save"]
 
 SCHEMA = 1
-DEFAULT_KERNEL = "torch-fused-adamw"
+DEFAULT_KERNEL = "zenflow-adam-pass"
+"""What is tuned for: the pass over memory that ZenFlow's optimizer process makes."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,10 @@ def train(folder: str, extended: bool) -> tuple[list[float], dict[str, torch.Ten
 
     AcceleratorState._reset_state(reset_partial_state=True)
     config = base_config(3, torch.bfloat16, micro_batch=2)
-    config["zero_optimization"] |= {"stage3_param_persistence_threshold": "auto", "stage3_prefetch_bucket_size": "auto"}
+    config["zero_optimization"] |= {
+        name: "auto"
+        for name in ("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "reduce_bucket_size")
+    }
     config["optimizer"]["params"] |= {"lr": "auto", "weight_decay": "auto"}
     if extended:
         deepspeed_ext.enable()

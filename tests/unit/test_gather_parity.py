@@ -49,6 +49,7 @@ def way_config(way: str, dtype: str, accumulation: int) -> dict[str, Any]:
     zero |= {
         "stage3_param_persistence_threshold": 30 if way == "persistent" else 0,
         "stage3_prefetch_bucket_size": 3000,
+        "reduce_bucket_size": 10_000,  # this buffer is filled with NaN as well
         "stage3_max_reuse_distance": 10**9 if way == "reuse" else 0,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
