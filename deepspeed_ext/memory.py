@@ -16,6 +16,8 @@ import psutil
 import torch
 
 from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext.affinity.cgroup import own_groups
+from deepspeed_ext.affinity.tree import read_int
 
 __all__ = [
     "accelerator_empty",
@@ -63,37 +65,13 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 def _cgroup_limit_and_use(root: Path) -> tuple[int, int]:
     """The tightest (limit, use) in bytes on the way from this process's control group to the root."""
-    unlimited = (1 << 62, 0)
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return unlimited
-    tightest = unlimited
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            base, limit_file, use_file = root / "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit_file, use_file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        folder = base / name.strip("/")
-        while True:
-            limit, use = _read_bytes(folder / limit_file), _read_bytes(folder / use_file)
+    found = [(1 << 62, 0)]
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for folder in own_groups(root, "memory"):
+        for limit, use in ((read_int(folder / limit), read_int(folder / use)) for limit, use in names):
             if limit is not None and use is not None:
-                use -= min(use, _reclaimable(folder / "memory.stat"))
-                tightest = min(tightest, (limit, use), key=lambda pair: pair[0] - pair[1])
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
-    return tightest
-
-
-def _read_bytes(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # absent, or "max"
-        return None
+                found.append((limit, use - min(use, _reclaimable(folder / "memory.stat"))))
+    return min(found, key=lambda pair: pair[0] - pair[1])
 
 
 def _reclaimable(path: Path) -> int:

@@ -8,10 +8,17 @@ from pathlib import Path, PurePosixPath
 
 from deepspeed_ext.affinity.tree import read_cpus, read_int, read_text
 
-__all__ = ["read_cgroup_id", "read_cpu_quota_cores", "read_cpuset", "read_memory_limit_bytes", "read_throttled_count"]
+__all__ = [
+    "own_groups",
+    "read_cgroup_id",
+    "read_cpu_quota_cores",
+    "read_cpuset",
+    "read_memory_limit_bytes",
+    "read_throttled_count",
+]
 
 
-def _own_groups(root: Path, controller: str) -> Iterator[Path]:
+def own_groups(root: Path, controller: str) -> Iterator[Path]:
     """This process's directory for ``controller`` and all its parents, version 1 then version 2; some may not exist.
 
     A container without a cgroup namespace sees the host's path in /proc/self/cgroup but only its own subtree
@@ -41,7 +48,7 @@ def _entries(directory: Path) -> list[Path]:
 def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
     """The tightest CPU quota from this process's group up to the root, in cores; None without a quota."""
     quotas = []
-    for group in _own_groups(Path(root), "cpu"):
+    for group in own_groups(Path(root), "cpu"):
         fields = (read_text(group / "cpu.max") or "").split()
         if len(fields) == 2:
             quota, period = (int(field) if field.isdecimal() else 0 for field in fields)
@@ -55,7 +62,7 @@ def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
 
 def read_cpuset(root: Path | str = "/") -> frozenset[int] | None:
     """CPUs of this process's cpuset, the nearest group that states one; None without."""
-    for group in _own_groups(Path(root), "cpuset"):
+    for group in own_groups(Path(root), "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             cpus = read_cpus(group, name)
             if cpus:
@@ -66,7 +73,7 @@ def read_cpuset(root: Path | str = "/") -> frozenset[int] | None:
 def read_memory_limit_bytes(root: Path | str = "/") -> int | None:
     """The tightest memory limit from this process's group up to the root; None without a limit."""
     limits = []
-    for group in _own_groups(Path(root), "memory"):
+    for group in own_groups(Path(root), "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             limit = read_int(group / name)
             # Version 1 writes "no limit" as the largest page-aligned signed number.
@@ -77,7 +84,7 @@ def read_memory_limit_bytes(root: Path | str = "/") -> int | None:
 
 def read_throttled_count(root: Path | str = "/") -> int:
     """How often this process's group has been stopped for using up its quota."""
-    for group in _own_groups(Path(root), "cpu"):
+    for group in own_groups(Path(root), "cpu"):
         for line in (read_text(group / "cpu.stat") or "").splitlines():
             key, _, value = line.partition(" ")
             if key == "nr_throttled" and value.isdecimal():
