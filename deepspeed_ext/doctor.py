@@ -148,6 +148,20 @@ def check_compiler() -> Check:
     return _ok("compiler", f"{shutil.which(compiler)}, {shutil.which('ninja')}")
 
 
+def check_adam_kernel() -> Check:
+    """Which of ZenFlow's two kernels the optimizer process runs here."""
+    from deepspeed_ext.zenflow.kernel import library_path
+
+    library = library_path()
+    if library is None:
+        return _warning(
+            "adam kernel",
+            "torch operations, several times slower than the native kernel",
+            "install a C++ compiler with OpenMP, and leave DSEXT_NATIVE_KERNEL unset",
+        )
+    return _ok("adam kernel", f"native, {library}")
+
+
 def check_operator_cache() -> Check:
     """A build that was killed leaves a lock behind for which every later process waits, silently and for ever."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
@@ -284,6 +298,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_accelerator,
     check_backends,
     check_compiler,
+    check_adam_kernel,
     check_operator_cache,
     check_host_memory,
     check_locked_memory,

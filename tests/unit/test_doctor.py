@@ -49,6 +49,16 @@ def test_real_report_is_complete_json() -> None:
     assert done.returncode == (1 if report["problems"] else 0)
 
 
+def test_the_kernel_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_ext.zenflow.kernel.library_path", lambda: "/x/adam_pass.so")
+    assert doctor.check_adam_kernel() == doctor.Check("adam kernel", "ok", "native, /x/adam_pass.so", "")
+    monkeypatch.undo()
+    monkeypatch.setenv("DSEXT_NATIVE_KERNEL", "0")
+    check = doctor.check_adam_kernel()
+    assert check.status == "warning"
+    assert "torch operations" in check.detail
+
+
 def test_a_check_that_fails_is_a_problem(checks: dict[str, doctor.Check]) -> None:
     assert checks["bad one"].status == "problem"
     assert "RuntimeError: broken" in checks["bad one"].detail
