@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._version import __version__
 from deepspeed_ext.affinity.cpulist import format_cpulist
 from deepspeed_ext.affinity.plan import RankFacts
@@ -65,12 +66,6 @@ def _cpu_model() -> str:
     fields = dict(line.split(":", 1) for line in (read_text(Path("/proc/cpuinfo")) or "").splitlines() if ":" in line)
     named = {key.strip(): value.strip() for key, value in fields.items()}
     return named.get("model name") or named.get("cpu") or named.get("CPU part") or "unknown"
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/deepspeed_ext``, by default ``~/.cache/deepspeed_ext``."""
-    stated = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(stated) if os.path.isabs(stated) else Path.home() / ".cache") / "deepspeed_ext"
 
 
 def save(key: str, result: dict[str, object], path: Path | None = None) -> Path:

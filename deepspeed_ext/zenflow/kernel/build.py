@@ -1,8 +1,8 @@
 """Finds the native kernel, or makes it once: nothing here is ever required.
 
-Looked for in this order: the library that ``setup.py`` built beside this file, then one in the cache directory
-(``DSEXT_CACHE_DIR``, else ``$XDG_CACHE_HOME/deepspeed_ext``, else ``~/.cache/deepspeed_ext``), compiled there on first
-use when a C++ compiler is on PATH. ``DSEXT_NATIVE_KERNEL=0`` turns it off.
+Looked for in this order: the library that ``setup.py`` built beside this file, then one in the
+folder of `deepspeed_ext._cache`, compiled there on first use when a C++ compiler is on PATH. ``DSEXT_NATIVE_KERNEL=0``
+turns it off.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.kernel.native import ABI_VERSION, NativeKernel
 
@@ -42,17 +43,10 @@ def _loads(path: Path) -> bool:
     return True
 
 
-def _cache_directory() -> Path:
-    configured = os.environ.get("DSEXT_CACHE_DIR")
-    if configured:
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed_ext"
-
-
 def _compile_once() -> str | None:
     try:
         key = hashlib.sha256(SOURCE.read_bytes() + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
-        target = _cache_directory() / f"adam_pass-{ABI_VERSION}-{os.uname().machine}-{key}.so"
+        target = cache_folder() / f"adam_pass-{ABI_VERSION}-{os.uname().machine}-{key}.so"
         if target.exists() and _loads(target):
             return str(target)
         compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
