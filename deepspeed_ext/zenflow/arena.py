@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -99,14 +100,18 @@ class Arena:
         """
         if not hasattr(os, "memfd_create"):
             raise UnsupportedError("ZenFlow shares memory between processes by memfd_create, which needs Linux")
+        fileno = -1
         try:
             fileno = os.memfd_create("deepspeed_ext-arena", os.MFD_CLOEXEC)
             os.ftruncate(fileno, layout.nbytes)
             return cls(fileno, layout)
         except OSError as error:
+            if fileno >= 0:
+                os.close(fileno)
+            limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "memory (ulimit -v, -f)"
             raise UnsupportedError(
                 f"the kernel refuses {layout.nbytes:,} bytes of memory shared with the optimizer process: {error}. "
-                "Use more ranks (each holds less), raise the memory limit, or turn zenflow off"
+                f"Raise the limit on {limit}, use more ranks (each holds less), or turn zenflow off"
             ) from error
 
     @classmethod

@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_ext import memory
 from deepspeed_ext._agreement import RankGroup, require_same_plan
-from deepspeed_ext._errors import OutOfMemoryError, WorkerError
+from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import dist
 from deepspeed_ext.config import ZenFlowConfig
@@ -97,8 +97,8 @@ class OffloadedAdam:
 
     Raises:
         ConfigError: the optimizer is not an Adam.
-        OutOfMemoryError: the host cannot hold the arena.
-        WorkerError: the worker does not start, on this or another rank.
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
+        WorkerError: the worker does not start, or another rank has one of these errors.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class OffloadedAdam:
         self._plan: StepPlan | None = None
         self.last_clip: float | None = None
         self._clip: float | None = None
-        self._error: WorkerError | None = None
+        self._error: DeepSpeedExtError | None = None
         self._in_flight_gradients = 0
         self._unread = False
         agreed = (settings.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"}), list(groups))
@@ -163,23 +163,19 @@ class OffloadedAdam:
         # Slots of a longer interval than the first are touched, and so take memory, only once they are used.
         touch = tuple(spec.name for spec in specs if not spec.name.startswith("g.") or spec.name.endswith(".0"))
         needed = sum(spec.nbytes for spec in specs if spec.name in set(touch))
-        if needed > (available := memory.available_host_bytes()):
-            raise OutOfMemoryError(
-                f"rank {dist.get_rank()}: the optimizer's state takes {needed:,} bytes of host memory and "
-                f"{available:,} are available: use more ranks, a smaller zenflow.update_interval or more memory"
-            )
-        self.arena = Arena.create(layout)
-        self.partitions = [self._partition(index, group, interval) for index, group in enumerate(groups)]
         place = None if seat.place is None else str(seat.place)
         plan = WorkerPlan(layout, settings.block_size, touch, place, seat.threads, library_path())
         error = None
         try:
+            _require_room(needed)
+            self.arena = Arena.create(layout)
             self.process = OptimizerProcess(
                 self.arena, plan, rank=dist.get_rank(), timeout_seconds=settings.worker_timeout_seconds
             )
-        except WorkerError as failure:
+        except DeepSpeedExtError as failure:
             error = failure
         self._require_all(error)
+        self.partitions = [self._partition(index, group, interval) for index, group in enumerate(groups)]
         if self.process.ready.warning:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
         for partition, master in zip(self.partitions, masters, strict=True):
@@ -348,7 +344,7 @@ class OffloadedAdam:
             )
         self._probe.arrived(self.partitions[0].master, self.figures)
 
-    def _wait(self) -> WorkerError | None:
+    def _wait(self) -> DeepSpeedExtError | None:
         if self._error is not None:
             return self._error
         try:
@@ -361,13 +357,11 @@ class OffloadedAdam:
             self.figures.note_worker(done.seconds, self._in_flight_gradients)
         return None
 
-    def _require_all(self, error: WorkerError | None) -> None:
+    def _require_all(self, error: DeepSpeedExtError | None) -> None:
         """Raise on every rank if any has an error, with the message of the one that has it."""
         if self._ranks.all(error is None):
             return
-        messages: list[str | None] = [None] * self._ranks.size
-        if self._ranks.size > 1:
-            dist.all_gather_object(messages, None if error is None else str(error), group=self._ranks.group)
+        messages = self._ranks.gather(None if error is None else str(error))
         self._error = error or WorkerError("; ".join(m for m in messages if m))
         if hasattr(self, "process"):
             self.process.close()
@@ -381,6 +375,14 @@ class OffloadedAdam:
         """
         if (error := self._wait()) is not None:
             raise error
+
+    def drain_together(self) -> None:
+        """`drain`, as a collective.
+
+        Raises:
+            WorkerError: on every rank, if the worker of any has failed.
+        """
+        self._require_all(self._wait())
 
     def _choose_interval(self) -> None:
         worker, device = self.figures.typical()
@@ -457,6 +459,15 @@ class OffloadedAdam:
         self.process.close()
         self._transfers.unlock()
         self.arena.close()
+
+
+def _require_room(nbytes: int) -> None:
+    available = memory.available_host_bytes()
+    if nbytes > available:
+        raise OutOfMemoryError(
+            f"rank {dist.get_rank()}: the optimizer's state takes {nbytes:,} bytes of host memory and "
+            f"{available:,} are available: use more ranks, a smaller zenflow.update_interval or more memory"
+        )
 
 
 def _name(dtype: torch.dtype | str) -> str:
