@@ -165,6 +165,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank": ("self", "param"),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor": ("self",),
 }
 
