@@ -80,6 +80,13 @@ class Ranks:
         """Whether every rank has made a step in this launch."""
         return all(len(self.curve(rank)) > self._steps_before[rank] for rank in range(RANKS))
 
+    def checkpoints(self) -> list[int]:
+        """Steps of the checkpoints that are complete, oldest first."""
+        if not (self.folder / "latest").exists():
+            return []
+        latest = int((self.folder / "latest").read_text() or -1)
+        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) <= latest)
+
     def last_step(self) -> int:
         """The last step that any launch has made."""
         return max((step for step, _ in self.curve(0)), default=0)
@@ -95,9 +102,8 @@ class Ranks:
             ended = all(process.poll() is not None for process in self.processes)
             if time.monotonic() - begin > seconds or (ended and not happened()):
                 tails = "; ".join(f"rank {rank} said: {self.said(rank)[-1500:]}" for rank in range(RANKS))
-                raise SoakError(
-                    f"{what}: {'the ranks ended before' if ended else f'not within {seconds:g} s'}; {tails}"
-                )
+                why = "the ranks ended before" if ended else f"not within {seconds:g} s"
+                raise SoakError(f"{what}: {why}; {tails}")
             time.sleep(0.02)
         return time.monotonic() - begin
 

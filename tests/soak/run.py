@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from tests.soak.plan import RANKS, Fault, Kind, Round, plan_round
-from tests.soak.ranks import ROOT, Ranks, SoakError, read_lines
+from tests.soak.ranks import ROOT, START_SECONDS, Ranks, SoakError, read_lines
 from tests.soak.report import FaultRecord, RoundRecord, Settings, write_report
 
 END_SECONDS = 5.0
@@ -50,6 +50,8 @@ def suffer(fault: Fault, ranks: Ranks, settings: Settings) -> FaultRecord:
         SoakError: it does not.
     """
     time.sleep(max(0.0, fault.delay_seconds - (time.monotonic() - ranks.launched if fault.starting else 0.0)))
+    if fault.kind is Kind.TRUNCATE:  # there must be another to fall back on
+        ranks.wait_until(lambda: len(ranks.checkpoints()) > 1, START_SECONDS, "a second checkpoint")
     record = FaultRecord(fault.kind.value, fault.rank, not ranks.stepped(), ranks.last_step())
     if fault.kind is Kind.DISK_FULL:
         before = [len(ranks.events(rank, "save failed")) for rank in range(RANKS)]
@@ -71,26 +73,22 @@ def suffer(fault: Fault, ranks: Ranks, settings: Settings) -> FaultRecord:
 
 
 def require_error(fault: Fault, ranks: Ranks) -> str:
-    """Every rank must have failed, with a `WorkerError` if it was the worker's fault; returns the other rank's error."""
+    """Every rank must have failed, with a `WorkerError` if the worker did; returns what the other rank says."""
     for rank in range(RANKS):
         if ranks.processes[rank].returncode == 0:
             raise SoakError(f"after {fault.kind.value}, rank {rank} ended as if nothing had happened")
         if fault.kind in (Kind.KILL_WORKER, Kind.STOP_WORKER) and "WorkerError: " not in ranks.said(rank):
             raise SoakError(f"after {fault.kind.value}, rank {rank} does not know why: {ranks.said(rank)[-1500:]}")
     lines = ranks.said(1 - fault.rank).splitlines()
-    return next((line for line in reversed(lines) if "Error: " in line or line == "KeyboardInterrupt"), "")
+    return next((line for line in reversed(lines) if "Error: " in line or "KeyboardInterrupt" in line), "")
 
 
-def truncate_newest(folder: Path, draw: random.Random) -> int | None:
-    """Cut a file of the newest checkpoint, if there is another to fall back on; returns its step."""
-    if not (folder / "latest").exists():
-        return None
-    latest = int((folder / "latest").read_text())
-    if not any(path.name.isdigit() and int(path.name) < latest for path in folder.iterdir()):
-        return None
-    path = draw.choice(sorted((folder / str(latest)).glob("*.pt")))
+def truncate_newest(ranks: Ranks, draw: random.Random) -> int:
+    """Cut a file of the newest checkpoint; returns its step."""
+    newest = ranks.checkpoints()[-1]
+    path = draw.choice(sorted((ranks.folder / str(newest)).glob("*.pt")))
     os.truncate(path, draw.randrange(path.stat().st_size))
-    return latest
+    return newest
 
 
 def note_resume(record: FaultRecord, ranks: Ranks) -> None:
@@ -121,7 +119,7 @@ def disturbed_run(plan: Round, settings: Settings, folder: Path, record: RoundRe
                     note_resume(record.faults[-1], ranks)
             record.faults.append(suffer(fault, ranks, settings))
             if fault.kind is Kind.TRUNCATE:
-                record.faults[-1].truncated = truncate_newest(folder, draw)
+                record.faults[-1].truncated = truncate_newest(ranks, draw)
             if fault.kind is not Kind.DISK_FULL:
                 ranks = Ranks(folder, flags)
         note_resume(record.faults[-1], ranks)
