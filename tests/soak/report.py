@@ -67,12 +67,8 @@ def write_report(records: list[RoundRecord], settings: Settings, seconds: float,
     """Write ``soak.json`` and ``soak.md`` to `folder`; returns the latter's text."""
     folder.mkdir(parents=True, exist_ok=True)
     text = as_markdown(records, settings, seconds)
-    values = {
-        "provenance": provenance(),
-        "settings": asdict(settings),
-        "seconds": seconds,
-        "rounds": [asdict(record) for record in records],
-    }
+    values = {"provenance": provenance(), "settings": asdict(settings), "seconds": seconds}
+    values["rounds"] = [asdict(record) for record in records]
     (folder / "soak.json").write_text(json.dumps(values, indent=1) + "\n")
     (folder / "soak.md").write_text(text)
     return text
@@ -92,27 +88,27 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         f"{sum(record.steps for record in records):,} steps, "
         f"{sum(record.losses_compared for record in records):,} losses compared with an undisturbed run, to the bit.",
         "",
-        "Two ranks train with ZenFlow overlapped. A round is one run: each kind of fault once, in random order, on a random",
-        "rank, after a random time, a quarter of them while the ranks start; all drawn from the seed. Ranks that ended are",
-        "started again and resume from the newest checkpoint that can be read. In the end every loss that was recorded, that",
-        "of steps done again included, and the final weights and masters must be those of a run that nobody disturbed, and",
-        f"that never saved. Rule: {settings.rule}; a checkpoint every {settings.save_every} steps, a pause of",
-        f"{1e3 * settings.pace_seconds:.0f} ms in each step in place of a device.",
+        "Two ranks train with ZenFlow overlapped. A round is one run: each kind of fault once, in random order, on a",
+        "random rank, after a random time, some of them while the ranks start; all drawn from the seed. Ranks that",
+        "ended are started again and resume from the newest checkpoint that can be read. In the end every loss that",
+        "was recorded, that of steps done again included, and the final weights and masters must be those of a run",
+        f"that nobody disturbed and that never saved. Rule: {settings.rule}; a checkpoint every {settings.save_every}",
+        f"steps; a pause of {1e3 * settings.pace_seconds:.0f} ms in each step in place of a device.",
         "",
         "```bash",
         origin["command"],
         "```",
         "",
-        f"Seed {settings.seed}. {origin['cpu']}, {origin['cores']} cores shared with other work, accelerator: CPU; {versions};",
-        f"commit {origin['commit']}, {origin['date']}.",
+        f"Seed {settings.seed}. {origin['cpu']}, {origin['cores']} cores shared with other work, no accelerator;",
+        f"{versions}; commit {origin['commit']}, {origin['date']}.",
         "",
         "| fault | number | of these while starting | until every rank had ended, s: median (longest) "
         "| from launch to first step again, s: median (longest) |",
         "|---|---|---|---|---|",
         *(_kind_line(kind, [fault for fault in faults if fault.kind == kind.value]) for kind in Kind),
         "",
-        "For a full disk: until every rank had the error; training goes on in the same process. Stopping a worker first takes",
-        f"its timeout of {settings.worker_timeout_seconds:g} s. After every fault no process was left 2 s later.",
+        "For a full disk: until every rank had the error; training goes on in the same process. A stopped worker is",
+        f"noticed after its timeout of {settings.worker_timeout_seconds:g} s. No process was left 2 s after any fault.",
         "",
         "| round | stage | interval | steps | faults | losses compared | equal to the bit |",
         "|---|---|---|---|---|---|---|",

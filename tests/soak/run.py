@@ -202,6 +202,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # by way of `Ranks.kill`
     settings = Settings(args.seed, args.rule)
     print(f"seed {settings.seed}", flush=True)
     begin = time.monotonic()

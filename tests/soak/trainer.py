@@ -2,7 +2,8 @@
 
 Writes to its folder, where RANK is its number: ``curve-RANK.jsonl``, a line [step, loss as bits] for every step, those
 done again after a resume included; ``events-RANK.jsonl``; and at the end ``final-RANK.json``, a digest of weights and
-masters. The end is the step that the file ``last-step`` there names, which may be written while it trains. Signal USR2 lets its next save meet a full disk.
+masters. The end is the step that the file ``last-step`` there names, which may be written while it trains. Signal USR2
+lets its next save meet a full disk.
 """
 
 from __future__ import annotations
