@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -77,7 +78,7 @@ class Arena:
     """A mapping of the shared memory. `create` makes it, `attach` maps what another process made.
 
     Attributes:
-        fileno: the memfd; stays open as long as the arena.
+        fileno: the memfd; open until `close`, or until the arena is forgotten.
         layout: where the arrays are.
     """
 
@@ -86,6 +87,7 @@ class Arena:
         self.layout = layout
         self._places = layout.by_name()
         self._map = mmap.mmap(fileno, layout.nbytes)
+        self._finalizer = weakref.finalize(self, os.close, fileno)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # no huge pages for shared memory here: it costs a little speed
@@ -140,6 +142,5 @@ class Arena:
 
     def close(self) -> None:
         """Close the memfd. The memory goes once no process maps it and no tensor refers to it. Idempotent."""
-        if self.fileno >= 0:
-            os.close(self.fileno)
-            self.fileno = -1
+        self._finalizer()
+        self.fileno = -1
