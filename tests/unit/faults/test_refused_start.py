@@ -174,4 +174,3 @@ def test_without_page_locks_there_is_one_warning_and_pageable_copies() -> None:
     assert asked >= 1
     (warning,) = warnings
     assert "ulimit -l" in warning
-
