@@ -39,14 +39,19 @@ def offload_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_engine(
-    config: dict[str, Any], *, extended: bool = True, groups: Callable[[torch.nn.Module], Any] | None = None, **how: Any
+    config: dict[str, Any],
+    *,
+    extended: bool = True,
+    groups: Callable[[torch.nn.Module], Any] | None = None,
+    model: Callable[[], torch.nn.Module] = OddModel,
+    **how: Any,
 ) -> Any:
-    """An engine around `OddModel`, the same weights every time and on every rank."""
+    """An engine around what `model` returns, the same weights every time and on every rank."""
     torch.manual_seed(1234)
-    model = OddModel()
+    module = model()
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
-    parameters = groups(model) if groups else list(model.parameters())
-    engine, *_ = initialize(model=model, model_parameters=parameters, config=copy.deepcopy(config), **how)
+    parameters = groups(module) if groups else list(module.parameters())
+    engine, *_ = initialize(model=module, model_parameters=parameters, config=copy.deepcopy(config), **how)
     return engine
 
 
