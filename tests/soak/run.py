@@ -206,6 +206,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job it is ignored, by the ranks too then
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # by way of `Ranks.kill`
     settings = Settings(args.seed, args.rule)
     print(f"seed {settings.seed}", flush=True)
