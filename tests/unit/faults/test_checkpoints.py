@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from deepspeed_ext._errors import CheckpointError
 from tests.support.models import OddModel, batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
 from tests.unit.faults.test_refused_start import limited
 
@@ -160,6 +162,41 @@ def test_disk_full_while_saving(stage: int, tmp_path: Path) -> None:
         assert found["left"] == []
         assert found["latest"] == "good"
         assert found["resumed"] == [True, True]
+
+
+def die_while_saving(config: dict, folder: str) -> str:
+    """Rank 1 is killed with half of its file written, when rank 0 has written its own."""
+    rank = dist.get_rank()
+    engine = make_engine(config)
+    train(engine, batches(GOOD, rank))
+    engine.save_checkpoint(folder, tag="good")
+    train(engine, batches(BAD - GOOD, rank))
+    if rank == 1:
+
+        def save_half(state: Any, path: str) -> None:
+            Path(path + ".partial").write_bytes(b"half")
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        engine.checkpoint_engine.save = save_half
+    return refused(lambda: engine.save_checkpoint(folder))
+
+
+def load_latest(config: dict, folder: str) -> int:
+    engine = make_engine(config)
+    engine.load_checkpoint(folder)
+    updates = engine.optimizer.zenflow_adam.updates
+    engine.destroy()
+    return updates
+
+
+def test_a_rank_killed_while_saving_leaves_the_latest_checkpoint_whole(tmp_path: Path) -> None:
+    config = zenflow_config(2)
+    survivor, killed = run_fresh_ranks(2, die_while_saving, config, str(tmp_path), group_timeout_seconds=20)
+    assert killed.exit_code == -signal.SIGKILL
+    assert "Connection" in survivor.value
+    assert (tmp_path / "latest").read_text() == "good"
+    assert run_ranks(2, load_latest, config, str(tmp_path)) == [GOOD, GOOD]
 
 
 def save_where_nothing_can_be(config: dict, folder: str) -> tuple[str, list[float]]:
