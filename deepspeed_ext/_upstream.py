@@ -49,6 +49,7 @@ __all__ = [
     "PipelineEngine",
     "Swap",
     "accelerator_branch_only",
+    "all_gather_of_partitions",
     "check",
     "communication_dtype",
     "deepspeed",
@@ -61,6 +62,7 @@ __all__ = [
     "local_rank",
     "local_world_size",
     "optimizer_class",
+    "partition_exchange",
     "stage3_optimizer_class",
     "pins_offload_buffers",
     "swapped",
@@ -85,6 +87,13 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig.__init__": None,
     "deepspeed.runtime.zero.config:get_zero_config": ("param_dict",),
     "deepspeed.runtime.zero.stage_1_and_2:get_accelerator": None,
+    "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups": (
+        "groups_flat",
+        "partitioned_param_groups",
+        "dp_process_group",
+        "start_alignment_factor",
+        "allgather_bucket_size",
+    ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned": (
         "self",
         "tensor_list",
@@ -302,6 +311,16 @@ def accelerator_branch_only() -> Swap:
     overrides and where the real decision is taken.
     """
     return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
+
+
+def all_gather_of_partitions() -> Callable[..., None]:
+    """The function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
+    return stage_1_and_2_module.all_gather_dp_groups
+
+
+def partition_exchange(exchange: Callable[..., None]) -> Swap:
+    """The name by which the stage 1/2 optimizer finds `all_gather_of_partitions`."""
+    return Swap(stage_1_and_2_module, "all_gather_dp_groups", exchange)
 
 
 def pins_offload_buffers(offload_config: Any) -> bool:

@@ -35,7 +35,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         zenflow_adam: the optimizer proper.
     """
 
-    zenflow_adam: OffloadedAdam
+    zenflow_adam: OffloadedAdam[Any]
     fp32_partitioned_groups_flat: list[Any]
     inf_or_nan_tracker: torch.Tensor
 

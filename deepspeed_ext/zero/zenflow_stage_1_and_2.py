@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._upstream import dist, get_accelerator, host_offload_config
+from deepspeed_ext._upstream import (
+    all_gather_of_partitions,
+    dist,
+    get_accelerator,
+    host_offload_config,
+    partition_exchange,
+    swapped,
+)
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zenflow.selective import SelectiveAdam
+from deepspeed_ext.zero.hot_exchange import HotExchange
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow import (
     PartitionStandIn,
@@ -40,7 +49,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         zenflow_adam: the optimizer proper.
     """
 
-    zenflow_adam: OffloadedAdam
+    zenflow_adam: OffloadedAdam[Any]
+    _hot_exchange: HotExchange | None = None
     single_partition_of_fp32_groups: list[Any]
 
     def __init__(self, *args: Any, settings: ZeroFields, place: WorkerPlace | None = None, **kwargs: Any) -> None:
@@ -69,6 +79,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                 self.dp_process_group,
                 self._place,
             )
+        if isinstance(self.zenflow_adam, SelectiveAdam):
+            self._hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
@@ -89,8 +101,10 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.single_partition_of_fp32_groups = [
             PartitionStandIn(self._weights_partition(index), self._grad_dtype) for index in range(len(masters))
         ]
+        exchange = [partition_exchange(self._hot_exchange)] if self._hot_exchange is not None else []
         try:
-            super().step(closure)
+            with swapped(*exchange):
+                super().step(closure)
             if not self.overflow:
                 self.zenflow_adam.end_step()
         finally:
