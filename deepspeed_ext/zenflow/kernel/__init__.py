@@ -1,14 +1,14 @@
-"""The worker's one pass over memory: S exact Adam steps, then what the trainer needs to know.
+"""The worker's one pass over memory: exact Adam steps, then what the trainer needs to know.
 
-`adam_pass` holds the contract (`AdamPass`), `reference` carries it out with torch operations, `native` with a small
-C++ and OpenMP library that `build` finds or makes. Importing this package imports neither torch nor DeepSpeed.
+`adam_pass` holds the contract (`AdamPass`, `MeanPass`), `reference` carries it out with torch operations, `native` with
+a small C++ and OpenMP library that `build` finds or makes. Importing this package imports neither torch nor DeepSpeed.
 """
 
-from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, Publish
+from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, MeanPass, Publish
 from deepspeed_ext.zenflow.kernel.build import library_path
 from deepspeed_ext.zenflow.kernel.native import NativeKernel
 
-__all__ = ["AdamPass", "AdamStep", "Array", "Kernel", "Publish", "library_path", "load_kernel"]
+__all__ = ["AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish", "library_path", "load_kernel"]
 
 
 def load_kernel(library: str | None, threads: int) -> Kernel:

@@ -1,12 +1,13 @@
-"""The pass in C++ (``adam_pass.cpp``), called through ctypes. Imports no torch: a worker that uses it stays small."""
+"""The passes in C++ (``*_pass.cpp``), called through ctypes. Imports no torch: a worker that uses it stays small."""
 
 import ctypes
+from dataclasses import replace
 
-from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep
+from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
 
 __all__ = ["ABI_VERSION", "NativeKernel"]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -50,6 +51,36 @@ class _Pass(ctypes.Structure):
     ]
 
 
+class _MeanPass(ctypes.Structure):
+    _fields_ = [
+        ("p", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("grads", ctypes.POINTER(ctypes.c_void_p)),
+        ("scales", ctypes.POINTER(ctypes.c_float)),
+        ("updates", ctypes.c_void_p),
+        ("published", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("lr", ctypes.c_double),
+        ("step", _Step),
+        ("grads_count", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("published_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+def _addresses(arrays: tuple[Array, ...]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * max(1, len(arrays)))(*(array.address for array in arrays))
+
+
+def _dtype_code(arrays: tuple[Array, ...]) -> int:
+    return _DTYPE_CODES[arrays[0].dtype] if arrays else 0
+
+
 def _step(step: AdamStep) -> _Step:
     return _Step(
         beta1_complement=1.0 - step.beta1,
@@ -79,6 +110,8 @@ class NativeKernel:
             raise OSError(f"{library} has another ABI version than {ABI_VERSION}")
         self._library.dsext_adam_pass.argtypes = [ctypes.POINTER(_Pass)]
         self._library.dsext_adam_pass.restype = None
+        self._library.dsext_mean_pass.argtypes = [ctypes.POINTER(_MeanPass)]
+        self._library.dsext_mean_pass.restype = None
         self._library.dsext_first_touch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
         self._library.dsext_first_touch.restype = None
         self._threads = threads
@@ -86,7 +119,6 @@ class NativeKernel:
     def run(self, adam_pass: AdamPass) -> None:
         """See `Kernel.run`. The call releases the interpreter lock."""
         count = len(adam_pass.steps)
-        grads = (ctypes.c_void_p * max(1, count))(*(g.address for g in adam_pass.grads))
         steps = (_Step * max(1, count))(*map(_step, adam_pass.steps))
         publish = adam_pass.publish
         self._library.dsext_adam_pass(
@@ -94,14 +126,14 @@ class NativeKernel:
                 p=adam_pass.p.address,
                 m=adam_pass.m.address,
                 v=adam_pass.v.address,
-                grads=grads,
+                grads=_addresses(adam_pass.grads),
                 steps=steps,
                 published=adam_pass.published.address,
                 block_means=adam_pass.block_means.address,
                 numel=adam_pass.p.numel,
                 block_size=adam_pass.block_size,
                 steps_count=count,
-                grad_dtype=_DTYPE_CODES[adam_pass.grads[0].dtype] if count else 0,
+                grad_dtype=_dtype_code(adam_pass.grads),
                 published_dtype=_DTYPE_CODES[adam_pass.published.dtype],
                 threads=self._threads,
                 p_factor=publish.p_factor,
@@ -109,6 +141,31 @@ class NativeKernel:
                 l2_factor=publish.l2_factor,
                 publish_bias2_inverse=1.0 / publish.bias_correction2_sqrt,
                 publish_eps=publish.eps,
+            )
+        )
+
+    def run_mean(self, mean_pass: MeanPass) -> None:
+        """See `Kernel.run_mean`. The call releases the interpreter lock."""
+        count, step = len(mean_pass.grads), mean_pass.step
+        self._library.dsext_mean_pass(
+            _MeanPass(
+                p=mean_pass.p.address,
+                m=mean_pass.m.address,
+                v=mean_pass.v.address,
+                grads=_addresses(mean_pass.grads),
+                scales=(ctypes.c_float * max(1, count))(*mean_pass.scales),
+                updates=mean_pass.updates.address,
+                published=mean_pass.published.address,
+                numel=mean_pass.p.numel,
+                block_size=mean_pass.block_size,
+                beta1=step.beta1,
+                beta2=step.beta2,
+                lr=step.lr,
+                step=_step(replace(step, step=1)),  # the corrections of a t are the library's business here
+                grads_count=count,
+                grad_dtype=_dtype_code(mean_pass.grads),
+                published_dtype=_DTYPE_CODES[mean_pass.published.dtype],
+                threads=self._threads,
             )
         )
 

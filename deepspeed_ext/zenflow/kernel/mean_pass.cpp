@@ -1,0 +1,168 @@
+// The worker's pass with a weighted sum of gradients and a step count for each block (MeanPass in adam_pass.py).
+
+#include "passes.h"
+
+#include <vector>
+
+extern "C" {
+
+struct MeanPass {
+    float *p, *m, *v;
+    const void *const *grads;
+    const float *scales;
+    int32_t *updates;
+    void *published;
+    int64_t numel, block_size;
+    double beta1, beta2, lr;
+    AdamStep step;
+    int32_t grads_count, grad_dtype, published_dtype, threads;
+};
+}
+
+namespace {
+
+struct Corrections {
+    double bias1 = 0.0;         // 1 - beta1^t
+    float bias2_inverse = 0.0;  // 1 / sqrt(1 - beta2^t)
+};
+
+// The corrections of every t that occurs, kept from one pass to the next: two powers take longer than a block's step.
+class CorrectionTable {
+  public:
+    // Called before threads share the table.
+    void cover(double beta1, double beta2, int64_t largest) {
+        if (beta1 != beta1_ || beta2 != beta2_) entries_.assign(1, Corrections{});
+        beta1_ = beta1;
+        beta2_ = beta2;
+        while (size() <= largest && size() < kLimit && !faded(entries_.back())) entries_.push_back(at(size()));
+    }
+
+    Corrections operator[](int64_t t) const {
+        if (t < size()) return entries_[t];
+        return faded(entries_.back()) ? entries_.back() : at(t);
+    }
+
+  private:
+    static constexpr int64_t kLimit = 1 << 16;
+
+    int64_t size() const { return static_cast<int64_t>(entries_.size()); }
+    static bool faded(const Corrections &c) { return c.bias1 == 1.0 && c.bias2_inverse == 1.0f; }
+    Corrections at(int64_t t) const {
+        const double exponent = static_cast<double>(t);
+        return {1.0 - std::pow(beta1_, exponent),
+                static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2_, exponent)))};
+    }
+
+    double beta1_ = -1.0, beta2_ = -1.0;
+    std::vector<Corrections> entries_;
+};
+
+template <Dtype G>
+INLINE void add(const void *source, float scale, bool begin, int64_t first, int64_t numel, float *__restrict sum) {
+    const auto *__restrict gradient = static_cast<const typename Element<G>::type *>(source) + first;
+    if (begin) {
+        for (int64_t i = 0; i < numel; ++i) sum[i] = Element<G>::load(gradient[i]) * scale;
+    } else {
+        for (int64_t i = 0; i < numel; ++i) sum[i] += Element<G>::load(gradient[i]) * scale;
+    }
+}
+
+template <Dtype Y>
+INLINE void publish(const float *__restrict p, int64_t first, int64_t numel, void *target) {
+    auto *__restrict published = static_cast<typename Element<Y>::type *>(target) + first;
+    for (int64_t i = 0; i < numel; ++i) published[i] = Element<Y>::store(p[first + i]);
+}
+
+// At most a tile of elements: what is known of them, element by element, in L1.
+struct Piece {
+    float gradient[kTileNumel], step_size[kTileNumel], bias2_inverse[kTileNumel];
+};
+
+CLONES void advance_piece(const MeanPass &a, const Piece &piece, int64_t first, int64_t numel) {
+    float *__restrict p = a.p + first;
+    float *__restrict m = a.m + first;
+    float *__restrict v = a.v + first;
+    AdamStep s = a.step;
+    s.grad_scale = 1.0f;
+    for (int64_t i = 0; i < numel; ++i) {
+        float pi = p[i], mi = m[i], vi = v[i];
+        s.step_size = piece.step_size[i];
+        s.bias2_inverse = piece.bias2_inverse[i];
+        advance(s, piece.gradient[i], pi, mi, vi);
+        p[i] = pi;
+        m[i] = mi;
+        v[i] = vi;
+    }
+}
+
+CLONES void add_32(const void *g, float scale, bool begin, int64_t first, int64_t numel, float *sum) {
+    add<kFloat32>(g, scale, begin, first, numel, sum);
+}
+CLONES void add_bf(const void *g, float scale, bool begin, int64_t first, int64_t numel, float *sum) {
+    add<kBFloat16>(g, scale, begin, first, numel, sum);
+}
+CLONES void add_fp(const void *g, float scale, bool begin, int64_t first, int64_t numel, float *sum) {
+    add<kFloat16>(g, scale, begin, first, numel, sum);
+}
+CLONES void publish_32(const float *p, int64_t first, int64_t numel, void *y) { publish<kFloat32>(p, first, numel, y); }
+CLONES void publish_bf(const float *p, int64_t first, int64_t numel, void *y) { publish<kBFloat16>(p, first, numel, y); }
+CLONES void publish_fp(const float *p, int64_t first, int64_t numel, void *y) { publish<kFloat16>(p, first, numel, y); }
+
+constexpr decltype(&add_32) kAdd[] = {add_32, add_bf, add_fp};
+constexpr decltype(&publish_32) kPublish[] = {publish_32, publish_bf, publish_fp};
+
+void fill(const MeanPass &a, const CorrectionTable &corrections, int64_t first, int64_t numel, Piece &piece) {
+    for (int64_t i = 0; i < numel;) {
+        const int64_t block = (first + i) / a.block_size;
+        const int64_t block_end = (block + 1) * a.block_size - first;
+        const int64_t end = block_end < numel ? block_end : numel;
+        const Corrections c = corrections[static_cast<int64_t>(a.updates[block]) + 1];
+        const float step_size = static_cast<float>(a.lr / c.bias1);
+        for (; i < end; ++i) {
+            piece.step_size[i] = step_size;
+            piece.bias2_inverse[i] = c.bias2_inverse;
+        }
+    }
+}
+
+// Elements first .. last, all of blocks at home.
+void step_elements(const MeanPass &a, const CorrectionTable &corrections, int64_t first, int64_t last) {
+    Piece piece;
+    for (int64_t begin = first; begin < last; begin += kTileNumel) {
+        const int64_t numel = last - begin < kTileNumel ? last - begin : kTileNumel;
+        if (a.grads_count > 0) {
+            for (int32_t k = 0; k < a.grads_count; ++k)
+                kAdd[a.grad_dtype](a.grads[k], a.scales[k], k == 0, begin, numel, piece.gradient);
+            fill(a, corrections, begin, numel, piece);
+            advance_piece(a, piece, begin, numel);
+        }
+        kPublish[a.published_dtype](a.p, begin, numel, a.published);
+    }
+}
+
+void tile(const MeanPass &a, const CorrectionTable &corrections, int64_t first, int64_t last) {
+    const int64_t blocks_end = (last + a.block_size - 1) / a.block_size;
+    for (int64_t block = first / a.block_size; block < blocks_end;) {
+        int64_t end = block;
+        while (end < blocks_end && a.updates[end] >= 0) ++end;
+        const int64_t last_home = end * a.block_size < last ? end * a.block_size : last;
+        if (end > block) step_elements(a, corrections, block * a.block_size, last_home);
+        if (a.grads_count > 0)
+            for (int64_t b = block; b < end; ++b) ++a.updates[b];
+        block = end + 1;
+    }
+}
+
+}  // namespace
+
+extern "C" void dsext_mean_pass(const MeanPass *pass) {
+    static thread_local CorrectionTable kept;
+    const MeanPass &a = *pass;
+    CorrectionTable &corrections = kept;  // the calling thread's, for all threads
+    int32_t largest = 0;
+    for (int64_t b = 0; b < (a.numel + a.block_size - 1) / a.block_size; ++b)
+        largest = a.updates[b] > largest ? a.updates[b] : largest;
+    corrections.cover(a.beta1, a.beta2, static_cast<int64_t>(largest) + 1);
+    for_each_tile(a.numel, a.block_size, a.threads,
+                  [&](int64_t first, int64_t last) { tile(a, corrections, first, last); });
+}
