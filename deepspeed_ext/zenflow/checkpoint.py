@@ -160,7 +160,7 @@ def _step(
     state = (partition.master.detach(), partition.exp_avg, partition.exp_avg_sq)
     for ids in chosen.nonzero().view(-1).split(_CHUNK_BLOCKS):
         blocks = BlockSet(ids, partition.master.numel(), block_size)
-        adam_blocks = AdamBlocks(blocks, *(blocks.take(array) for array in state), counts[ids].clone())
-        adam_blocks.step(blocks.take(gradient), step.grad_scale, step)
-        for array, rows in zip(state, (adam_blocks.p, adam_blocks.m, adam_blocks.v), strict=True):
+        p, m, v = (blocks.take(array) for array in state)
+        AdamBlocks(blocks, p, m, v, counts[ids].clone()).step(blocks.take(gradient), step.grad_scale, step)
+        for array, rows in zip(state, (p, m, v), strict=True):
             blocks.put(array, rows)

@@ -60,7 +60,8 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(settings: 
     for number, plan in enumerate(walk(make(*settings), steps)):
         assert plan.exact == (number < max(1, warm_up))
         if plan.applies:
-            assert in_flight is not None and number == in_flight[0] + (lag or 0)
+            assert in_flight is not None
+            assert number == in_flight[0] + (lag or 0)
             in_flight = None
         assert plan.position == number % ring
         collected.append(plan.position)
@@ -73,7 +74,8 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(settings: 
                 in_flight = (number, collected)
             collected = []
         if plan.selects:
-            assert in_flight is None and not collected
+            assert in_flight is None
+            assert not collected
             assert (number - last_selection) % interval == 0 or last_selection < 0
             last_selection = number
         if lag is None:
