@@ -140,16 +140,33 @@ void step_elements(const MeanPass &a, const CorrectionTable &corrections, int64_
     }
 }
 
+void touch(const void *array, int32_t dtype, int64_t first, int64_t last) {
+    const int64_t width = dtype == kFloat32 ? 4 : 2;
+    const volatile char *bytes = static_cast<const char *>(array);
+    for (int64_t line = first * width; line < last * width; line += 64) static_cast<void>(bytes[line]);
+}
+
+// Loads a block that is elsewhere and does nothing with it. Where an array is read with gaps the hardware's prefetching
+// stops: with every tenth block of 256 left out, the pass took 1.7 times as long as with none; so, no longer.
+void pass_over(const MeanPass &a, int64_t first, int64_t last) {
+    for (const float *array : {a.p, a.m, a.v}) touch(array, kFloat32, first, last);
+    for (int32_t k = 0; k < a.grads_count; ++k) touch(a.grads[k], a.grad_dtype, first, last);
+    touch(a.published, a.published_dtype, first, last);
+}
+
 void tile(const MeanPass &a, const CorrectionTable &corrections, int64_t first, int64_t last) {
     const int64_t blocks_end = (last + a.block_size - 1) / a.block_size;
-    for (int64_t block = first / a.block_size; block < blocks_end;) {
-        int64_t end = block;
-        while (end < blocks_end && a.updates[end] >= 0) ++end;
-        const int64_t last_home = end * a.block_size < last ? end * a.block_size : last;
-        if (end > block) step_elements(a, corrections, block * a.block_size, last_home);
-        if (a.grads_count > 0)
+    for (int64_t block = first / a.block_size, end; block < blocks_end; block = end) {
+        const bool home = a.updates[block] >= 0;
+        for (end = block + 1; end < blocks_end && (a.updates[end] >= 0) == home;) ++end;
+        const int64_t from = block * a.block_size;
+        const int64_t to = end * a.block_size < last ? end * a.block_size : last;
+        if (home)
+            step_elements(a, corrections, from, to);
+        else
+            pass_over(a, from, to);
+        if (home && a.grads_count > 0)
             for (int64_t b = block; b < end; ++b) ++a.updates[b];
-        block = end + 1;
     }
 }
 
