@@ -19,7 +19,7 @@ from deepspeed_ext.zenflow import predict
 from deepspeed_ext.zenflow.predict import Estimator
 
 
-def _contenders(numel: int) -> dict[str, Callable[[], None]]:
+def _contenders(numel: int) -> dict[str, Callable[[], object]]:
     grad, published, weights, drift = (torch.randn(numel).mul_(s).bfloat16() for s in (1e-3, 0.1, 0.1, 1e-4))
     estimator = Estimator(torch.rand(-(-numel // 32)).mul_(1e-6), 32, 0.9, 1e-8)
     estimates = {
@@ -27,7 +27,7 @@ def _contenders(numel: int) -> dict[str, Callable[[], None]]:
         "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-4),
         "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-6, 1e-6),
     }
-    contenders: dict[str, Callable[[], None]] = {"copy": lambda: weights.copy_(published) and None}
+    contenders: dict[str, Callable[[], object]] = {"copy": lambda: weights.copy_(published)}
     for name, estimate in estimates.items():
         contenders[f"{name}, torch operations"] = _without_native(estimate)
         contenders[f"{name}, native"] = estimate
@@ -36,7 +36,7 @@ def _contenders(numel: int) -> dict[str, Callable[[], None]]:
 
 def _without_native(estimate: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
-        with mock.patch.object(predict, "_native", lambda: None):
+        with mock.patch.object(predict, "_native", return_value=None):
             estimate()
 
     return run
