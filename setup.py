@@ -8,12 +8,12 @@ from setuptools import Extension, find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "_version.py").read_text(), re.MULTILINE)[1]
 
-KERNEL = "deepspeed_ext/zenflow/kernel"
-# The worker's pass over memory. Optional: without a compiler the package installs all the same and torch does the work.
+KERNEL = Path("deepspeed_ext/zenflow/kernel")
+# Passes over host memory. Optional: without a compiler the package installs all the same and torch does the work.
 NATIVE_KERNEL = Extension(
     "deepspeed_ext.zenflow.kernel._adam_pass",
-    sources=[f"{KERNEL}/adam_pass.cpp", f"{KERNEL}/mean_pass.cpp"],
-    depends=[f"{KERNEL}/passes.h"],
+    sources=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.cpp")),
+    depends=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.h")),
     extra_compile_args=["-O3", "-fopenmp", "-std=c++17", "-fno-math-errno", "-fno-trapping-math"],
     extra_link_args=["-fopenmp"],
     optional=True,

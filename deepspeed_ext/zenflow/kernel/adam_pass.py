@@ -113,8 +113,8 @@ class MeanPass:
     """One Adam step of the blocks that are at home on the host, with a weighted sum of several gradients.
 
     The blocks of one partition of n elements have had different numbers of updates, and some are elsewhere: a negative
-    entry of ``updates`` marks a block whose p, m, v, updates and published are neither read nor written. No gradients
-    at all publishes p of the blocks at home and changes nothing else.
+    entry of ``updates`` marks a block whose p, m, v, updates and published are not written, and whose values nothing
+    depends on. No gradients at all publishes p of the blocks at home and changes nothing else.
     """
 
     p: Array
