@@ -54,6 +54,13 @@ class RankGroup:
         """Whether `flag` holds on every rank."""
         return bool(self.minimum(int(flag))[0])
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, any object that pickles, in rank order."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
 
 def digest(plan: Any) -> str:
     """A short digest of a plan's ``repr``."""
@@ -68,14 +75,10 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     """
     if ranks.size == 1:
         return
-    digests: list[Any] = [None] * ranks.size
-    dist.all_gather_object(digests, digest(plan), group=ranks.group)
-    if len(set(digests)) == 1:
+    if len(set(ranks.gather(digest(plan)))) == 1:
         return
-    plans: list[Any] = [None] * ranks.size
-    dist.all_gather_object(plans, repr(plan), group=ranks.group)
     holders: dict[str, list[int]] = {}
-    for rank, text in enumerate(plans):
+    for rank, text in enumerate(ranks.gather(repr(plan))):
         holders.setdefault(text, []).append(ranks.global_rank(rank))
     listing = "; ".join(f"ranks {who}: {text}" for text, who in holders.items())
     raise PlanMismatchError(

@@ -21,6 +21,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -48,6 +49,7 @@ __all__ = [
     "PartitionedParameter",
     "PipelineEngine",
     "Swap",
+    "TorchCheckpointEngine",
     "accelerator_branch_only",
     "all_gather_of_partitions",
     "check",
@@ -119,6 +121,14 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.INFLIGHT": None,
     "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("self", "param"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty": None,
+    "deepspeed.runtime.engine:DeepSpeedEngine._configure_checkpointing": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint": None,
+    "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint": None,
+    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.__init__": ("self", "config_params"),
+    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.makedirs": ("self", "path", "exist_ok"),
+    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.save": ("self", "state_dict", "path"),
+    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.load": ("self", "path", "map_location"),
+    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.commit": ("self", "info"),
     "deepspeed.runtime.engine:DeepSpeedEngine.zenflow_config": ("self",),
     "deepspeed.runtime.engine:DeepSpeedEngine._take_model_step": ("self", "lr_kwargs"),
     "deepspeed.runtime.engine:DeepSpeedEngine.zero_force_ds_cpu_optimizer": ("self",),
@@ -164,6 +174,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank": ("self", "param"),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor": ("self",),
 }
 

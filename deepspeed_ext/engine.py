@@ -6,8 +6,10 @@ import difflib
 from functools import partial
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
+from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import (
@@ -15,13 +17,16 @@ from deepspeed_ext._upstream import (
     DeepSpeedHybridEngine,
     DeepSpeedZeroConfig,
     PipelineEngine,
+    TorchCheckpointEngine,
     dist,
+    get_accelerator,
     local_rank,
     optimizer_class,
     stage3_optimizer_class,
     swapped,
 )
 from deepspeed_ext.affinity.binding import CoreBinding
+from deepspeed_ext.checkpoint_files import JointCheckpointEngine
 from deepspeed_ext.config import ZeroFields, idle_fields
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
@@ -96,6 +101,7 @@ class Engine(DeepSpeedEngine):
 
     parameter_gather: SingleParameterGather | None = None
     core_binding: CoreBinding | None = None
+    checkpoint_engine: Any
     _cores_refreshed: bool = False
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -157,6 +163,38 @@ class Engine(DeepSpeedEngine):
     def _has_own_zenflow(self) -> bool:
         settings = self._config.zero_config
         return isinstance(settings, ZeroConfig) and settings.zenflow is not None
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        in_step = not isinstance(self, PipelineEngine)  # whose stages have different numbers of files
+        if self._has_own_zenflow() and in_step and type(self.checkpoint_engine) is TorchCheckpointEngine:
+            world = RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
+            self.checkpoint_engine = JointCheckpointEngine(self._config, world)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; with ZenFlow also
+
+        Raises:
+            CheckpointError: on every rank, if any could not write its files; training can go on.
+            WorkerError: on every rank, if the optimizer process of any has failed.
+        """
+        self._settle_zenflow()
+        return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; with ZenFlow also
+
+        Raises:
+            CheckpointError: on every rank, if any could not read its files; load another checkpoint before training on.
+            WorkerError: on every rank, if the optimizer process of any has failed.
+        """
+        self._settle_zenflow()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def _settle_zenflow(self) -> None:
+        """Wait on all ranks for updates in flight, so that no rank fails alone between DeepSpeed's collectives."""
+        if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
+            self.optimizer.zenflow_adam.drain_together()
 
     def zenflow_config(self) -> Any:
         """None where the section is served by us: DeepSpeed's own ZenFlow and its change of

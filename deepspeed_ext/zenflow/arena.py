@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,7 +78,7 @@ class Arena:
     """A mapping of the shared memory. `create` makes it, `attach` maps what another process made.
 
     Attributes:
-        fileno: the memfd; stays open as long as the arena.
+        fileno: the memfd; open until `close`, or until the arena is forgotten.
         layout: where the arrays are.
     """
 
@@ -85,6 +87,7 @@ class Arena:
         self.layout = layout
         self._places = layout.by_name()
         self._map = mmap.mmap(fileno, layout.nbytes)
+        self._finalizer = weakref.finalize(self, os.close, fileno)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # no huge pages for shared memory here: it costs a little speed
@@ -99,14 +102,18 @@ class Arena:
         """
         if not hasattr(os, "memfd_create"):
             raise UnsupportedError("ZenFlow shares memory between processes by memfd_create, which needs Linux")
+        fileno = -1
         try:
             fileno = os.memfd_create("deepspeed_ext-arena", os.MFD_CLOEXEC)
             os.ftruncate(fileno, layout.nbytes)
             return cls(fileno, layout)
         except OSError as error:
+            if fileno >= 0:
+                os.close(fileno)
+            limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "memory (ulimit -v, -f)"
             raise UnsupportedError(
                 f"the kernel refuses {layout.nbytes:,} bytes of memory shared with the optimizer process: {error}. "
-                "Use more ranks (each holds less), raise the memory limit, or turn zenflow off"
+                f"Raise the limit on {limit}, use more ranks (each holds less), or turn zenflow off"
             ) from error
 
     @classmethod
@@ -135,6 +142,5 @@ class Arena:
 
     def close(self) -> None:
         """Close the memfd. The memory goes once no process maps it and no tensor refers to it. Idempotent."""
-        if self.fileno >= 0:
-            os.close(self.fileno)
-            self.fileno = -1
+        self._finalizer()
+        self.fileno = -1

@@ -17,7 +17,7 @@ import torch
 
 from deepspeed_ext import memory
 from deepspeed_ext._agreement import RankGroup, require_same_plan
-from deepspeed_ext._errors import OutOfMemoryError, WorkerError
+from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import dist
 from deepspeed_ext.config import ZenFlowConfig
@@ -93,8 +93,8 @@ class OffloadedAdam(ABC, Generic[P]):
 
     Raises:
         ConfigError: the optimizer is not an Adam.
-        OutOfMemoryError: the host cannot hold the arena.
-        WorkerError: the worker does not start, on this or another rank.
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
+        WorkerError: the worker does not start, or another rank has one of these errors.
     """
 
     rule: ClassVar[str]
@@ -119,7 +119,7 @@ class OffloadedAdam(ABC, Generic[P]):
         self._settings = settings
         self._ranks = ranks
         self._transfers = Transfers()
-        self._error: WorkerError | None = None
+        self._error: DeepSpeedExtError | None = None
         self._in_flight_gradients = 0
         self.figures = Figures()
         self.updates = 0
@@ -203,20 +203,16 @@ class OffloadedAdam(ABC, Generic[P]):
         known = self._settings.update_interval is not None
         touch = tuple(s.name for s in specs if known or not s.name.startswith("g.") or s.name.endswith(".0"))
         needed = sum(spec.nbytes for spec in specs if spec.name in set(touch))
-        if needed > (available := memory.available_host_bytes()):
-            raise OutOfMemoryError(
-                f"rank {dist.get_rank()}: the optimizer's state takes {needed:,} bytes of host memory and "
-                f"{available:,} are available: use more ranks, a smaller zenflow.update_interval or more memory"
-            )
-        self.arena = Arena.create(layout)
         place = None if seat.place is None else str(seat.place)
         plan = WorkerPlan(layout, self.block_size, touch, place, seat.threads, library_path())
         error = None
         try:
+            _require_room(needed)
+            self.arena = Arena.create(layout)
             self.process = OptimizerProcess(
                 self.arena, plan, rank=dist.get_rank(), timeout_seconds=self._settings.worker_timeout_seconds
             )
-        except WorkerError as failure:
+        except DeepSpeedExtError as failure:
             error = failure
         self._require_all(error)
         if self.process.ready.warning:
@@ -263,7 +259,7 @@ class OffloadedAdam(ABC, Generic[P]):
         self.figures.wait_seconds += time.perf_counter() - begin
         self._require_all(error)
 
-    def _wait(self) -> WorkerError | None:
+    def _wait(self) -> DeepSpeedExtError | None:
         if self._error is not None:
             return self._error
         try:
@@ -276,13 +272,11 @@ class OffloadedAdam(ABC, Generic[P]):
             self.figures.note_worker(done.seconds, self._in_flight_gradients)
         return None
 
-    def _require_all(self, error: WorkerError | None) -> None:
+    def _require_all(self, error: DeepSpeedExtError | None) -> None:
         """Raise on every rank if any has an error, with the message of the one that has it."""
         if self._ranks.all(error is None):
             return
-        messages: list[str | None] = [None] * self._ranks.size
-        if self._ranks.size > 1:
-            dist.all_gather_object(messages, None if error is None else str(error), group=self._ranks.group)
+        messages = self._ranks.gather(None if error is None else str(error))
         self._error = error or WorkerError("; ".join(m for m in messages if m))
         if hasattr(self, "process"):
             self.process.close()
@@ -298,6 +292,14 @@ class OffloadedAdam(ABC, Generic[P]):
         """
         if (error := self._wait()) is not None:
             raise error
+
+    def drain_together(self) -> None:
+        """`drain`, as a collective.
+
+        Raises:
+            WorkerError: on every rank, if the worker of any has failed.
+        """
+        self._require_all(self._wait())
 
     def bind_state(self) -> None:
         """Let the optimizer's state be the arena's p, m, v, under the masters as parameters."""
@@ -349,6 +351,15 @@ class OffloadedAdam(ABC, Generic[P]):
         self.process.close()
         self._transfers.unlock()
         self.arena.close()
+
+
+def _require_room(nbytes: int) -> None:
+    available = memory.available_host_bytes()
+    if nbytes > available:
+        raise OutOfMemoryError(
+            f"rank {dist.get_rank()}: the optimizer's state takes {nbytes:,} bytes of host memory and "
+            f"{available:,} are available: use more ranks, a smaller zenflow.update_interval or more memory"
+        )
 
 
 def _name(dtype: torch.dtype | str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -24,6 +26,10 @@ __all__ = ["OptimizerProcess"]
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _CLOSE_SECONDS = 2.0
 _REAP_SECONDS = 5.0
+_REMEDIES = {
+    "SIGKILL": "Look for the out-of-memory killer (dmesg) and lower host memory use",
+    "SIGBUS": "The machine had no memory for a page of the shared arena: lower host memory use",
+}
 
 
 class OptimizerProcess:
@@ -54,36 +60,42 @@ class OptimizerProcess:
         self._process, self._connection = self._launch(arena, plan)
         # Runs at `close`, when the object is forgotten, and when the interpreter ends; never in a forked child.
         self._finalizer = weakref.finalize(self, _end, self._process, self._connection, os.getpid())
-        try:
-            self._connection.send(plan)
-        except OSError:
-            raise self._failure(self._how_it_ended()) from None
+        self._send(plan)
         answer = self._receive(time.monotonic() + timeout_seconds, f"start within {timeout_seconds:g} s")
         assert isinstance(answer, Ready)
         self.ready = answer
 
     def _launch(self, arena: Arena, plan: WorkerPlan) -> tuple[subprocess.Popen[bytes], Connection]:
-        ours, theirs = socket.socketpair()
         # PR_SET_PDEATHSIG speaks of the thread that starts a process: only the main thread lives as long as we do.
-        watch = threading.current_thread() is threading.main_thread()
-        numbers = (theirs.fileno(), arena.fileno, os.getpid(), int(watch))
+        by_main_thread = threading.current_thread() is threading.main_thread()
         path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(plan.threads)}
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "deepspeed_ext.zenflow.worker", *map(str, numbers)],
-                env=environment,
-                pass_fds=(theirs.fileno(), arena.fileno),
-                stdin=subprocess.DEVNULL,
-            )
+            with contextlib.ExitStack() as on_failure:
+                ours, theirs = socket.socketpair()
+                on_failure.callback(ours.close)
+                with theirs:
+                    numbers = (theirs.fileno(), arena.fileno, os.getpid(), int(by_main_thread))
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "deepspeed_ext.zenflow.worker", *map(str, numbers)],
+                        env=environment,
+                        pass_fds=numbers[:2],
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,  # Ctrl-C in a terminal is for the trainer, which then closes us
+                    )
+                on_failure.pop_all()
         except OSError as error:
-            ours.close()
+            remedy = "Allow this user to start processes (ulimit -u, container policy)"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                remedy = "Raise the limit on open files (ulimit -n)"
             raise WorkerError(
                 f"rank {self._rank}: the optimizer process could not be started with {sys.executable!r}: {error}. "
-                "Allow this user to start processes (ulimit -u, container policy), or set zenflow.overlap_step off"
+                f"{remedy}, or turn zenflow off"
             ) from error
-        finally:
-            theirs.close()
+        # A worker that is stopped does not read: a message larger than the socket's buffer would wait for ever.
+        seconds, fraction = divmod(self._timeout_seconds, 1)
+        limit = struct.pack("@ll", int(seconds), int(fraction * 1e6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         return process, Connection(ours.detach())
 
     def __enter__(self) -> OptimizerProcess:
@@ -109,11 +121,8 @@ class OptimizerProcess:
             WorkerError: the worker has ended.
         """
         self._require_open()
+        self._send(Submission(self._submitted + 1, tuple(passes)))
         self._submitted += 1
-        try:
-            self._connection.send(Submission(self._submitted, tuple(passes)))
-        except OSError:
-            raise self._failure(self._how_it_ended()) from None
 
     def wait(self, timeout_seconds: float | None = None) -> Done:
         """Wait until everything submitted is done and return the last answer.
@@ -143,13 +152,18 @@ class OptimizerProcess:
         if not self._finalizer.alive:
             raise WorkerError(f"rank {self._rank}: the optimizer process is closed; build a new engine to train on")
 
+    def _send(self, message: WorkerPlan | Submission) -> None:
+        try:
+            self._connection.send(message)
+        except BlockingIOError:
+            raise self._silence(f"read its orders within {self._timeout_seconds:g} s") from None
+        except OSError:
+            raise self._failure(self._how_it_ended()) from None
+
     def _receive(self, deadline: float, what: str) -> Done | Ready:
         try:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                raise self._failure(
-                    f"did not {what} (zenflow.worker_timeout_seconds = {self._timeout_seconds:g}). "
-                    "It may be stopped, starved of CPU or swapping: give it cores (core_binding), or a longer timeout"
-                )
+                raise self._silence(what)
             answer = self._connection.recv()
         except (EOFError, OSError):
             raise self._failure(self._how_it_ended()) from None
@@ -164,9 +178,15 @@ class OptimizerProcess:
             return "closed its connection and hangs. Please report this"
         if status < 0:
             name = signal.Signals(-status).name
-            remedy = "Look for the out-of-memory killer (dmesg) and lower host memory use" if name == "SIGKILL" else ""
-            return f"was killed by {name} (exit status {status}). {remedy or 'Its stderr may say more'}"
+            remedy = _REMEDIES.get(name, "Its stderr may say more")
+            return f"was killed by {name} (exit status {status}). {remedy}"
         return f"ended with exit status {status}. Its stderr, above, says why"
+
+    def _silence(self, what: str) -> WorkerError:
+        return self._failure(
+            f"did not {what} (zenflow.worker_timeout_seconds = {self._timeout_seconds:g}). "
+            "It may be stopped, starved of CPU or swapping: give it cores (core_binding), or a longer timeout"
+        )
 
     def _failure(self, what: str) -> WorkerError:
         self._process.kill()

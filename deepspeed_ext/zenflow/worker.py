@@ -1,8 +1,8 @@
-"""The optimizer process: ``python -m deepspeed_ext.zenflow.worker SOCKET_FD ARENA_FD PARENT_PID WATCH_PARENT``.
+"""The optimizer process: ``python -m deepspeed_ext.zenflow.worker SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
 
 Started by `process.OptimizerProcess` and by nothing else. It binds itself to its cores before anything heavy is
 imported, and imports torch only if the native kernel is missing. It ends when told to, when the trainer's end of the
-socket closes, and (by PR_SET_PDEATHSIG) when the trainer dies while a pass runs.
+socket closes, and when the trainer dies, whatever this process does then.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -33,13 +34,14 @@ from deepspeed_ext.zenflow.messages import (
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
+_WATCH_SECONDS = 0.5
 
 
 def main() -> None:
     """Serve one trainer until it closes the connection."""
-    socket_fd, arena_fd, parent_pid, watch_parent = map(int, sys.argv[1:5])
-    _end_with_parent(parent_pid, bool(watch_parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the trainer, which then closes us
+    socket_fd, arena_fd, parent_pid, by_main_thread = map(int, sys.argv[1:5])
+    _end_with_parent(parent_pid, bool(by_main_thread))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the trainer, which then closes us
     connection = Connection(socket_fd)
     # The trainer may be gone at any moment: nobody is left to tell then.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -52,12 +54,20 @@ def main() -> None:
             raise SystemExit(1) from None
 
 
-def _end_with_parent(parent_pid: int, watch_parent: bool) -> None:
-    """Ask the kernel to kill this process with the thread that started it, unless that thread may end early."""
-    if watch_parent:
+def _end_with_parent(parent_pid: int, by_main_thread: bool) -> None:
+    """Ask the kernel to kill this process with the thread that started it; where that may end early, look ourselves."""
+    if by_main_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # died before the line above
+    else:
+        threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # died before the lines above
         raise SystemExit(0)
+
+
+def _watch(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(0)
 
 
 def _serve(connection: Connection, arena_fd: int) -> None:

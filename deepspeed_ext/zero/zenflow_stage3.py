@@ -79,8 +79,23 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self.offload_optimizer = False
         self.offload_optimizer_pin_memory = False
         self.deepspeed_adam_offload = False
+        self._clear_padding()
         self.device = get_accelerator().current_device_name()
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
+
+    def _clear_padding(self) -> None:
+        """Zero what lies behind the end of a parameter that does not divide by the ranks. DeepSpeed leaves it
+        uninitialised; a NaN there would reach the parameters that share its block through the mean of v."""
+        partitions = zip(self.fp16_groups, self.fp16_partitioned_groups_flat, self.zenflow_adam.partitions, strict=True)
+        for group, weights, partition in partitions:
+            flats = (weights, partition.master.data, partition.exp_avg, partition.exp_avg_sq)
+            end = 0
+            for param in group:
+                begin, size = end, param.partition_numel()
+                end += size
+                held = min(max(param.ds_numel - self._get_param_partition_rank(param) * size, 0), size)
+                for flat in flats:
+                    flat.data[begin + held : end].zero_()
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -144,6 +159,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             self.zenflow_adam.masters_changed()
             return
         checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
+        self._clear_padding()
         if checkpoint.restore(self.zenflow_adam, saved, f"rank {rank}"):
             assert saved is not None
             for flat, weights in zip(self.fp16_partitioned_groups_flat, saved[_WEIGHTS], strict=True):

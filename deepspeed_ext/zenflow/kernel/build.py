@@ -5,6 +5,7 @@ folder of `deepspeed_ext._cache`, compiled there on first use when a C++ compile
 turns it off.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -29,9 +30,10 @@ def library_path() -> str | None:
     """Return the path of a native kernel that loads here, or ``None`` (then the reference runs)."""
     if os.environ.get("DSEXT_NATIVE_KERNEL", "1") == "0":
         return None
-    for built in sorted(FOLDER.glob("_adam_pass*.so")):
-        if _loads(built):
-            return str(built)
+    with contextlib.suppress(OSError):  # the folder cannot be listed: no descriptor is free, say
+        for built in sorted(FOLDER.glob("_adam_pass*.so")):
+            if _loads(built):
+                return str(built)
     return _compile_once()
 
 

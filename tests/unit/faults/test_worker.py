@@ -1,0 +1,114 @@
+"""A worker that dies, raises or hangs ends every rank within seconds, with one error that says which and what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+from deepspeed import comm as dist
+
+from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.zenflow.kernel import Publish
+from deepspeed_ext.zenflow.messages import PartitionPass
+from deepspeed_ext.zenflow.process import OptimizerProcess
+from tests.support.models import batches
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, train, zenflow_config
+
+TIMEOUT_SECONDS = 2.0
+
+
+def kill_at_launch() -> tuple[Any, list[float]]:
+    """Let the next worker be killed as soon as it exists; returns what to restore and when it was killed."""
+    launch, killed = OptimizerProcess._launch, []
+
+    def launch_and_kill(self: OptimizerProcess, *args: Any) -> Any:
+        process, connection = launch(self, *args)
+        process.kill()
+        killed.append(time.monotonic())
+        return process, connection
+
+    OptimizerProcess._launch = launch_and_kill  # type: ignore[method-assign]
+    return launch, killed
+
+
+def harm(process: OptimizerProcess, how: str) -> None:
+    """Do to a worker that lives what `how` says."""
+    if how == "stepping":  # it has work, and dies before it can answer
+        os.kill(process.pid, signal.SIGSTOP)
+        process.submit([PartitionPass(0, 0, (), (), Publish.exact(1.0, 1e-8))])
+    if how == "raising":
+        process.submit([PartitionPass(0, 0, (7,), (), Publish.exact(1.0, 1e-8))])
+    elif how == "stopped":
+        os.kill(process.pid, signal.SIGSTOP)
+    else:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def suffer(config: dict, how: str) -> dict[str, Any]:
+    """Train on two ranks while rank 0's worker comes to harm; how does this rank end, and can it begin anew?"""
+    rank, harmed, engine, message = dist.get_rank(), 0.0, None, "no error"
+    launch = OptimizerProcess._launch
+    try:
+        if how == "starting" and rank == 0:
+            launch, killed = kill_at_launch()
+        engine = make_engine(config)
+        train(engine, batches(4, rank))
+        process = engine.optimizer.zenflow_adam.process
+        engine.optimizer.zenflow_adam.drain()
+        dist.barrier()
+        harmed = time.monotonic()
+        if rank == 0:
+            harm(process, how)
+        if how == "saving":
+            engine.save_checkpoint("/nonexistent/never/written")
+        train(engine, batches(20, rank))
+    except WorkerError as error:
+        message = str(error)
+    ended = time.monotonic()
+    OptimizerProcess._launch = launch  # type: ignore[method-assign]
+    if how == "starting" and rank == 0:
+        (harmed,) = killed
+    left = [p.pid for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    if engine is not None:
+        engine.destroy()
+    again = make_engine(config)
+    losses = train(again, batches(3, rank))
+    again.destroy()
+    return {"message": message, "harmed": harmed, "ended": ended, "left": left, "losses": losses}
+
+
+@pytest.mark.parametrize("how", ["idle", "stepping", "starting", "raising", "stopped", "saving"])
+def test_every_rank_ends_with_the_error_and_can_begin_anew(how: str) -> None:
+    timeout = TIMEOUT_SECONDS if how == "stopped" else 600.0
+    config = zenflow_config(2, update_interval=1, worker_timeout_seconds=timeout)
+    outcomes = run_ranks(2, suffer, config, how)
+    says = {"raising": "KeyError: 'g.0.0.7'", "stopped": "did not answer within 2 s"}.get(how, "SIGKILL")
+    for outcome in outcomes:
+        assert "rank 0" in outcome["message"]
+        assert says in outcome["message"]
+        assert "checkpoint" in outcome["message"]
+        assert outcome["ended"] - outcomes[0]["harmed"] < 5
+        assert outcome["left"] == []
+        assert all(loss == loss for loss in outcome["losses"])
+
+
+def train_and_destroy(config: dict) -> list[bool]:
+    """Two engines at once, then none: are their workers gone?"""
+    engines = [make_engine(config), make_engine(config)]
+    pids = [engine.optimizer.zenflow_adam.process.pid for engine in engines]
+    for engine in engines:
+        train(engine, batches(2, 0))
+    for engine in engines:
+        engine.destroy()
+        engine.destroy()
+    return [psutil.pid_exists(pid) for pid in pids]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_destroy_ends_the_workers(stage: int) -> None:
+    assert run_ranks(1, train_and_destroy, zenflow_config(stage)) == [[False, False]]
