@@ -75,8 +75,9 @@ class ZenFlowConfig(_Section):
     """``predictive``: elements over which the second moment is averaged; costs 4/block_size bytes a parameter."""
 
     predict_clip: Literal["current", "previous"] = "current"
-    """``predictive``: whose clip factor the prediction uses: this step's, or the one before (needs no global norm;
-    slightly worse)."""
+    """``predictive``: whose clip factor the prediction uses: this step's, or the one before. ``previous`` needs nothing
+    of the whole gradient, whose parts then leave for the host while backward still runs; slightly worse. Gradients must
+    not be changed between backward and step (``safe_set_full_grad``)."""
 
     publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """What the worker's weights are sent as. Not given: the model's dtype, which rounds once more than float32 and

@@ -29,7 +29,7 @@ from deepspeed_ext.zenflow.messages import WorkerPlan, WorkerTask, array_name
 from deepspeed_ext.zenflow.process import OptimizerProcess
 from deepspeed_ext.zenflow.schedule import Schedule
 from deepspeed_ext.zenflow.seat import WorkerSeat
-from deepspeed_ext.zenflow.transfers import Transfers
+from deepspeed_ext.zenflow.transfers import Streamed, Transfers
 
 __all__ = ["MEASURED_INTERVAL_LIMIT", "GradFactor", "OffloadedAdam", "PartitionState"]
 
@@ -59,6 +59,7 @@ class PartitionState:
         master, exp_avg, exp_avg_sq: p, m, v in the arena, 1-D fp32; the worker's while a submission is in flight.
         published: y in the arena.
         collected: constants of the gradients that have not been handed over.
+        streamed: what of the coming step's gradient is on its way.
     """
 
     group: int
@@ -67,6 +68,7 @@ class PartitionState:
     exp_avg_sq: torch.Tensor
     published: torch.Tensor
     collected: list[AdamStep] = field(default_factory=list, kw_only=True)
+    streamed: Streamed = field(default_factory=Streamed, kw_only=True)
 
 
 P = TypeVar("P", bound=PartitionState)
@@ -224,11 +226,13 @@ class OffloadedAdam(ABC, Generic[P]):
         return self.arena.tensor(array_name(kind, index))
 
     def _collect(self, index: int, grad: torch.Tensor, slot: torch.Tensor, factor: float) -> torch.Tensor:
-        """Start copying `grad` to `slot`, note its constants, and return it in the slot's dtype."""
+        """Copy `grad` to `slot` unless it is on its way, note its constants, and return it in the slot's dtype."""
         partition = self.partitions[index]
         if grad.dtype != slot.dtype:
             grad = grad.to(slot.dtype)
-        self._transfers.to_host(grad, slot)
+        if not partition.streamed.is_complete:
+            self._transfers.to_host(grad, slot)
+        partition.streamed = Streamed()
         self.figures.bytes_down += slot.nbytes
         partition.collected.append(self._constants(partition.group, self.updates + 1, factor))
         return grad

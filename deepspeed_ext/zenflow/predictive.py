@@ -98,6 +98,26 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         if self._plan.rule is WeightRule.PREDICTED:
             self._read_results()
 
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether gradients are wanted while backward is still running: the estimate asks nothing of the whole."""
+        return self._settings.predict_clip == "previous"
+
+    def stream_gradient(self, index: int, offset: int, piece: torch.Tensor, wanted: int) -> None:
+        """Start copying a part of the coming step's gradient to the host, from within backward.
+
+        Args:
+            index: of the partition.
+            offset: where the part begins in it, in elements.
+            piece: 1-D, reduced, neither unscaled nor clipped; stays as it is until the step, unless a later piece at
+                the same place replaces it.
+            wanted: elements of the partition without its padding.
+        """
+        plan, streamed = self.schedule.plan(), self.partitions[index].streamed
+        slot = self.partitions[index].slots[plan.slot][plan.position][offset : offset + piece.numel()]
+        self._transfers.to_host(piece.to(slot.dtype), slot)
+        streamed.parts[offset], streamed.wanted = piece.numel(), wanted
+
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
         plan, partition = self._plan, self.partitions[index]
         assert plan is not None, "step_partition outside of a step"

@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.predictive import PredictiveAdam
 from deepspeed_ext.zenflow.seat import planned_seat, unplanned_seat
 from deepspeed_ext.zenflow.selective import SelectiveAdam
 
-__all__ = ["PartitionStandIn", "StepFactor", "build_adam", "grad_dtype", "require_supported"]
+__all__ = ["PartitionStandIn", "StepFactor", "build_adam", "grad_dtype", "require_supported", "streaming"]
 
 
 class PartitionStandIn:
@@ -141,6 +141,11 @@ def build_adam(
         ranks=RankGroup.of(process_group, device),
         seat=unplanned_seat(zenflow, local_world_size()) if place is None else planned_seat(place),
     )
+
+
+def streaming(adam: OffloadedAdam[Any]) -> PredictiveAdam | None:
+    """`adam`, if it takes gradients while backward is still running."""
+    return adam if isinstance(adam, PredictiveAdam) and adam.streams_gradients else None
 
 
 def saved_section(state_dict_list: Any, rank: int) -> dict[str, Any] | None:

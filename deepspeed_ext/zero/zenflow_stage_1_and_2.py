@@ -30,6 +30,7 @@ from deepspeed_ext.zero.zenflow import (
     grad_dtype,
     require_supported,
     saved_section,
+    streaming,
 )
 
 __all__ = ["ZenFlowZeroOptimizer"]
@@ -93,6 +94,21 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     def _weights_partition(self, index: int) -> torch.Tensor:
         rank = dist.get_rank(group=self.real_dp_process_group[index])
         return self.parallel_partitioned_bit16_groups[index][rank].data
+
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """DeepSpeed has reduced the gradient of `param`: let it leave for the host at once, if that is wanted."""
+        super().copy_grads_in_partition(param, group_idx)
+        adam = streaming(self.zenflow_adam)
+        if adam is None or not self.is_gradient_accumulation_boundary():
+            return
+        param_id = self.get_param_id(param)
+        group, start, offset, numel = self.grad_position[param_id]
+        rank = dist.get_rank(group=self.real_dp_process_group[group])
+        piece = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
+        if piece is None:
+            piece = self.get_gradient_for_reduction(param).view(-1).narrow(0, start, numel)
+        held = sum(numel for index, *_, numel in self.grad_position.values() if index == group)
+        adam.stream_gradient(group, offset, piece, held)
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
