@@ -174,6 +174,10 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
         "group_idx",
     ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_gradient_for_reduction": ("self", "param"),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_preflattened_grad_partition": (
+        "self",
+        "group_idx",
+    ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_compact_grad_partition_slice": (
         "self",
         "group_idx",

@@ -169,6 +169,10 @@ class OffloadedAdam(ABC, Generic[P]):
         """
 
     @abstractmethod
+    def coming_slot(self, index: int) -> torch.Tensor:
+        """Where the coming step's gradient of a partition belongs; 1-D, n elements, in the arena."""
+
+    @abstractmethod
     def _finish_step(self) -> None:
         """Hand over what the schedule says and advance it."""
 
@@ -225,12 +229,12 @@ class OffloadedAdam(ABC, Generic[P]):
     def _array(self, kind: str, index: int) -> torch.Tensor:
         return self.arena.tensor(array_name(kind, index))
 
-    def _collect(self, index: int, grad: torch.Tensor, slot: torch.Tensor, factor: float) -> torch.Tensor:
-        """Copy `grad` to `slot` unless it is on its way, note its constants, and return it in the slot's dtype."""
-        partition = self.partitions[index]
+    def _collect(self, index: int, grad: torch.Tensor, factor: float) -> torch.Tensor:
+        """Copy `grad` to its slot unless it is there; note its constants and return it in the slot's dtype."""
+        partition, slot = self.partitions[index], self.coming_slot(index)
         if grad.dtype != slot.dtype:
             grad = grad.to(slot.dtype)
-        if not partition.streamed.is_complete:
+        if not partition.streamed.is_complete and grad.data_ptr() != slot.data_ptr():
             self._transfers.to_host(grad, slot)
         partition.streamed = Streamed()
         self.figures.bytes_down += slot.nbytes

@@ -88,6 +88,10 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         exact = Publish.exact(1.0, float(self._optimizer.param_groups[group]["eps"]))
         return PredictedPartition(group, p.requires_grad_(), m, v, y, block_means=means, slots=slots, publish=exact)
 
+    def coming_slot(self, index: int) -> torch.Tensor:
+        plan = self.schedule.plan()
+        return self.partitions[index].slots[plan.slot][plan.position]
+
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -113,15 +117,14 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
                 the same place replaces it.
             wanted: elements of the partition without its padding.
         """
-        plan, streamed = self.schedule.plan(), self.partitions[index].streamed
-        slot = self.partitions[index].slots[plan.slot][plan.position][offset : offset + piece.numel()]
-        self._transfers.to_host(piece.to(slot.dtype), slot)
+        streamed, slot = self.partitions[index].streamed, self.coming_slot(index)
+        self._transfers.to_host(piece.to(slot.dtype), slot[offset : offset + piece.numel()])
         streamed.parts[offset], streamed.wanted = piece.numel(), wanted
 
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
-        plan, partition = self._plan, self.partitions[index]
+        plan = self._plan
         assert plan is not None, "step_partition outside of a step"
-        grad = self._collect(index, grad, partition.slots[plan.slot][plan.position], factor.value)
+        grad = self._collect(index, grad, factor.value)
         if plan.rule is WeightRule.EXACT:
             self._step_exactly(index)
         else:

@@ -84,6 +84,9 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         ring = [self.arena.tensor(array_name("g", index, 0, k)) for k in range(self._room)]
         return SelectedPartition(group, p.requires_grad_(), m, v, y, updates=updates, ring=ring)
 
+    def coming_slot(self, index: int) -> torch.Tensor:
+        return self.partitions[index].ring[self.schedule.plan().position]
+
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -95,7 +98,7 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
         plan, partition = self._plan, self.partitions[index]
         assert plan is not None, "step_partition outside of a step"
-        grad = self._collect(index, grad, partition.ring[plan.position], factor.value)
+        grad = self._collect(index, grad, factor.value)
         if partition.hot is not None:
             hot_grad = partition.hot.blocks.take(grad)
             partition.hot.step(hot_grad, factor.value, partition.collected[-1])

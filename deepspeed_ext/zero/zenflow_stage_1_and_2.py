@@ -127,6 +127,19 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self.single_partition_of_fp32_groups = masters
             self._factor.forget()
 
+    def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
+        """The flat gradient, where DeepSpeed need not make one: laid out in its slot, if that is in reach."""
+        flat = super()._get_preflattened_grad_partition(group_idx)
+        slot = self.zenflow_adam.coming_slot(group_idx)
+        if flat is not None or slot.device != torch.device(self.device):
+            return flat
+        end = 0
+        for grad in self.averaged_gradients[group_idx]:
+            begin, end = end, end + grad.numel()
+            slot[begin:end].copy_(grad.view(-1))
+        slot[end:].zero_()
+        return slot
+
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Note the factor and leave the gradients alone: the worker and the estimate multiply as they go."""
         upstream = super().unscale_and_clip_grads
