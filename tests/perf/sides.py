@@ -89,7 +89,7 @@ def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
 
 def _selective(interval: int, overlap: bool) -> Side:
     zenflow = {"update_rule": "selective", "update_interval": interval, "topk_ratio": 0.1, "overlap_step": overlap}
-    zenflow |= {"select_interval": 4 * interval, "select_strategy": "step"}
+    zenflow |= {"select_interval": 16, "select_strategy": "step"}
     return Side(
         f"selective, interval {interval}, {'lag 1' if overlap else 'sequential'}", zenflow=zenflow, extended=True
     )
