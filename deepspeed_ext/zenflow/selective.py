@@ -172,6 +172,8 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         """Copy p, m, v of the hot blocks into the arena, where the worker leaves them alone."""
         partition = self.partitions[index]
         if (hot := partition.hot) is not None:
+            if self._settings.offload:
+                get_accelerator().synchronize()  # the newest step's state may still be on its way to the host
             for array, rows in ((partition.master, hot.p), (partition.exp_avg, hot.m), (partition.exp_avg_sq, hot.v)):
                 hot.blocks.put(array.detach(), rows)
 
