@@ -8,10 +8,12 @@ from setuptools import Extension, find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "_version.py").read_text(), re.MULTILINE)[1]
 
-# The worker's pass over memory. Optional: without a compiler the package installs all the same and torch does the work.
+KERNEL = Path("deepspeed_ext/zenflow/kernel")
+# Passes over host memory. Optional: without a compiler the package installs all the same and torch does the work.
 NATIVE_KERNEL = Extension(
     "deepspeed_ext.zenflow.kernel._adam_pass",
-    sources=["deepspeed_ext/zenflow/kernel/adam_pass.cpp"],
+    sources=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.cpp")),
+    depends=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.h")),
     extra_compile_args=["-O3", "-fopenmp", "-std=c++17", "-fno-math-errno", "-fno-trapping-math"],
     extra_link_args=["-fopenmp"],
     optional=True,
@@ -27,7 +29,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
-    package_data={"deepspeed_ext": ["py.typed", "zenflow/kernel/adam_pass.cpp"]},
+    package_data={"deepspeed_ext": ["py.typed", "zenflow/kernel/*.cpp", "zenflow/kernel/*.h"]},
     ext_modules=[NATIVE_KERNEL],
     install_requires=[
         "torch>=2.6",

@@ -51,6 +51,7 @@ __all__ = [
     "Swap",
     "TorchCheckpointEngine",
     "accelerator_branch_only",
+    "all_gather_of_partitions",
     "check",
     "communication_dtype",
     "deepspeed",
@@ -63,6 +64,7 @@ __all__ = [
     "local_rank",
     "local_world_size",
     "optimizer_class",
+    "partition_exchange",
     "stage3_optimizer_class",
     "pins_offload_buffers",
     "swapped",
@@ -87,6 +89,13 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig.__init__": None,
     "deepspeed.runtime.zero.config:get_zero_config": ("param_dict",),
     "deepspeed.runtime.zero.stage_1_and_2:get_accelerator": None,
+    "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups": (
+        "groups_flat",
+        "partitioned_param_groups",
+        "dp_process_group",
+        "start_alignment_factor",
+        "allgather_bucket_size",
+    ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned": (
         "self",
         "tensor_list",
@@ -167,10 +176,28 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
         "total_norm",
     ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params": ("self",),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition": (
+        "self",
+        "param",
+        "group_idx",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_gradient_for_reduction": ("self", "param"),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_preflattened_grad_partition": (
+        "self",
+        "group_idx",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_compact_grad_partition_slice": (
+        "self",
+        "group_idx",
+        "partition_id",
+        "param_id",
+        "num_elements",
+    ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": ("self",),
     # DeepSpeed wraps these for profiling, which hides their parameters.
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.partition_grads": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": None,
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank": ("self", "param"),
@@ -321,6 +348,16 @@ def accelerator_branch_only() -> Swap:
     overrides and where the real decision is taken.
     """
     return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
+
+
+def all_gather_of_partitions() -> Callable[..., None]:
+    """The function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
+    return stage_1_and_2_module.all_gather_dp_groups
+
+
+def partition_exchange(exchange: Callable[..., None]) -> Swap:
+    """The name by which the stage 1/2 optimizer finds `all_gather_of_partitions`."""
+    return Swap(stage_1_and_2_module, "all_gather_dp_groups", exchange)
 
 
 def pins_offload_buffers(offload_config: Any) -> bool:

@@ -57,23 +57,27 @@ class ZenFlowConfig(_Section):
     field is given, else ``predictive``."""
 
     update_interval: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps whose gradients the worker carries out in one pass. Not given: the smallest that the worker keeps
-    up with, measured at the start. 1 follows AdamW most closely; more need less of the host's memory bandwidth and
-    ``2 x interval`` 16-bit gradients in host memory. Never changes ``gradient_accumulation_steps``."""
+    """``predictive``: optimizer steps whose gradients the worker carries out in one pass. Not given: the smallest that
+    the worker keeps up with, measured at the start. 1 follows AdamW most closely; more need less of the host's memory
+    bandwidth and ``2 x interval`` 16-bit gradients in host memory. ``selective``: optimizer steps whose mean gradient
+    makes one step of the cold blocks. Not given: chosen at the first selection (see ``auto_ratio``). Never changes
+    ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for it, every step. Not given: true
     for ``predictive``, false for ``selective``."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0)] = 0
-    """Synchronous optimizer steps at the start. At least one is made, at least an interval when that is longer, and
-    five intervals when this is not given."""
+    """Synchronous optimizer steps at the start, each of them an exact one of all parameters. At least one is made.
+    ``predictive``: at least an interval when that is longer, and five intervals when this is not given."""
 
     block_size: Annotated[int, Field(ge=1)] = 32
-    """Elements over which the second moment is averaged for the prediction; costs 4/block_size bytes a parameter."""
+    """``predictive``: elements over which the second moment is averaged; costs 4/block_size bytes a parameter."""
 
     predict_clip: Literal["current", "previous"] = "current"
-    """Whose clip factor the prediction uses: this step's, or the one before (needs no global norm; slightly worse)."""
+    """``predictive``: whose clip factor the prediction uses: this step's, or the one before. ``previous`` needs nothing
+    of the whole gradient, whose parts then leave for the host while backward still runs; slightly worse. Gradients must
+    not be changed between backward and step (``safe_set_full_grad``)."""
 
     publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """What the worker's weights are sent as. Not given: the model's dtype, which rounds once more than float32 and
@@ -93,25 +97,33 @@ class ZenFlowConfig(_Section):
     """DeepSpeed's name for the fraction; used if ``pt_reserved_cores`` is not given and this is."""
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """``selective``: share of the parameters that are updated on the accelerator at every step."""
+    """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every step: those with
+    the largest sum of absolute gradients, of each rank's partition. Costs about 12 bytes for each hot parameter in
+    accelerator memory (see ``offload``)."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """``selective``: whether ``select_interval`` counts steps or epochs."""
+    """``selective``: whether ``select_interval`` counts optimizer steps or epochs. ``auto`` counts steps. ``epoch``
+    needs ``training_data`` at ``deepspeed.initialize``, which says how long an epoch is; without, hot blocks are
+    selected once."""
 
     select_interval: Annotated[int, Field(ge=1)] | None = None
-    """``selective``: how often the updated share is chosen anew."""
+    """``selective``: how often hot blocks are chosen anew, rounded up to whole update intervals; their state then moves
+    between host and accelerator, and the step waits for the worker. Not given: 16 steps, at least four update intervals
+    (``auto``), or one epoch (``epoch``)."""
 
     select_block_size: Annotated[int, Field(ge=1)] = 256
-    """``selective``: elements that are selected together."""
+    """``selective``: contiguous elements that are selected together, a block."""
 
     overlap_lag: Annotated[int, Field(ge=1)] = 1
-    """``selective``: optimizer steps between handing gradients over and applying their result."""
+    """``selective`` with ``overlap_step``: optimizer steps between handing gradients over and taking the result; at
+    most the update interval. More gives the worker more time, and costs loss."""
 
     offload: bool = False
-    """``selective``: keep the state of the selected share on the host between steps."""
+    """``selective``: keep the state of hot blocks on the host between steps, for a transfer of it both ways in each."""
 
     auto_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.99
-    """``selective``: threshold by which DeepSpeed chooses ``update_interval``."""
+    """``selective`` without ``update_interval``: cold blocks are updated as soon as their collected gradients come to
+    this share of a hot block's gradient of one step, by their means at the first selection (1 to 8 steps)."""
 
     steps_per_epoch: int | None = Field(default=None, exclude=True)
     """``selective``: filled in at run time."""

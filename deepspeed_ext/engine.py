@@ -123,6 +123,7 @@ class Engine(DeepSpeedEngine):
         if settings.zenflow is None:
             swaps = [optimizer_class(partial(ZeroOptimizer, settings=settings, check_replicas=check_replicas))]
         else:
+            settings = self._with_epoch_length(settings)
             place = self.core_binding.worker_place if self.core_binding is not None else None
             stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, place=place)
             stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, place=place)
@@ -132,6 +133,13 @@ class Engine(DeepSpeedEngine):
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             self.parameter_gather = all_gather.attach(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
+
+    def _with_epoch_length(self, settings: ZeroConfig) -> ZeroConfig:
+        """`settings` with the length of an epoch, in optimizer steps, where DeepSpeed made the data loader."""
+        if self.training_dataloader is None or settings.zenflow is None:
+            return settings
+        steps = max(1, len(self.training_dataloader) // self.gradient_accumulation_steps())
+        return settings.model_copy(update={"zenflow": settings.zenflow.model_copy(update={"steps_per_epoch": steps})})
 
     def _bind_cores(self, settings: ZeroConfig) -> None:
         """Confine this rank to its share of the cores, if asked for or if the optimizer is a process of its own."""

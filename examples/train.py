@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODES = {
     "zenflow": "zenflow.json",
     "zenflow_stage3": "zenflow_stage3.json",
+    "zenflow_selective": "zenflow_selective.json",
     "zero1": "zero1.json",
     "zero2": "zero2.json",
     "offload": "zero2_offload.json",

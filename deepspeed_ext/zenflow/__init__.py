@@ -18,9 +18,19 @@ block means    fp32 [n / block]  host        mean of v over each block of contig
 drift    D     16 bit [n]        device      effect of the gradients in flight (interval > 1): trainer only
 =============  ================  ==========  ===============================================================
 
+Of the selective rule alone (blocks of ``select_block_size`` elements):
+
+=============  ================  ==========  ===============================================================
+hot blocks     fp32 [k, block]   device      p, m, v of the blocks that step on the accelerator, moved there and
+                                             back where blocks are selected
+updates        int32 [blocks]    host        how many updates each block has had; negative: the block is hot
+=============  ================  ==========  ===============================================================
+
 *Optimizer step*: a boundary of the user's gradient accumulation. *Interval* S: optimizer steps handed over together.
 *Hand-over*: the gradients of an interval, in a slot, become the worker's. *In flight*: handed over, result not applied.
 
-Rooms: `schedule` (which step does what) and `predict` (the arithmetic of the estimate) are pure; `arena` is the shared
-memory, `process` the trainer's end of the optimizer process, `worker` the process, `kernel` its pass over memory.
+Rooms: the schedules (which step does what), `predict` (the arithmetic of the estimate) and `blocks` (that of hot
+blocks) know nothing of processes; `arena` is the shared memory, `process` the trainer's end of the optimizer process,
+`worker` the process, `kernel` its pass over memory; `offloaded_adam` is what both rules share, `predictive` and
+`selective` are the rules; `checkpoint` is what is saved of them.
 """

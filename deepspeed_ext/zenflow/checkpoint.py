@@ -8,51 +8,46 @@ it is exact and due anyway, and saving changes nothing about what follows.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
-from deepspeed_ext.zenflow.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
+from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam, PartitionState
-from deepspeed_ext.zenflow.predict import Estimator
-from deepspeed_ext.zenflow.schedule import WeightRule
 
 __all__ = ["SECTION", "adopt_optimizer_state", "restore", "section"]
 
 SECTION = "deepspeed_ext_zenflow"
 """The key of our section in an optimizer's state dict."""
-_VERSION = 1
+_VERSION = 2
+_CHUNK_BLOCKS = 1 << 14
 
 
-def section(adam: OffloadedAdam) -> dict[str, Any]:
+def section(adam: OffloadedAdam[Any]) -> dict[str, Any]:
     """The section of this rank; its tensors are copies. Call `OffloadedAdam.drain` first."""
     return {
         "version": _VERSION,
-        "rule": "predictive",
+        "rule": adam.rule,
         "block_size": adam.block_size,
         "schedule": adam.schedule.state_dict(),
         "updates": adam.updates,
-        "last_clip": adam.last_clip,
-        "partitions": [_partition(adam, partition) for partition in adam.partitions],
+        "partitions": [
+            {
+                "numel": partition.master.numel(),
+                "collected": [asdict(step) for step in partition.collected],
+                "gradients": [gradient.clone() for gradient in adam.collected_gradients(index)],
+                **adam.saved_partition(index),
+            }
+            for index, partition in enumerate(adam.partitions)
+        ],
     }
 
 
-def _partition(adam: OffloadedAdam, partition: PartitionState) -> dict[str, Any]:
-    gradients = partition.slots[adam.schedule.state.slot][: len(partition.collected)]
-    return {
-        "numel": partition.master.numel(),
-        "publish": asdict(partition.publish),
-        "collected": [asdict(step) for step in partition.collected],
-        "gradients": [gradient.clone() for gradient in gradients],
-        "drift": None if partition.drift is None else partition.drift.cpu().clone(),
-        "inverse": None if partition.estimator is None else partition.estimator.inverse.cpu().clone(),
-    }
-
-
-def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer) -> None:
+def adopt_optimizer_state(adam: OffloadedAdam[Any], optimizer: torch.optim.Optimizer) -> None:
     """Take moments and step count that DeepSpeed has just loaded into `optimizer` over into the arena."""
     updates = set()
     for partition in adam.partitions:
@@ -69,11 +64,11 @@ def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer)
         updates.add(int(step))
     if len(updates) > 1:
         raise CheckpointError(f"the checkpoint's partitions have different step counts: {sorted(updates)}")
-    adam.updates = updates.pop() if updates else 0
+    adam.adopt_update_count(updates.pop() if updates else 0)
     adam.bind_state()
 
 
-def restore(adam: OffloadedAdam, saved: dict[str, Any] | None, where: str) -> bool:
+def restore(adam: OffloadedAdam[Any], saved: dict[str, Any] | None, where: str) -> bool:
     """Continue where `section` was taken; masters, moments and step count are in place already.
 
     Args:
@@ -107,39 +102,65 @@ def restore(adam: OffloadedAdam, saved: dict[str, Any] | None, where: str) -> bo
         logger.warning(f"{where}: {changed} differs from the checkpoint; training goes on from the exact weights")
         return False
     adam.schedule.load_state_dict(saved["schedule"])
-    adam.updates, adam.last_clip = saved["updates"], saved["last_clip"]
+    adam.adopt_update_count(saved["updates"])
     for index, (partition, values) in enumerate(zip(adam.partitions, saved["partitions"], strict=True)):
-        _restore_partition(adam, index, partition, values)
-    if adam.schedule.plan().rule is not WeightRule.EXACT:
-        adam.publish_again()
+        partition.collected = [AdamStep(**step) for step in values["collected"]]
+        for target, gradient in zip(adam.collected_gradients(index), values["gradients"], strict=True):
+            target.copy_(gradient)
+        adam.restore_partition(index, values)
+    adam.resume()
     return True
 
 
-def _changed_settings(adam: OffloadedAdam, saved: dict[str, Any]) -> str | None:
+def _changed_settings(adam: OffloadedAdam[Any], saved: dict[str, Any]) -> str | None:
     interval = saved["schedule"]["interval"]
+    if saved["rule"] != adam.rule:
+        return f"zenflow.update_rule ({saved['rule']} there, {adam.rule} here)"
     if saved["block_size"] != adam.block_size:
-        return f"zenflow.block_size ({saved['block_size']} there, {adam.block_size} here)"
+        return f"the block size of zenflow ({saved['block_size']} there, {adam.block_size} here)"
     if not adam.can_use_interval(interval):
         return f"zenflow.update_interval ({interval} there)"
-    if not adam.overlapped and saved["schedule"]["position"]:
-        return "zenflow.overlap_step"
+    if not adam.can_continue(saved["schedule"]):
+        return "zenflow.overlap_step or overlap_lag"
     return None
 
 
-def _restore_partition(adam: OffloadedAdam, index: int, partition: PartitionState, values: dict[str, Any]) -> None:
-    device = adam.device_of(index)
-    partition.publish = Publish(**values["publish"])
-    partition.collected = [AdamStep(**step) for step in values["collected"]]
-    for target, gradient in zip(partition.slots[adam.schedule.state.slot], values["gradients"], strict=False):
-        target.copy_(gradient)
-    partition.drift = None if values["drift"] is None else values["drift"].to(device)
-    if values["inverse"] is not None:
-        partition.estimator = Estimator.remembering(values["inverse"].to(device), adam.block_size)
+@torch.no_grad()
+def _apply_collected(adam: OffloadedAdam[Any], saved: dict[str, Any]) -> None:
+    """Carry out on this process what the checkpoint had collected and not handed over, as its rule would have."""
+    for partition, values in zip(adam.partitions, saved["partitions"], strict=True):
+        steps, gradients = [AdamStep(**step) for step in values["collected"]], values["gradients"]
+        if not steps:
+            continue
+        counts = torch.empty(-(-partition.master.numel() // saved["block_size"]), dtype=torch.int32)
+        if saved["rule"] == "predictive":
+            for step, gradient in zip(steps, gradients, strict=True):
+                _step(partition, saved["block_size"], counts.fill_(step.step - 1), None, gradient, step)
+            continue
+        mean = sum(
+            gradient.float() * (step.grad_scale / len(steps)) for step, gradient in zip(steps, gradients, strict=True)
+        )
+        last = replace(steps[-1], grad_scale=1.0)
+        _step(partition, saved["block_size"], values["block_updates"], values["hot_blocks"], mean, last)
+    adam.adopt_update_count(saved["updates"])
 
 
-def _apply_collected(adam: OffloadedAdam, saved: dict[str, Any]) -> None:
-    """Carry out the gradients that the checkpoint had not handed over, one at a time."""
-    adam.updates = saved["updates"]
-    for index, values in enumerate(saved["partitions"]):
-        for step, gradient in zip(values["collected"], values["gradients"], strict=True):
-            adam.apply_gradient(index, gradient, AdamStep(**step))
+def _step(
+    partition: PartitionState,
+    block_size: int,
+    counts: torch.Tensor,
+    without: torch.Tensor | None,
+    gradient: torch.Tensor,
+    step: AdamStep,
+) -> None:
+    """One Adam step in the arena, of all blocks but those `without`, which have had `counts` updates each."""
+    chosen = torch.ones(counts.numel(), dtype=torch.bool)
+    if without is not None:
+        chosen[without] = False
+    state = (partition.master.detach(), partition.exp_avg, partition.exp_avg_sq)
+    for ids in chosen.nonzero().view(-1).split(_CHUNK_BLOCKS):
+        blocks = BlockSet(ids, partition.master.numel(), block_size)
+        p, m, v = (blocks.take(array) for array in state)
+        AdamBlocks(blocks, p, m, v, counts[ids].clone()).step(blocks.take(gradient), step.grad_scale, step)
+        for array, rows in zip(state, (p, m, v), strict=True):
+            blocks.put(array, rows)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from deepspeed_ext.zenflow.arena import ArenaLayout, ArraySpec
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamStep, Publish
 
-__all__ = ["Done", "Failed", "PartitionPass", "Ready", "Submission", "WorkerPlan", "array_name", "partition_specs"]
+__all__ = [
+    "Done",
+    "Failed",
+    "MeanPartitionPass",
+    "PartitionPass",
+    "Ready",
+    "Submission",
+    "WorkerPlan",
+    "WorkerTask",
+    "array_name",
+    "partition_specs",
+]
 
 
 def array_name(kind: str, partition: int, slot: int = 0, position: int = 0) -> str:
@@ -16,18 +28,32 @@ def array_name(kind: str, partition: int, slot: int = 0, position: int = 0) -> s
 
 
 def partition_specs(
-    partition: int, numel: int, *, block_size: int, publish_dtype: str, grad_dtype: str, slots: int, interval: int
+    partition: int,
+    numel: int,
+    *,
+    block_size: int,
+    publish_dtype: str,
+    grad_dtype: str,
+    slots: int,
+    interval: int,
+    per_block: tuple[str, str] = ("block_means", "float32"),
 ) -> list[ArraySpec]:
-    """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`)."""
+    """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
+
+    Args:
+        slots, interval: there is room for ``slots x interval`` gradients.
+        per_block: kind and dtype of the array with an entry for every block.
+    """
     state = [ArraySpec(array_name(kind, partition), "float32", numel) for kind in ("p", "m", "v")]
     published = ArraySpec(array_name("y", partition), publish_dtype, numel)
-    means = ArraySpec(array_name("block_means", partition), "float32", -(-numel // block_size))
+    kind, dtype = per_block
+    blocks = ArraySpec(array_name(kind, partition), dtype, -(-numel // block_size))
     gradients = [
         ArraySpec(array_name("g", partition, slot, position), grad_dtype, numel)
         for slot in range(slots)
         for position in range(interval)
     ]
-    return [*state, published, means, *gradients]
+    return [*state, published, blocks, *gradients]
 
 
 @dataclass(frozen=True)
@@ -57,11 +83,25 @@ class PartitionPass:
 
 
 @dataclass(frozen=True)
+class MeanPartitionPass:
+    """One step of the blocks of a partition that are at home on the host: the gradients at ``positions``, times
+    ``scales``, added up. No gradients: only publish p again."""
+
+    partition: int
+    positions: tuple[int, ...]
+    scales: tuple[float, ...]
+    step: AdamStep
+
+
+WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass
+
+
+@dataclass(frozen=True)
 class Submission:
     """Work for the worker; answered by `Done` with the same number."""
 
     number: int
-    passes: tuple[PartitionPass, ...]
+    passes: tuple[WorkerTask, ...]
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,28 @@ but for the block mean of v. Nothing of this ever enters p, m or v, so errors do
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from deepspeed_ext.zenflow.kernel.adam_pass import AdamStep, Publish
+from deepspeed_ext.zenflow.kernel import (
+    CLAMP,
+    AdamStep,
+    Array,
+    Estimate,
+    NativeEstimate,
+    Publish,
+    library_path,
+)
 
 __all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"]
 
-CLAMP = 4.5
-"""Bound on q: no Adam update can be larger by much, and a block mean says little of an element that is alone in it."""
 _CHUNK_NUMEL = {"cpu": 1 << 18}
 _ACCELERATOR_CHUNK_NUMEL = 1 << 24
+_THREAD_NUMEL = 1 << 15
+"""Elements that are worth a thread; torch's own number."""
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _correction(beta: float, t: int) -> float:
@@ -90,8 +100,23 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
     return step.lr * (1.0 - step.beta1) * effect
 
 
+@functools.cache
+def _native() -> NativeEstimate | None:
+    """What does the estimates where everything lies in host memory; None: torch operations do."""
+    library = library_path()
+    return None if library is None else NativeEstimate(library)
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    return Array(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel())
+
+
 class Estimator:
     """Computes weights from what the worker published and from gradients in flight.
+
+    The torch operations are the definition, and run on accelerators. Where all tensors are contiguous in host memory
+    the native kernel does the same in one pass; a result may differ by the rounding of its last bit (only where the
+    processor has no fused multiply-add). Neither depends on the number of threads.
 
     Attributes:
         inverse: 1 / d for each block, 1-D fp32; all that the estimator remembers.
@@ -128,6 +153,8 @@ class Estimator:
 
         Computed in fp32 on grad's device and rounded once. All 1-D, n elements; `drift` on grad's device.
         """
+        if self._estimated(weights, None, drift, grad, grad_scale, move_coefficient, drift_coefficient):
+            return
         for part, q in self._normalized(grad, grad_scale):
             weights[part].copy_(torch.add(weights[part].to(q.device), q, alpha=-move_coefficient))
             drift[part].copy_(torch.add(drift[part], q, alpha=drift_coefficient))
@@ -148,11 +175,48 @@ class Estimator:
             weights, published: 1-D, n elements, any device; `published` is moved part by part.
             drift: D on grad's device, or None (interval 1).
         """
+        if self._estimated(weights, published, drift, grad, grad_scale, coefficient, 0.0):
+            return
         for part, q in self._normalized(grad, grad_scale):
             arrived = published[part].to(q.device, non_blocking=True)
             if drift is not None:
                 arrived = torch.sub(arrived, drift[part].float())
             weights[part].copy_(torch.add(arrived, q, alpha=-coefficient))
+
+    def _estimated(
+        self,
+        weights: torch.Tensor,
+        published: torch.Tensor | None,
+        drift: torch.Tensor | None,
+        grad: torch.Tensor,
+        grad_scale: float,
+        weights_coefficient: float,
+        drift_coefficient: float,
+    ) -> bool:
+        """Let the native kernel predict, or move if `published` is None; False if it cannot."""
+        tensors = [t for t in (weights, published, drift, grad, self.inverse) if t is not None]
+        if not all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in _NATIVE_DTYPES for t in tensors):
+            return False
+        if (native := _native()) is None:
+            return False
+        estimate = Estimate(
+            grad=_array(grad),
+            inverse=_array(self.inverse),
+            weights=_array(weights),
+            published=None if published is None else _array(published),
+            drift=None if drift is None else _array(drift),
+            block_size=self._block_size,
+            grad_scale=grad_scale,
+            weights_coefficient=weights_coefficient,
+            drift_coefficient=drift_coefficient,
+        )
+        threads = max(1, min(torch.get_num_threads(), grad.numel() // _THREAD_NUMEL))
+        (native.move if published is None else native.predict)(estimate, threads)
+        # torch's checks of tensors saved for backward go by the version, which writing past torch does not change.
+        torch.autograd.graph.increment_version(weights)
+        if published is None and drift is not None:
+            torch.autograd.graph.increment_version(drift)
+        return True
 
     def _normalized(self, grad: torch.Tensor, grad_scale: float) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ``q = clamp(c g / d)`` in fp32, part by part, so that temporaries stay small."""

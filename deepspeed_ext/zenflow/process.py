@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.zenflow.arena import Arena
-from deepspeed_ext.zenflow.messages import Done, Failed, PartitionPass, Ready, Submission, WorkerPlan
+from deepspeed_ext.zenflow.messages import Done, Failed, Ready, Submission, WorkerPlan, WorkerTask
 
 __all__ = ["OptimizerProcess"]
 
@@ -114,7 +114,7 @@ class OptimizerProcess:
         """Whether a submission has not been waited for."""
         return self._done < self._submitted
 
-    def submit(self, passes: Sequence[PartitionPass]) -> None:
+    def submit(self, passes: Sequence[WorkerTask]) -> None:
         """Hand over work; returns at once. The arrays that it names belong to the worker until `wait`.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +11,25 @@ import torch
 from deepspeed_ext._logging import warn_once
 from deepspeed_ext._upstream import get_accelerator
 
-__all__ = ["Transfers"]
+__all__ = ["Streamed", "Transfers"]
+
+
+@dataclass
+class Streamed:
+    """Which parts of a gradient are on their way to the host before its step.
+
+    Attributes:
+        parts: their sizes in elements, by where they begin.
+        wanted: elements that must be on their way for the gradient to be complete; the rest is padding.
+    """
+
+    parts: dict[int, int] = field(default_factory=dict)
+    wanted: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to copy."""
+        return bool(self.parts) and sum(self.parts.values()) >= self.wanted
 
 
 class Transfers:

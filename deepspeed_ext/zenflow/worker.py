@@ -19,8 +19,17 @@ from multiprocessing.connection import Connection
 
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.zenflow.arena import Arena
-from deepspeed_ext.zenflow.kernel import AdamPass, Kernel, NativeKernel, load_kernel
-from deepspeed_ext.zenflow.messages import Done, Failed, PartitionPass, Ready, Submission, WorkerPlan, array_name
+from deepspeed_ext.zenflow.kernel import AdamPass, Kernel, MeanPass, NativeKernel, load_kernel
+from deepspeed_ext.zenflow.messages import (
+    Done,
+    Failed,
+    MeanPartitionPass,
+    PartitionPass,
+    Ready,
+    Submission,
+    WorkerPlan,
+    array_name,
+)
 
 __all__ = ["main"]
 
@@ -84,7 +93,10 @@ def _touch(arena: Arena, kernel: Kernel, names: tuple[str, ...]) -> None:
 def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size: int) -> Done:
     begin = time.perf_counter()
     for work in submission.passes:
-        kernel.run(_adam_pass(work, arena, block_size))
+        if isinstance(work, PartitionPass):
+            kernel.run(_adam_pass(work, arena, block_size))
+        else:
+            kernel.run_mean(_mean_pass(work, arena, block_size))
     return Done(submission.number, time.perf_counter() - begin)
 
 
@@ -94,6 +106,14 @@ def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
     )
     grads = tuple(arena.array(array_name("g", work.partition, work.slot, k)) for k in work.positions)
     return AdamPass(p, m, v, grads, work.steps, published, means, block_size, work.publish)
+
+
+def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:
+    p, m, v, published, updates = (
+        arena.array(array_name(kind, work.partition)) for kind in ("p", "m", "v", "y", "updates")
+    )
+    grads = tuple(arena.array(array_name("g", work.partition, 0, k)) for k in work.positions)
+    return MeanPass(p, m, v, grads, work.scales, work.step, updates, published, block_size)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.offloaded_adam import GradFactor, OffloadedAdam
+from deepspeed_ext.zenflow.predictive import PredictiveAdam
 from deepspeed_ext.zenflow.seat import planned_seat, unplanned_seat
+from deepspeed_ext.zenflow.selective import SelectiveAdam
 
-__all__ = ["PartitionStandIn", "StepFactor", "build_adam", "grad_dtype", "require_supported"]
+__all__ = ["PartitionStandIn", "StepFactor", "build_adam", "grad_dtype", "require_supported", "streaming"]
 
 
 class PartitionStandIn:
@@ -83,7 +85,6 @@ def require_supported(zenflow: ZenFlowConfig, kwargs: dict[str, Any], groups: Se
     """
     offload = kwargs.get("offload_optimizer_config")
     refused = {
-        'zenflow.update_rule = "selective" (topk_ratio and the select_* fields)': zenflow.rule == "selective",
         'zenflow.accumulate_on = "host"': zenflow.accumulate_on == "host",
         "MoE parameter groups": any(group.get("moe") for group in groups) or kwargs.get("has_moe_layers"),
         'offload_optimizer.device = "nvme"': offload is not None and str(offload.device).endswith("nvme"),
@@ -114,7 +115,7 @@ def build_adam(
     gradients: torch.dtype,
     process_group: Any,
     place: WorkerPlace | None,
-) -> OffloadedAdam:
+) -> OffloadedAdam[Any]:
     """Start the worker of this rank; `masters` may be freed afterwards.
 
     Raises:
@@ -128,7 +129,8 @@ def build_adam(
             f'give "{weights_dtype}" or "float32", or leave it out'
         )
     device = torch.device(get_accelerator().current_device_name())
-    return OffloadedAdam(
+    rule = SelectiveAdam if zenflow.rule == "selective" else PredictiveAdam
+    return rule(
         masters,
         groups,
         weights,
@@ -139,6 +141,11 @@ def build_adam(
         ranks=RankGroup.of(process_group, device),
         seat=unplanned_seat(zenflow, local_world_size()) if place is None else planned_seat(place),
     )
+
+
+def streaming(adam: OffloadedAdam[Any]) -> PredictiveAdam | None:
+    """`adam`, if it takes gradients while backward is still running."""
+    return adam if isinstance(adam, PredictiveAdam) and adam.streams_gradients else None
 
 
 def saved_section(state_dict_list: Any, rank: int) -> dict[str, Any] | None:

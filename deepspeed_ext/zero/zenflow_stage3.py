@@ -20,6 +20,7 @@ from deepspeed_ext.zero.zenflow import (
     grad_dtype,
     require_supported,
     saved_section,
+    streaming,
 )
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
@@ -35,7 +36,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         zenflow_adam: the optimizer proper.
     """
 
-    zenflow_adam: OffloadedAdam
+    zenflow_adam: OffloadedAdam[Any]
     fp32_partitioned_groups_flat: list[Any]
     inf_or_nan_tracker: torch.Tensor
 
@@ -83,6 +84,11 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self.device = get_accelerator().current_device_name()
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
 
+    def _held_numel(self, param: Any) -> int:
+        """Elements of `param` that this rank's partition of it holds; the rest of the partition is padding."""
+        size = param.partition_numel()
+        return min(max(param.ds_numel - self._get_param_partition_rank(param) * size, 0), size)
+
     def _clear_padding(self) -> None:
         """Zero what lies behind the end of a parameter that does not divide by the ranks. DeepSpeed leaves it
         uninitialised; a NaN there would reach the parameters that share its block through the mean of v."""
@@ -91,11 +97,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             flats = (weights, partition.master.data, partition.exp_avg, partition.exp_avg_sq)
             end = 0
             for param in group:
-                begin, size = end, param.partition_numel()
-                end += size
-                held = min(max(param.ds_numel - self._get_param_partition_rank(param) * size, 0), size)
+                begin, end = end, end + param.partition_numel()
                 for flat in flats:
-                    flat.data[begin + held : end].zero_()
+                    flat.data[begin + self._held_numel(param) : end].zero_()
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -111,6 +115,18 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         finally:
             self.fp32_partitioned_groups_flat = masters
             self._factor.forget()
+
+    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> Any:
+        """DeepSpeed has reduced these gradients: let them leave for the host at once, if that is wanted."""
+        buffers = super().partition_grads(params_to_release, grad_partitions)
+        adam = streaming(self.zenflow_adam)
+        if adam is not None and self.is_gradient_accumulation_boundary():
+            held = [param for param in params_to_release if self._held_numel(param)]
+            for param, buffer in zip(held, buffers, strict=True):
+                sub_group, offset, _ = self.grad_position[self.get_param_id(param)]
+                wanted = sum(map(self._held_numel, self.fp16_groups[sub_group]))
+                adam.stream_gradient(sub_group, offset, buffer.view(-1)[: self._held_numel(param)], wanted)
+        return buffers
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Note the factor and leave the gradients alone: the worker and the estimate multiply as they go."""

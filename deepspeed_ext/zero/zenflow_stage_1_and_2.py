@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._upstream import dist, get_accelerator, host_offload_config
+from deepspeed_ext._upstream import (
+    all_gather_of_partitions,
+    dist,
+    get_accelerator,
+    host_offload_config,
+    partition_exchange,
+    swapped,
+)
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zenflow.selective import SelectiveAdam
+from deepspeed_ext.zero.hot_exchange import HotExchange
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow import (
     PartitionStandIn,
@@ -21,6 +30,7 @@ from deepspeed_ext.zero.zenflow import (
     grad_dtype,
     require_supported,
     saved_section,
+    streaming,
 )
 
 __all__ = ["ZenFlowZeroOptimizer"]
@@ -40,7 +50,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         zenflow_adam: the optimizer proper.
     """
 
-    zenflow_adam: OffloadedAdam
+    zenflow_adam: OffloadedAdam[Any]
+    _hot_exchange: HotExchange | None = None
     single_partition_of_fp32_groups: list[Any]
 
     def __init__(self, *args: Any, settings: ZeroFields, place: WorkerPlace | None = None, **kwargs: Any) -> None:
@@ -69,6 +80,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                 self.dp_process_group,
                 self._place,
             )
+        if isinstance(self.zenflow_adam, SelectiveAdam):
+            self._hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
@@ -82,6 +95,21 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         rank = dist.get_rank(group=self.real_dp_process_group[index])
         return self.parallel_partitioned_bit16_groups[index][rank].data
 
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """DeepSpeed has reduced the gradient of `param`: let it leave for the host at once, if that is wanted."""
+        super().copy_grads_in_partition(param, group_idx)
+        adam = streaming(self.zenflow_adam)
+        if adam is None or not self.is_gradient_accumulation_boundary():
+            return
+        param_id = self.get_param_id(param)
+        group, start, offset, numel = self.grad_position[param_id]
+        rank = dist.get_rank(group=self.real_dp_process_group[group])
+        piece = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
+        if piece is None:
+            piece = self.get_gradient_for_reduction(param).view(-1).narrow(0, start, numel)
+        held = sum(numel for index, *_, numel in self.grad_position.values() if index == group)
+        adam.stream_gradient(group, offset, piece, held)
+
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
@@ -89,13 +117,28 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.single_partition_of_fp32_groups = [
             PartitionStandIn(self._weights_partition(index), self._grad_dtype) for index in range(len(masters))
         ]
+        exchange = [partition_exchange(self._hot_exchange)] if self._hot_exchange is not None else []
         try:
-            super().step(closure)
+            with swapped(*exchange):
+                super().step(closure)
             if not self.overflow:
                 self.zenflow_adam.end_step()
         finally:
             self.single_partition_of_fp32_groups = masters
             self._factor.forget()
+
+    def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
+        """The flat gradient, where DeepSpeed need not make one: laid out in its slot, if that is in reach."""
+        flat = super()._get_preflattened_grad_partition(group_idx)
+        slot = self.zenflow_adam.coming_slot(group_idx)
+        if flat is not None or slot.device != torch.device(self.device):
+            return flat
+        end = 0
+        for grad in self.averaged_gradients[group_idx]:
+            begin, end = end, end + grad.numel()
+            slot[begin:end].copy_(grad.view(-1))
+        slot[end:].zero_()
+        return slot
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Note the factor and leave the gradients alone: the worker and the estimate multiply as they go."""

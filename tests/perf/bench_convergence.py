@@ -44,6 +44,7 @@ ROWS: dict[str, tuple[Side, ...]] = {
     "selective": (sides.SELECTIVE_4, sides.SELECTIVE_4_LAG, sides.SELECTIVE_2),
 }
 SELECTIVE_LIMITS = ((sides.SELECTIVE_4, 2.10), (sides.SELECTIVE_4_LAG, 2.19), (sides.SELECTIVE_2, 2.03))
+OURS = (sides.PREDICTIVE_1, sides.PREDICTIVE_4, sides.SELECTIVE_4, sides.SELECTIVE_4_LAG)
 TUNED_SIDES = (
     sides.ADAMW,
     sides.ACCUMULATION,
@@ -160,11 +161,11 @@ def make(rows: Sequence[str], scale: Scale, results: Results) -> None:
         if "tuning" in rows:
             _tune(seed, scale, results)
         if "stages" in rows and seed == 0:
-            for side in (sides.ADAMW, sides.PREDICTIVE_1, sides.PREDICTIVE_4):
+            for side in (sides.ADAMW, *OURS):
                 for training in stages_of(side, scale):
                     results.training(training)
     if "weights" in rows:
-        for side in (sides.UPSTREAM_SEQUENTIAL, sides.UPSTREAM_OVERLAPPED, sides.PREDICTIVE_1, sides.PREDICTIVE_4):
+        for side in (sides.UPSTREAM_SEQUENTIAL, sides.UPSTREAM_OVERLAPPED, *OURS):
             for stage in (1, 2, 3):
                 key = {"side": {"name": side.name}, "stage": stage}
                 results.figure("weights changed by initialize", key, changed_by_initialize, side, stage)
@@ -288,10 +289,10 @@ def acceptance(figures: Figures) -> list[dict[str, Any]]:
     for side, _ in ours:
         values = figures.tuning_share(side), figures.tuning_share(sides.UPSTREAM_OVERLAPPED)
         add(f"{side.name}, fine-tuning", "97% of AdamW's improvement", ".1%", partial(operator.le, 0.97), *values)
-    for side, _ in ours:
+    for side in OURS:
         counts = figures.changed(side), figures.changed(sides.UPSTREAM_OVERLAPPED)
         add(f"{side.name}, initialize", "no weight changed", ",d", partial(operator.eq, 0), *counts)
-    for side, _ in ours:
+    for side in OURS:
         values = figures.stage_spread(side), None
         add(f"{side.name}, stages x ranks", "within 0.02", ".4f", partial(operator.ge, 0.02), *values)
     for side, limit in SELECTIVE_LIMITS:

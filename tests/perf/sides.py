@@ -6,8 +6,9 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -29,6 +30,7 @@ class Side:
         zenflow: the ``zenflow`` section.
         extended: ours (True) or upstream's.
         accumulation: micro-steps an optimizer step.
+        native: the worker's pass is the native kernel; False: torch operations, several times slower.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Side:
     zenflow: dict[str, Any] = field(default_factory=dict)
     extended: bool = False
     accumulation: int = 1
+    native: bool = True
 
     @property
     def overlapped(self) -> bool:
@@ -89,7 +92,7 @@ def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
 
 def _selective(interval: int, overlap: bool) -> Side:
     zenflow = {"update_rule": "selective", "update_interval": interval, "topk_ratio": 0.1, "overlap_step": overlap}
-    zenflow |= {"select_interval": 4 * interval, "select_strategy": "step"}
+    zenflow |= {"select_interval": 16, "select_strategy": "step"}
     return Side(
         f"selective, interval {interval}, {'lag 1' if overlap else 'sequential'}", zenflow=zenflow, extended=True
     )
@@ -104,6 +107,7 @@ UPSTREAM_SEQUENTIAL = _upstream("sequential", False)
 UPSTREAM_OVERLAPPED = _upstream("overlapped", True)
 PREDICTIVE_1 = _predictive(1)
 PREDICTIVE_4 = _predictive(4)
+PREDICTIVE_1_SLOW = replace(PREDICTIVE_1, name="predictive, interval 1, worker of torch operations", native=False)
 PREDICTIVE_1_FP32 = _predictive(1, "float32")
 PREDICTIVE_4_FP32 = _predictive(4, "float32")
 SELECTIVE_4 = _selective(4, False)
@@ -138,7 +142,8 @@ def engine_of(side: Side, model: torch.nn.Module, **settings: Any) -> Iterator[A
 def initialize(side: Side, model: torch.nn.Module, **settings: Any) -> Any:
     """The engine alone; see `engine_of`."""
     start = deepspeed_ext.initialize if side.extended else deepspeed.initialize
-    return start(model=model, model_parameters=list(model.parameters()), config=side.config(**settings))[0]
+    with patch.dict(os.environ, {} if side.native else {"DSEXT_NATIVE_KERNEL": "0"}):
+        return start(model=model, model_parameters=list(model.parameters()), config=side.config(**settings))[0]
 
 
 def parameters_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -50,14 +50,15 @@ def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path
     assert whole[-1][1] < whole[0][1]
 
 
-def test_zenflow_resumes_and_reports_overlap(tmp_path: Path) -> None:
-    held_out = run_ranks(2, train, str(tmp_path / "whole"))
-    run_ranks(2, train, str(tmp_path / "parts"), "--stop-after", "3")
-    assert run_ranks(2, train, str(tmp_path / "parts"), "--resume") == held_out
+@pytest.mark.parametrize("mode", ["zenflow", "zenflow_selective"])
+def test_zenflow_resumes_and_reports_overlap(mode: str, tmp_path: Path) -> None:
+    held_out = run_ranks(2, train, str(tmp_path / "whole"), "--mode", mode)
+    run_ranks(2, train, str(tmp_path / "parts"), "--mode", mode, "--stop-after", "3")
+    assert run_ranks(2, train, str(tmp_path / "parts"), "--mode", mode, "--resume") == held_out
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["worker_ms"] > 0 and line["wait_ms"] >= 0 for line in lines)
-    assert any(line.get("prediction_error", 0) > 0 for line in lines)
+    assert any(line.get("prediction_error", 0) > 0 for line in lines) == (mode == "zenflow")
 
 
 def resume_with(folder: str, *flags: str) -> str:

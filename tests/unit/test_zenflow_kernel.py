@@ -11,20 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array, Kernel, Publish, library_path, load_kernel
-
-LIBRARY = library_path()
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-needs_native = pytest.mark.skipif(LIBRARY is None, reason="no native kernel and no C++ compiler here")
-KERNELS = [pytest.param("native", marks=needs_native), "reference"]
-
-
-def make_kernel(name: str, threads: int = 1) -> Kernel:
-    return load_kernel(LIBRARY if name == "native" else None, threads)
-
-
-def array(tensor: torch.Tensor) -> Array:
-    return Array(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel())
+from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Publish, library_path
+from tests.support.kernels import DTYPES, KERNELS, LIBRARY, array, make_kernel, needs_native
 
 
 class Problem:
@@ -184,7 +172,7 @@ def test_block_means(n: int, block: int, kernel: str) -> None:
 def test_without_compiler_and_cache_the_reference_runs(tmp_path) -> None:
     code = (
         "from deepspeed_ext.zenflow.kernel import build, library_path, load_kernel;"
-        "build.SOURCE = build.SOURCE.parent / 'elsewhere' / 'adam_pass.cpp';"  # no library built by setup.py
+        "build.FOLDER = build.FOLDER / 'elsewhere';"  # no library built by setup.py
         "print(load_kernel(library_path(), 1).name)"
     )
     environment = {**os.environ, "PATH": str(tmp_path), "DSEXT_CACHE_DIR": str(tmp_path / "cache"), "CXX": ""}

@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from deepspeed_ext.zenflow import predict
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array
 from deepspeed_ext.zenflow.kernel.reference import ReferenceKernel
 from deepspeed_ext.zenflow.predict import (
@@ -18,8 +21,15 @@ from deepspeed_ext.zenflow.predict import (
     publish_ahead,
 )
 from deepspeed_ext.zenflow.schedule import Schedule, WeightRule
+from tests.support.kernels import DTYPES, needs_native
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
+
+
+@pytest.fixture
+def torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates by torch operations, as on accelerators and where there is no native kernel."""
+    monkeypatch.setattr(predict, "_native", lambda: None)
 
 
 def test_coefficients_are_the_closed_forms_once_bias_correction_has_faded() -> None:
@@ -66,6 +76,7 @@ def test_prediction_is_the_update_when_v_is_constant_in_blocks_and_time(decouple
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("torch_operations")
 def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     n, block = 5003, 8
     grad, means = torch.randn(n), torch.rand(-(-n // block))
@@ -77,6 +88,91 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
     assert all(map(torch.equal, whole, cut))
     assert whole[0].abs().max() == 4.5
     assert torch.equal(whole[1], -2 * whole[0])
+
+
+class Estimation:
+    """Tensors of one partition, and both estimates of it."""
+
+    def __init__(self, n: int, block: int, grad: str, published: str, weights: str, drift: str | None) -> None:
+        g = torch.Generator().manual_seed(n)
+        self.grad = (torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad])
+        self.published = (torch.randn(n, generator=g) * 0.1).to(DTYPES[published])
+        self.weights = (torch.randn(n, generator=g) * 0.1).to(DTYPES[weights])
+        self.drift = None if drift is None else (torch.randn(n, generator=g) * 1e-3).to(DTYPES[drift])
+        self.estimator = Estimator(torch.rand(-(-n // block), generator=g) * 1e-5, block, 0.9, 1e-8)
+
+    def predict(self) -> list[torch.Tensor]:
+        self.estimator.predict(self.weights, self.published, self.drift, self.grad, 0.7, 2e-3)
+        return [self.weights]
+
+    def move(self) -> list[torch.Tensor]:
+        assert self.drift is not None
+        self.estimator.move(self.weights, self.drift, self.grad, 0.7, 2e-3, 3e-3)
+        return [self.weights, self.drift]
+
+
+@needs_native
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.integers(0, 3000),
+    block=st.integers(1, 700),
+    dtypes=st.tuples(*[st.sampled_from(list(DTYPES))] * 3),
+    drift=st.sampled_from([None, *DTYPES]),
+)
+def test_native_estimate_equals_torch_operations_to_rounding(monkeypatch, n, block, dtypes, drift) -> None:
+    for method in ("predict", "move") if drift else ("predict",):
+        native = getattr(Estimation(n, block, *dtypes, drift), method)()
+        with monkeypatch.context() as without:
+            without.setattr(predict, "_native", lambda: None)
+            reference = getattr(Estimation(n, block, *dtypes, drift), method)()
+        for ours, theirs in zip(native, reference, strict=True):
+            # One unit in the last place: without fused multiply-adds fp32 values may lie on either side of a tie.
+            ulp = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}[ours.dtype]
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=ulp, atol=1e-7)
+
+
+@needs_native
+def test_native_estimate_runs_and_is_noticed_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimation = Estimation(1000, 32, "bfloat16", "bfloat16", "bfloat16", "bfloat16")
+    monkeypatch.setattr(Estimator, "_normalized", None)  # torch operations would fail
+    versions = estimation.weights._version, estimation.drift._version
+    estimation.predict()
+    assert (estimation.weights._version, estimation.drift._version) == (versions[0] + 1, versions[1])
+    estimation.move()
+    assert (estimation.weights._version, estimation.drift._version) == (versions[0] + 2, versions[1] + 1)
+
+
+def test_estimate_is_the_same_for_any_threads() -> None:
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append([*(e := Estimation(200_003, 32, *["bfloat16"] * 4)).predict(), *e.move()])
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, results[0], results[1]))
+    assert all(map(torch.equal, results[0], results[2]))
+
+
+def test_estimate_on_strided_tensors_is_the_same() -> None:
+    dense, strided = (Estimation(1003, 32, *["bfloat16"] * 4) for _ in range(2))
+    for name in ("weights", "grad"):
+        spread = torch.zeros(2 * 1003, dtype=torch.bfloat16)
+        spread[::2] = getattr(strided, name)
+        setattr(strided, name, spread[::2])
+    torch.testing.assert_close(dense.predict(), strided.predict(), rtol=2**-7, atol=1e-7)
+    torch.testing.assert_close(dense.move(), strided.move(), rtol=2**-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", [pytest.param("native", marks=needs_native), "torch"])
+def test_nan_gradient_gives_nan_and_infinity_the_bound(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "torch":
+        monkeypatch.setattr(predict, "_native", lambda: None)
+    grad = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    weights = torch.empty(4)
+    Estimator(torch.ones(1), 4, 1.0, 1e-8).predict(weights, torch.zeros(4), None, grad, 1.0, 1.0)
+    torch.testing.assert_close(weights, torch.tensor([float("nan"), -4.5, 4.5, 0.0]), equal_nan=True)
 
 
 class Simulation:

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, Schedule, WeightRule, smallest_interval
+from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, WeightRule
+from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, smallest_interval
 
 
-def walk(schedule: Schedule, steps: int) -> list:
+def walk(schedule: PredictiveSchedule, steps: int) -> list:
     plans = []
     for _ in range(steps):
         plans.append(schedule.plan())
@@ -16,7 +17,7 @@ def walk(schedule: Schedule, steps: int) -> list:
 
 
 def test_interval_one_is_synchronous_once_and_then_one_step_late() -> None:
-    plans = walk(Schedule(1, overlap=True, warm_up_steps=None), 4)
+    plans = walk(PredictiveSchedule(1, overlap=True, warm_up_steps=None), 4)
     assert [p.rule for p in plans] == [WeightRule.EXACT] + [WeightRule.PREDICTED] * 3
     assert [p.slot for p in plans] == [0, 1, 0, 1]
     assert [p.handed_over for p in plans] == [1] * 4
@@ -24,12 +25,12 @@ def test_interval_one_is_synchronous_once_and_then_one_step_late() -> None:
 
 
 def test_without_overlap_every_step_is_exact() -> None:
-    plans = walk(Schedule(4, overlap=False, warm_up_steps=None), 30)
+    plans = walk(PredictiveSchedule(4, overlap=False, warm_up_steps=None), 30)
     assert {(p.rule, p.handed_over, p.publish_ahead) for p in plans} == {(WeightRule.EXACT, 1, False)}
 
 
 def test_interval_two_as_drawn_in_the_module() -> None:
-    plans = walk(Schedule(2, overlap=True, warm_up_steps=2), 6)
+    plans = walk(PredictiveSchedule(2, overlap=True, warm_up_steps=2), 6)
     assert [p.rule.value for p in plans] == ["exact", "exact", "drifted", "predicted", "drifted", "predicted"]
     assert [p.handed_over for p in plans] == [1, 1, 0, 2, 0, 2]
     assert [p.publish_ahead for p in plans] == [False, True, True, True, True, True]
@@ -37,7 +38,7 @@ def test_interval_two_as_drawn_in_the_module() -> None:
 
 @given(interval=st.integers(1, 9), warm_up=st.one_of(st.none(), st.integers(0, 30)), steps=st.integers(0, 120))
 def test_every_gradient_is_handed_over_once_and_slots_alternate(interval: int, warm_up: int | None, steps: int) -> None:
-    schedule = Schedule(interval, overlap=True, warm_up_steps=warm_up)
+    schedule = PredictiveSchedule(interval, overlap=True, warm_up_steps=warm_up)
     collected: list[tuple[int, int]] = []
     handed_over, last_slot = 0, None
     for number, plan in enumerate(walk(schedule, steps)):
@@ -60,15 +61,15 @@ def test_every_gradient_is_handed_over_once_and_slots_alternate(interval: int, w
 
 @given(interval=st.integers(1, 5), cut=st.integers(0, 40), rest=st.integers(0, 20))
 def test_a_restored_schedule_continues(interval: int, cut: int, rest: int) -> None:
-    straight = Schedule(interval, overlap=True, warm_up_steps=None)
+    straight = PredictiveSchedule(interval, overlap=True, warm_up_steps=None)
     walk(straight, cut)
-    restored = Schedule(None, overlap=True, warm_up_steps=None)
+    restored = PredictiveSchedule(None, overlap=True, warm_up_steps=None)
     restored.load_state_dict(straight.state_dict())
     assert walk(restored, rest) == walk(straight, rest)
 
 
 def test_an_open_interval_is_chosen_after_measured_steps() -> None:
-    schedule = Schedule(None, overlap=True, warm_up_steps=None)
+    schedule = PredictiveSchedule(None, overlap=True, warm_up_steps=None)
     for _ in range(MEASURED_STEPS):
         assert not schedule.wants_interval
         assert [p.rule for p in walk(schedule, 1)] == [WeightRule.EXACT]

@@ -1,12 +1,14 @@
 """ZenFlow inside DeepSpeed: nothing changes at `initialize`, exact without overlap, close to AdamW with it."""
 
+import warnings
+
 import pytest
 import torch
 from deepspeed import comm as dist
 
-from tests.support.models import OddModel
+from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import Outcome, make_engine, offload_config, run, weights_of, zenflow_config
+from tests.support.zenflow import Outcome, make_engine, offload_config, run, train, weights_of, zenflow_config
 
 STAGES = [1, 2, 3]
 STEPS = 12
@@ -72,3 +74,24 @@ def test_overlapped_training_stays_with_zero_offload(stage: int, ranks: int, int
     for expected, actual in run_ranks(ranks, with_and_without, config, 40):
         assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
         assert actual.losses != expected.losses
+
+
+def warnings_of_a_torch_scheduler(config: dict) -> tuple[list[str], int]:
+    """What torch warns of while its own scheduler follows the optimizer, and how often a step hook was called."""
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = make_engine(config, lr_scheduler=scheduler)
+        calls: list[int] = []
+        engine.optimizer.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        train(engine, batches(3, dist.get_rank()))
+        engine.destroy()
+    return [str(w.message) for w in caught if "lr_scheduler" in str(w.message)], len(calls)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_schedulers_and_step_hooks_see_every_step(stage: int) -> None:
+    assert run_ranks(1, warnings_of_a_torch_scheduler, zenflow_config(stage)) == [([], 3)]

@@ -1,29 +1,8 @@
 // The worker's pass over memory (see adam_pass.py for the arithmetic), as one loop nest with a plain C ABI.
-//
-// Work is cut into tiles that end on block boundaries; threads take tiles by a static rule and share no sums, so the
-// result depends neither on the number of threads nor on where a caller cuts a partition on block boundaries. The
-// instruction set is chosen when the library is loaded, where the compiler can do that (GCC's target_clones).
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define CLONES
-#endif
-#define INLINE static inline __attribute__((always_inline))
+#include "passes.h"
 
 extern "C" {
-
-struct AdamStep {
-    float beta1_complement, beta2, beta2_complement, eps, decay, l2, step_size, bias2_inverse, grad_scale;
-};
 
 struct AdamPass {
     float *p, *m, *v;
@@ -38,74 +17,6 @@ struct AdamPass {
 }
 
 namespace {
-
-enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-
-INLINE float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-INLINE uint32_t to_bits(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
-
-template <Dtype D>
-struct Element;
-
-template <>
-struct Element<kFloat32> {
-    using type = float;
-    INLINE float load(float x) { return x; }
-    INLINE float store(float x) { return x; }
-};
-
-template <>
-struct Element<kBFloat16> {
-    using type = uint16_t;
-    INLINE float load(uint16_t x) { return from_bits(static_cast<uint32_t>(x) << 16); }
-    // Round to nearest, ties to even; a NaN stays a NaN.
-    INLINE uint16_t store(float x) {
-        const uint32_t bits = to_bits(x);
-        const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-        return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-    }
-};
-
-template <>
-struct Element<kFloat16> {
-    using type = uint16_t;
-    // Multiplying by 2^112 moves the exponent to fp32's bias and makes subnormals normal.
-    INLINE float load(uint16_t x) {
-        const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
-        const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fffu) << 13;
-        const uint32_t finite = to_bits(from_bits(magnitude) * from_bits(0x77800000u));
-        return from_bits(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
-    }
-    // Round to nearest, ties to even. Normals by integer arithmetic; subnormals by letting the addition of 0.5 round.
-    INLINE uint16_t store(float x) {
-        const uint32_t sign = (to_bits(x) >> 16) & 0x8000u;
-        const uint32_t bits = to_bits(x) & 0x7fffffffu;
-        const uint32_t normal = (bits + 0xc8000fffu + ((bits >> 13) & 1u)) >> 13;
-        const uint32_t subnormal = to_bits(from_bits(bits) + 0.5f) - 0x3f000000u;
-        const uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
-        const uint32_t finite = bits < 0x38800000u ? subnormal : normal;
-        return static_cast<uint16_t>(sign | (bits >= 0x47800000u ? special : finite));
-    }
-};
-
-// One element's Adam step; returns 1 / (sqrt(v) / sqrt(1 - beta2^t) + eps).
-INLINE float advance(const AdamStep &s, float gradient, float &p, float &m, float &v) {
-    const float g = gradient * s.grad_scale + s.l2 * p;
-    m += s.beta1_complement * (g - m);
-    v = v * s.beta2 + s.beta2_complement * g * g;
-    const float inverse = 1.0f / (std::sqrt(v) * s.bias2_inverse + s.eps);
-    p = p * s.decay - s.step_size * (m * inverse);
-    return inverse;
-}
 
 INLINE float extrapolate(const AdamPass &a, float p, float m, float inverse) {
     return a.p_factor * p - (a.m_factor * m + a.l2_factor * p) * inverse;
@@ -201,22 +112,12 @@ Tile select_tile(int32_t grad_dtype, int32_t published_dtype) {
 
 }  // namespace
 
-// Small enough for L1, and for reading memory and summing blocks to alternate quickly: 2048 took 1.15 times as long.
-static const int64_t kTileNumel = 256;
-
-extern "C" int32_t dsext_adam_pass_version() { return 1; }
+extern "C" int32_t dsext_adam_pass_version() { return 3; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
     const Tile run = select_tile(a.grad_dtype, a.published_dtype);
-    const int64_t blocks_per_tile = (kTileNumel + a.block_size - 1) / a.block_size;
-    const int64_t tile_numel = blocks_per_tile * a.block_size;
-    const int64_t tiles = (a.numel + tile_numel - 1) / tile_numel;
-#pragma omp parallel for schedule(static) num_threads(a.threads)
-    for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t first = t * tile_numel;
-        run(a, first, first + tile_numel < a.numel ? first + tile_numel : a.numel);
-    }
+    for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) { run(a, first, last); });
 }
 
 // The first write to a page decides its memory node: every thread writes the pages that it will work on.

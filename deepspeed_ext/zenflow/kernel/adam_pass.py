@@ -11,15 +11,17 @@ Adam and AdamW as ``torch.optim`` defines them, for every step k of a pass, elem
 and after the last step, with that step's d and the factors of `Publish`::
 
     y = p_factor p - (m_factor m + l2_factor p) / d,    block_means[b] = mean of v over block b
+
+`MeanPass` is one such step whose gradient is a weighted sum of several, with a t for each block, and y = p.
 """
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "Publish"]
+__all__ = ["DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish"]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 
 
 class Array(NamedTuple):
@@ -106,6 +108,40 @@ class AdamPass:
             assert (self.publish.bias_correction2_sqrt, self.publish.eps) == (last.bias_correction2_sqrt, last.eps)
 
 
+@dataclass(frozen=True, slots=True)
+class MeanPass:
+    """One Adam step of the blocks that are at home on the host, with a weighted sum of several gradients.
+
+    The blocks of one partition of n elements have had different numbers of updates, and some are elsewhere: a negative
+    entry of ``updates`` marks a block whose p, m, v, updates and published are not written, and whose values nothing
+    depends on. No gradients at all publishes p of the blocks at home and changes nothing else.
+    """
+
+    p: Array
+    m: Array
+    v: Array
+    """As p and m fp32, n elements, read and written."""
+    grads: tuple[Array, ...]
+    """n elements each, one dtype, read."""
+    scales: tuple[float, ...]
+    """The step's gradient is ``sum_k scales[k] grads[k]``, added up in fp32."""
+    step: AdamStep
+    """Hyperparameters; its ``step`` and ``grad_scale`` are not used."""
+    updates: Array
+    """int32, ceil(n / block_size): how many updates each block has had (t - 1 of its bias correction); counted up."""
+    published: Array
+    """n elements, any floating dtype: p after the update."""
+    block_size: int
+
+    def __post_init__(self) -> None:
+        n = self.p.numel
+        assert len(self.grads) == len(self.scales), "one scale a gradient"
+        assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), "arrays of one partition"
+        assert {a.dtype for a in (self.p, self.m, self.v)} == {"float32"}
+        assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
+        assert (self.updates.dtype, self.updates.numel) == ("int32", -(-n // self.block_size))
+
+
 class Kernel(Protocol):
     """Carries out passes."""
 
@@ -113,4 +149,7 @@ class Kernel(Protocol):
     """What runs, for people: ``native`` or ``reference``."""
 
     def run(self, adam_pass: AdamPass) -> None:
+        """Carry out one pass; returns when memory holds the result."""
+
+    def run_mean(self, mean_pass: MeanPass) -> None:
         """Carry out one pass; returns when memory holds the result."""

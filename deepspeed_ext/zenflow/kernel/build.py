@@ -17,9 +17,10 @@ from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.kernel.native import ABI_VERSION, NativeKernel
 
-__all__ = ["COMPILE_FLAGS", "SOURCE", "library_path"]
+__all__ = ["COMPILE_FLAGS", "FOLDER", "library_path"]
 
-SOURCE = Path(__file__).with_name("adam_pass.cpp")
+FOLDER = Path(__file__).parent
+"""Where the sources (``*.cpp``, ``*.h``) lie, and the library that ``setup.py`` built."""
 # No -ffast-math: results must be those of the reference, to rounding.
 COMPILE_FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _COMPILE_TIMEOUT_SECONDS = 120
@@ -30,7 +31,7 @@ def library_path() -> str | None:
     if os.environ.get("DSEXT_NATIVE_KERNEL", "1") == "0":
         return None
     with contextlib.suppress(OSError):  # the folder cannot be listed: no descriptor is free, say
-        for built in sorted(SOURCE.parent.glob("_adam_pass*.so")):
+        for built in sorted(FOLDER.glob("_adam_pass*.so")):
             if _loads(built):
                 return str(built)
     return _compile_once()
@@ -47,18 +48,20 @@ def _loads(path: Path) -> bool:
 
 def _compile_once() -> str | None:
     try:
-        key = hashlib.sha256(SOURCE.read_bytes() + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
+        sources = sorted(FOLDER.glob("*.cpp"))
+        text = b"".join(path.read_bytes() for path in (*sources, *sorted(FOLDER.glob("*.h"))))
+        key = hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
         target = cache_folder() / f"adam_pass-{ABI_VERSION}-{os.uname().machine}-{key}.so"
         if target.exists() and _loads(target):
             return str(target)
         compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-        if compiler is None:
+        if compiler is None or not sources:
             return None
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             # Built aside and moved: several ranks may compile at once, and none may see half a file.
             made = Path(scratch) / target.name
-            command = [compiler, *COMPILE_FLAGS, "-shared", str(SOURCE), "-o", str(made)]
+            command = [compiler, *COMPILE_FLAGS, "-shared", *map(str, sources), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_SECONDS)
             if not _loads(made):
                 return None

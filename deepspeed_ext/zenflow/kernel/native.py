@@ -1,12 +1,14 @@
-"""The pass in C++ (``adam_pass.cpp``), called through ctypes. Imports no torch: a worker that uses it stays small."""
+"""The passes in C++ (``*.cpp``), called through ctypes. Imports no torch: a worker that uses it stays small."""
 
 import ctypes
+from dataclasses import replace
 
-from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep
+from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
+from deepspeed_ext.zenflow.kernel.estimate import CLAMP, Estimate
 
-__all__ = ["ABI_VERSION", "NativeKernel"]
+__all__ = ["ABI_VERSION", "NativeEstimate", "NativeKernel"]
 
-ABI_VERSION = 1
+ABI_VERSION = 3
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -50,6 +52,74 @@ class _Pass(ctypes.Structure):
     ]
 
 
+class _MeanPass(ctypes.Structure):
+    _fields_ = [
+        ("p", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("grads", ctypes.POINTER(ctypes.c_void_p)),
+        ("scales", ctypes.POINTER(ctypes.c_float)),
+        ("updates", ctypes.c_void_p),
+        ("published", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("lr", ctypes.c_double),
+        ("step", _Step),
+        ("grads_count", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("published_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class _Estimate(ctypes.Structure):
+    _fields_ = [
+        ("grad", ctypes.c_void_p),
+        ("published", ctypes.c_void_p),
+        ("inverse", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("drift", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("grad_scale", ctypes.c_float),
+        ("clamp", ctypes.c_float),
+        ("weights_coefficient", ctypes.c_float),
+        ("drift_coefficient", ctypes.c_float),
+        ("grad_dtype", ctypes.c_int32),
+        ("published_dtype", ctypes.c_int32),
+        ("weights_dtype", ctypes.c_int32),
+        ("drift_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+def _open_library(path: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(path)
+    if library.dsext_adam_pass_version() != ABI_VERSION:
+        raise OSError(f"{path} has another ABI version than {ABI_VERSION}")
+    signatures = {
+        "dsext_adam_pass": [ctypes.POINTER(_Pass)],
+        "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
+        "dsext_predict": [ctypes.POINTER(_Estimate)],
+        "dsext_move": [ctypes.POINTER(_Estimate)],
+        "dsext_first_touch": [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _addresses(arrays: tuple[Array, ...]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * max(1, len(arrays)))(*(array.address for array in arrays))
+
+
+def _dtype_code(arrays: tuple[Array, ...]) -> int:
+    return _DTYPE_CODES[arrays[0].dtype] if arrays else 0
+
+
 def _step(step: AdamStep) -> _Step:
     return _Step(
         beta1_complement=1.0 - step.beta1,
@@ -74,19 +144,12 @@ class NativeKernel:
     name = "native"
 
     def __init__(self, library: str, threads: int) -> None:
-        self._library = ctypes.CDLL(library)
-        if self._library.dsext_adam_pass_version() != ABI_VERSION:
-            raise OSError(f"{library} has another ABI version than {ABI_VERSION}")
-        self._library.dsext_adam_pass.argtypes = [ctypes.POINTER(_Pass)]
-        self._library.dsext_adam_pass.restype = None
-        self._library.dsext_first_touch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
-        self._library.dsext_first_touch.restype = None
+        self._library = _open_library(library)
         self._threads = threads
 
     def run(self, adam_pass: AdamPass) -> None:
         """See `Kernel.run`. The call releases the interpreter lock."""
         count = len(adam_pass.steps)
-        grads = (ctypes.c_void_p * max(1, count))(*(g.address for g in adam_pass.grads))
         steps = (_Step * max(1, count))(*map(_step, adam_pass.steps))
         publish = adam_pass.publish
         self._library.dsext_adam_pass(
@@ -94,14 +157,14 @@ class NativeKernel:
                 p=adam_pass.p.address,
                 m=adam_pass.m.address,
                 v=adam_pass.v.address,
-                grads=grads,
+                grads=_addresses(adam_pass.grads),
                 steps=steps,
                 published=adam_pass.published.address,
                 block_means=adam_pass.block_means.address,
                 numel=adam_pass.p.numel,
                 block_size=adam_pass.block_size,
                 steps_count=count,
-                grad_dtype=_DTYPE_CODES[adam_pass.grads[0].dtype] if count else 0,
+                grad_dtype=_dtype_code(adam_pass.grads),
                 published_dtype=_DTYPE_CODES[adam_pass.published.dtype],
                 threads=self._threads,
                 p_factor=publish.p_factor,
@@ -112,6 +175,72 @@ class NativeKernel:
             )
         )
 
+    def run_mean(self, mean_pass: MeanPass) -> None:
+        """See `Kernel.run_mean`. The call releases the interpreter lock."""
+        count, step = len(mean_pass.grads), mean_pass.step
+        self._library.dsext_mean_pass(
+            _MeanPass(
+                p=mean_pass.p.address,
+                m=mean_pass.m.address,
+                v=mean_pass.v.address,
+                grads=_addresses(mean_pass.grads),
+                scales=(ctypes.c_float * max(1, count))(*mean_pass.scales),
+                updates=mean_pass.updates.address,
+                published=mean_pass.published.address,
+                numel=mean_pass.p.numel,
+                block_size=mean_pass.block_size,
+                beta1=step.beta1,
+                beta2=step.beta2,
+                lr=step.lr,
+                step=_step(replace(step, step=1)),  # the corrections of a t are the library's business here
+                grads_count=count,
+                grad_dtype=_dtype_code(mean_pass.grads),
+                published_dtype=_DTYPE_CODES[mean_pass.published.dtype],
+                threads=self._threads,
+            )
+        )
+
     def first_touch(self, address: int, nbytes: int) -> None:
         """Write every page of a fresh mapping, so that it lies on the memory node of this process's cores."""
         self._library.dsext_first_touch(address, nbytes, self._threads)
+
+
+class NativeEstimate:
+    """Carries out estimates with the shared library at ``library``, in this process and any number of threads.
+
+    Raises:
+        OSError: the file cannot be loaded, or is of another version.
+    """
+
+    def __init__(self, library: str) -> None:
+        self._library = _open_library(library)
+
+    def predict(self, estimate: Estimate, threads: int) -> None:
+        """``weights = published - drift - weights_coefficient q``; without drift where there is none."""
+        self._library.dsext_predict(_estimate(estimate, threads))
+
+    def move(self, estimate: Estimate, threads: int) -> None:
+        """``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``."""
+        self._library.dsext_move(_estimate(estimate, threads))
+
+
+def _estimate(estimate: Estimate, threads: int) -> _Estimate:
+    published, drift = estimate.published, estimate.drift
+    return _Estimate(
+        grad=estimate.grad.address,
+        published=published and published.address,
+        inverse=estimate.inverse.address,
+        weights=estimate.weights.address,
+        drift=drift and drift.address,
+        numel=estimate.grad.numel,
+        block_size=estimate.block_size,
+        grad_scale=estimate.grad_scale,
+        clamp=CLAMP,
+        weights_coefficient=estimate.weights_coefficient,
+        drift_coefficient=estimate.drift_coefficient,
+        grad_dtype=_DTYPE_CODES[estimate.grad.dtype],
+        published_dtype=_DTYPE_CODES[published.dtype] if published else 0,
+        weights_dtype=_DTYPE_CODES[estimate.weights.dtype],
+        drift_dtype=_DTYPE_CODES[drift.dtype] if drift else 0,
+        threads=threads,
+    )

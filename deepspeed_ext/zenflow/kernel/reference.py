@@ -1,11 +1,11 @@
-"""The pass as chunked torch operations: the definition that the native kernel is tested against, and its fallback."""
+"""The passes as chunked torch operations: the definition that the native kernel is tested against, and its fallback."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, Publish
+from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
 
 __all__ = ["ReferenceKernel", "as_tensor"]
 
@@ -50,20 +50,74 @@ class ReferenceKernel:
 
         list(self._pool.map(work, range(len(p))))
 
+    def run_mean(self, mean_pass: MeanPass) -> None:
+        """See `Kernel.run_mean`."""
+        if mean_pass.p.numel == 0:
+            return
+        block, step = mean_pass.block_size, mean_pass.step
+        chunk = max(1, self._chunk_numel // block) * block
+        p, m, v = (as_tensor(a).split(chunk) for a in (mean_pass.p, mean_pass.m, mean_pass.v))
+        published = as_tensor(mean_pass.published).split(chunk)
+        updates = as_tensor(mean_pass.updates).split(chunk // block)
+        grads = [as_tensor(g).split(chunk) for g in mean_pass.grads]
+
+        def work(i: int) -> None:
+            with torch.no_grad():
+                if grads:
+                    total = torch.zeros_like(p[i])
+                    for grad, scale in zip(grads, mean_pass.scales, strict=True):
+                        total.add_(grad[i].float(), alpha=scale)
+                    _step_blocks(step, block, total, p[i], m[i], v[i], updates[i])
+                home = _elements(updates[i] >= 0, block, p[i].numel())
+                published[i][home] = p[i][home].to(published[i].dtype)
+
+        list(self._pool.map(work, range(len(p))))
+
+
+def _elements(of_blocks: torch.Tensor, block: int, numel: int) -> torch.Tensor:
+    """Repeat what belongs to a block for each of its elements; the last block may be a part."""
+    return of_blocks.repeat_interleave(block)[:numel]
+
+
+def _step_blocks(
+    step: AdamStep,
+    block: int,
+    grad: torch.Tensor,
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    updates: torch.Tensor,
+) -> None:
+    """`_step` of the blocks at home, each with its own t, on copies: what is elsewhere stays untouched."""
+    at_home = updates >= 0
+    home = _elements(at_home, block, p.numel())
+    t = (updates + 1).double()
+    step_size = _elements((step.lr / (1.0 - step.beta1**t)).float(), block, p.numel())[home]
+    bias_correction2_sqrt = _elements((1.0 - step.beta2**t).sqrt().float(), block, p.numel())[home]
+    grad, new_p, new_m, new_v = grad[home], p[home], m[home], v[home]
+    _moments(step, grad, new_p, new_m, new_v)
+    new_p.sub_(new_m.mul(step_size).div_(new_v.sqrt().div_(bias_correction2_sqrt).add_(step.eps)))
+    p[home], m[home], v[home] = new_p, new_m, new_v
+    updates[at_home] += 1
+
 
 def _denominator(v: torch.Tensor, bias_correction2_sqrt: float, eps: float) -> torch.Tensor:
     return v.sqrt().div_(bias_correction2_sqrt).add_(eps)
 
 
 def _step(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-    grad = grad * step.grad_scale
+    _moments(step, grad * step.grad_scale, p, m, v)
+    p.addcdiv_(m, _denominator(v, step.bias_correction2_sqrt, step.eps), value=-step.lr / step.bias_correction1)
+
+
+def _moments(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+    """All of a step but the update: decay and moments. Overwrites `grad`."""
     if step.decoupled:
         p.mul_(1.0 - step.lr * step.weight_decay)
     elif step.weight_decay:
         grad.add_(p, alpha=step.weight_decay)
     m.lerp_(grad, 1.0 - step.beta1)
     v.mul_(step.beta2).addcmul_(grad, grad, value=1.0 - step.beta2)
-    p.addcdiv_(m, _denominator(v, step.bias_correction2_sqrt, step.eps), value=-step.lr / step.bias_correction1)
 
 
 def _publish(publish: Publish, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:

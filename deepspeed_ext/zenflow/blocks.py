@@ -1,0 +1,116 @@
+"""Blocks of a flat partition, and Adam on some of them: the arithmetic of the selective rule on the accelerator.
+
+A partition of n elements is cut into blocks of `block_size` contiguous elements; the last may be shorter. No shapes of
+parameters come into it: blocks select as well as rows or columns do (measured, see docs/zenflow.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_ext.zenflow.kernel import AdamStep
+
+__all__ = ["AdamBlocks", "BlockSet", "select", "scores"]
+
+
+def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Sum of absolute values of each block of `flat` (1-D): 1-D fp32, ceil(n / block_size) elements."""
+    whole = flat.numel() // block_size * block_size
+    sums = torch.linalg.vector_norm(flat[:whole].view(-1, block_size), ord=1, dim=1, dtype=torch.float32)
+    if whole == flat.numel():
+        return sums
+    return torch.cat([sums, flat[whole:].float().abs().sum().view(1)])
+
+
+def select(block_scores: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Numbers of the `ratio` of blocks with the largest scores, rounded up; 1-D int64, ascending."""
+    count = math.ceil(ratio * block_scores.numel())
+    return torch.topk(block_scores, count, sorted=False).indices.sort().values
+
+
+class BlockSet:
+    """Some blocks of partitions of n elements.
+
+    Args:
+        ids: numbers of the blocks, 1-D int64, ascending, on the device where the blocks are used.
+        numel: n.
+        block_size: elements of a block.
+    """
+
+    def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
+        self.ids = ids
+        self.block_size = block_size
+        self._whole = numel // block_size
+        self._tail = numel % block_size
+        self._has_tail = bool(self._tail and ids.numel() and int(ids[-1]) == self._whole)
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+    def take(self, flat: torch.Tensor) -> torch.Tensor:
+        """The blocks of `flat` (1-D, n elements), a row each, on its device; a short block is padded with zeros."""
+        whole, ids = self._split(flat)
+        rows = whole.index_select(0, ids)
+        if not self._has_tail:
+            return rows
+        tail = torch.nn.functional.pad(flat[whole.numel() :], (0, self.block_size - self._tail))
+        return torch.cat([rows, tail.view(1, -1)])
+
+    def put(self, flat: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write `rows`, of `take`'s shape and any dtype and device, into `flat`."""
+        rows = rows.to(flat.device, flat.dtype)
+        whole, ids = self._split(flat)
+        whole.index_copy_(0, ids, rows[: ids.numel()])
+        if self._has_tail:
+            flat[whole.numel() :] = rows[-1, : self._tail]
+
+    def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`flat`'s whole blocks as rows, and the numbers of those that are in the set, on `flat`'s device."""
+        ids = self.ids[:-1] if self._has_tail else self.ids
+        return flat[: self._whole * self.block_size].view(-1, self.block_size), ids.to(flat.device)
+
+
+@dataclass
+class AdamBlocks:
+    """Adam's state of a `BlockSet`, away from the partition's own arrays.
+
+    Attributes:
+        blocks: which.
+        p, m, v: fp32, a row a block.
+        updates: how many each block has had; int32, one a block.
+    """
+
+    blocks: BlockSet
+    p: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    updates: torch.Tensor
+
+    @torch.no_grad()
+    def step(self, grad: torch.Tensor, grad_scale: float, step: AdamStep) -> None:
+        """One Adam step with ``grad_scale * grad``, a row a block, any float dtype, on whatever device.
+
+        Computed in fp32 on grad's device, as `kernel.adam_pass` defines it, with each block's own update count; state
+        that lives elsewhere is copied there and back. ``step.step`` and ``step.grad_scale`` are not used.
+        """
+        home, device = self.p.device, grad.device
+        p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
+        g = grad.float() * grad_scale
+        if step.weight_decay and not step.decoupled:
+            g.add_(p, alpha=step.weight_decay)
+        updates.add_(1)
+        m.lerp_(g, 1.0 - step.beta1)
+        v.mul_(step.beta2).addcmul_(g, g, value=1.0 - step.beta2)
+        # 1 - beta^t, exact also for small t where 1 - beta**t would cancel in fp32.
+        times = updates[:, None].float()
+        correction1, correction2 = (-torch.expm1(times * math.log(beta)) for beta in (step.beta1, step.beta2))
+        if step.decoupled:
+            p.mul_(1.0 - step.lr * step.weight_decay)
+        denominator = v.sqrt().div_(correction2.sqrt_()).add_(step.eps)
+        p.addcdiv_(m / correction1, denominator, value=-step.lr)
+        if home != device:
+            for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
+                own.copy_(new, non_blocking=True)

@@ -1,0 +1,273 @@
+"""The predictive rule: exact Adam on the host for every step, and weights that foresee the update still in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_ext._logging import logger
+from deepspeed_ext.zenflow.arena import ArraySpec
+from deepspeed_ext.zenflow.figures import PredictionProbe
+from deepspeed_ext.zenflow.kernel import Publish
+from deepspeed_ext.zenflow.messages import PartitionPass, array_name, partition_specs
+from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
+from deepspeed_ext.zenflow.predict import Estimator, drift_coefficient, move_coefficient, publish_ahead
+from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, StepPlan, WeightRule
+from deepspeed_ext.zenflow.schedule import is_overloaded, smallest_interval
+
+__all__ = ["PredictedPartition", "PredictiveAdam"]
+
+SLOTS = 2
+
+
+@dataclass
+class PredictedPartition(PartitionState):
+    """What the trainer holds of one partition of n elements.
+
+    Attributes:
+        block_means: means of v over blocks, in the arena.
+        slots: gradients in the arena, by slot and position.
+        publish: how y follows or will follow from p, m, v.
+        estimator: made from the newest block means; None before the first result.
+        drift: D, 16 bit, accelerator; None at interval 1.
+    """
+
+    block_means: torch.Tensor
+    slots: list[list[torch.Tensor]]
+    publish: Publish
+    estimator: Estimator | None = None
+    drift: torch.Tensor | None = None
+
+
+class PredictiveAdam(OffloadedAdam[PredictedPartition]):
+    """`OffloadedAdam` whose weights are what the worker sent plus an estimate of what is in flight (see `predict`).
+
+    Attributes:
+        last_clip: clip factor of the newest step.
+    """
+
+    rule = "predictive"
+    schedule: PredictiveSchedule
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        settings = kwargs["settings"]
+        self.schedule = PredictiveSchedule(settings.update_interval, settings.overlapped, settings.warm_up_steps)
+        self.last_clip: float | None = None
+        self._clip: float | None = None
+        self._plan: StepPlan | None = None
+        self._unread = False
+        self._probe = PredictionProbe()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def block_size(self) -> int:
+        return self._settings.block_size
+
+    @property
+    def _room(self) -> int:
+        """Gradients that a slot has room for."""
+        return (self._settings.update_interval or MEASURED_INTERVAL_LIMIT) if self._settings.overlapped else 1
+
+    def _arrays(self, index: int, numel: int, published_dtype: str, grad_dtype: str) -> list[ArraySpec]:
+        return partition_specs(
+            index,
+            numel,
+            block_size=self.block_size,
+            publish_dtype=published_dtype,
+            grad_dtype=grad_dtype,
+            slots=SLOTS,
+            interval=self._room,
+        )
+
+    def _partition(self, index: int, group: int) -> PredictedPartition:
+        p, m, v, y, means = (self._array(kind, index) for kind in ("p", "m", "v", "y", "block_means"))
+        slots = [[self.arena.tensor(array_name("g", index, s, k)) for k in range(self._room)] for s in range(SLOTS)]
+        exact = Publish.exact(1.0, float(self._optimizer.param_groups[group]["eps"]))
+        return PredictedPartition(group, p.requires_grad_(), m, v, y, block_means=means, slots=slots, publish=exact)
+
+    def coming_slot(self, index: int) -> torch.Tensor:
+        plan = self.schedule.plan()
+        return self.partitions[index].slots[plan.slot][plan.position]
+
+    # -- one optimizer step ---------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self.figures.begin_step()
+        self._plan = self.schedule.plan()
+        if self._plan.waits_first:
+            self._receive()
+        if self._plan.rule is WeightRule.PREDICTED:
+            self._read_results()
+
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether gradients are wanted while backward is still running: the estimate asks nothing of the whole."""
+        return self._settings.predict_clip == "previous"
+
+    def stream_gradient(self, index: int, offset: int, piece: torch.Tensor, wanted: int) -> None:
+        """Start copying a part of the coming step's gradient to the host, from within backward.
+
+        Args:
+            index: of the partition.
+            offset: where the part begins in it, in elements.
+            piece: 1-D, reduced, neither unscaled nor clipped; stays as it is until the step, unless a later piece at
+                the same place replaces it.
+            wanted: elements of the partition without its padding.
+        """
+        streamed, slot = self.partitions[index].streamed, self.coming_slot(index)
+        self._transfers.to_host(piece.to(slot.dtype), slot[offset : offset + piece.numel()])
+        streamed.parts[offset], streamed.wanted = piece.numel(), wanted
+
+    def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
+        plan = self._plan
+        assert plan is not None, "step_partition outside of a step"
+        grad = self._collect(index, grad, factor.value)
+        if plan.rule is WeightRule.EXACT:
+            self._step_exactly(index)
+        else:
+            previous = self._settings.predict_clip == "previous" and self.last_clip is not None
+            scale = factor.unscale * (self.last_clip or 1.0) if previous else factor.value
+            self._estimate(index, plan, grad, scale)
+        self._clip = factor.clip
+
+    def _step_exactly(self, index: int) -> None:
+        last = self.partitions[index].collected[-1]
+        self._submit([index], Publish.exact(last.bias_correction2_sqrt, last.eps))
+        self._receive()
+        self._take_published(index)
+
+    def _estimate(self, index: int, plan: StepPlan, grad: torch.Tensor, scale: float) -> None:
+        partition, weights = self.partitions[index], self._weights(index)
+        step, interval, position = partition.collected[-1], self._interval, plan.position + 1
+        assert partition.estimator is not None, "the schedule begins with a synchronous step"
+        drift = drift_coefficient(step, position, interval)
+        if plan.rule is WeightRule.DRIFTED:
+            if partition.drift is None:
+                partition.drift = torch.zeros_like(weights, device=grad.device)
+            move = move_coefficient(step, position, interval)
+            partition.estimator.move(weights, partition.drift, grad, scale, move, drift)
+            return
+        partition.estimator.predict(weights, partition.published, partition.drift, grad, scale, drift)
+        self.figures.bytes_up += partition.published.nbytes
+        if partition.drift is not None:
+            partition.drift.zero_()
+        if index == 0:
+            self._probe.predicted(weights, partition.master)
+
+    def _finish_step(self) -> None:
+        plan = self._plan
+        assert plan is not None, "end_step without begin_step"
+        if plan.rule is WeightRule.EXACT:
+            if plan.publish_ahead:
+                self._read_results()
+                self._publish_ahead()
+        elif plan.handed_over:
+            self._submit(range(len(self.partitions)), None)
+        else:
+            self._transfers.finish()
+        self.last_clip = self._clip
+        self.schedule.advance(plan)
+        self._plan = None
+        if self.schedule.wants_interval:
+            self._choose_interval()
+
+    def _publish_ahead(self) -> None:
+        """Let the worker publish what the first predicted step builds on."""
+        for partition in self.partitions:
+            last = self._constants(partition.group, self.updates + 1, 1.0)
+            partition.publish = publish_ahead(last, self._interval)
+        self._publish_again()
+
+    def _publish_again(self) -> None:
+        """Let the worker recompute y and the block means from p, m, v, by each partition's `publish`."""
+        self._unread = True
+        self._send([PartitionPass(index, 0, (), (), p.publish) for index, p in enumerate(self.partitions)], gradients=0)
+
+    def _submit(self, indices: Sequence[int], publish: Publish | None) -> None:
+        """Hand over the collected gradients of partitions; `publish` None: extrapolate over the next interval."""
+        assert self._plan is not None
+        passes = []
+        for index in indices:
+            partition = self.partitions[index]
+            steps = tuple(partition.collected)
+            partition.collected.clear()
+            partition.publish = publish or publish_ahead(steps[-1], self._interval)
+            passes.append(PartitionPass(index, self._plan.slot, tuple(range(len(steps))), steps, partition.publish))
+        self._unread = True
+        self._send(passes, gradients=len(passes[0].steps) if passes else 0)
+
+    def _read_results(self) -> None:
+        """Take the block means of the newest result into the estimators, unless that has been done."""
+        if not self._unread:
+            return
+        self._unread = False
+        for index, partition in enumerate(self.partitions):
+            publish = partition.publish
+            means = partition.block_means.to(self.device_of(index), copy=True)
+            partition.estimator = Estimator(means, self.block_size, publish.bias_correction2_sqrt, publish.eps)
+        self._probe.arrived(self.partitions[0].master, self.figures)
+
+    def _choose_interval(self) -> None:
+        worker, device = self.figures.typical()
+        mine = smallest_interval(worker, device, MEASURED_INTERVAL_LIMIT)
+        interval = -self._ranks.minimum(-mine)[0]
+        self.schedule.choose_interval(interval)
+        if self._ranks.rank == 0:
+            logger.info(
+                f"zenflow.update_interval = {interval}: a pass of the optimizer process takes {worker * 1e3:.1f} ms, "
+                f"the accelerator {device * 1e3:.1f} ms a step"
+            )
+            if is_overloaded(worker, device, interval):
+                logger.warning(
+                    "the optimizer process is slower than the accelerator even so, and steps will wait for it: give it "
+                    "more cores (zenflow.pt_reserved_cores), or do more work in a step"
+                )
+
+    @property
+    def _interval(self) -> int:
+        interval = self.schedule.interval
+        assert interval is not None
+        return interval
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def collected_gradients(self, index: int) -> list[torch.Tensor]:
+        partition = self.partitions[index]
+        return partition.slots[self.schedule.state.slot][: len(partition.collected)]
+
+    def saved_partition(self, index: int) -> dict[str, Any]:
+        partition = self.partitions[index]
+        return {
+            "publish": asdict(partition.publish),
+            "last_clip": self.last_clip,
+            "drift": None if partition.drift is None else partition.drift.cpu().clone(),
+            "inverse": None if partition.estimator is None else partition.estimator.inverse.cpu().clone(),
+        }
+
+    def restore_partition(self, index: int, values: dict[str, Any]) -> None:
+        partition, device = self.partitions[index], self.device_of(index)
+        partition.publish = Publish(**values["publish"])
+        self.last_clip = values["last_clip"]
+        partition.drift = None if values["drift"] is None else values["drift"].to(device)
+        if values["inverse"] is not None:
+            partition.estimator = Estimator.remembering(values["inverse"].to(device), self.block_size)
+
+    def resume(self) -> None:
+        if self.schedule.plan().rule is not WeightRule.EXACT:
+            self._publish_again()
+
+    def can_use_interval(self, interval: int | None) -> bool:
+        return super().can_use_interval(interval) or not self._settings.overlapped
+
+    def can_continue(self, schedule: dict[str, Any]) -> bool:
+        return self._settings.overlapped or not schedule["position"]
+
+    def masters_changed(self) -> None:
+        super().masters_changed()
+        for partition in self.partitions:
+            partition.estimator = None
+            if partition.drift is not None:
+                partition.drift.zero_()

@@ -1,0 +1,274 @@
+"""The selective rule, ZenFlow as published: hot blocks step on the accelerator every time, cold ones now and then.
+
+Hot are the blocks with the largest gradients. Their p, m, v (fp32) and update count live beside the weights and move
+there and back where blocks are chosen anew; nothing is reset or rounded. Of the cold ones the worker makes one exact
+Adam step an interval, with the mean of the clipped gradients. Every block counts its own updates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_ext._logging import logger
+from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext.zenflow.arena import ArraySpec
+from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, scores, select
+from deepspeed_ext.zenflow.messages import MeanPartitionPass, array_name, partition_specs
+from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
+from deepspeed_ext.zenflow.selective_schedule import (
+    SelectivePlan,
+    SelectiveSchedule,
+    steps_between_selections,
+    warn_of_unknown_epoch,
+)
+
+__all__ = ["SelectedPartition", "SelectiveAdam"]
+
+AWAY = -1
+"""Update count of a block in the arena while it is hot: the worker leaves it alone."""
+
+
+@dataclass
+class SelectedPartition(PartitionState):
+    """What the trainer holds of one partition of n elements.
+
+    Attributes:
+        updates: how many each block has had; int32, in the arena; `AWAY` for a hot one.
+        ring: room for gradients, in the arena.
+        hot: p, m, v and update counts of the hot blocks; None before the first selection.
+    """
+
+    updates: torch.Tensor
+    ring: list[torch.Tensor]
+    hot: AdamBlocks | None = None
+
+
+class SelectiveAdam(OffloadedAdam[SelectedPartition]):
+    """`OffloadedAdam` that steps some blocks on the accelerator and the others every interval on the host."""
+
+    rule = "selective"
+    schedule: SelectiveSchedule
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        settings = kwargs["settings"]
+        lag = settings.overlap_lag if settings.overlapped else 0
+        self._room = (settings.update_interval or max(MEASURED_INTERVAL_LIMIT, lag)) + lag
+        self.schedule = SelectiveSchedule(settings, self._room)
+        warn_of_unknown_epoch(settings)
+        self._plan: SelectivePlan | None = None
+        self._sums = [0.0, 0.0]  # of absolute gradients, a block: hot, cold
+        super().__init__(*args, **kwargs)
+
+    @property
+    def block_size(self) -> int:
+        return self._settings.select_block_size
+
+    def _arrays(self, index: int, numel: int, published_dtype: str, grad_dtype: str) -> list[ArraySpec]:
+        return partition_specs(
+            index,
+            numel,
+            block_size=self.block_size,
+            publish_dtype=published_dtype,
+            grad_dtype=grad_dtype,
+            slots=1,
+            interval=self._room,
+            per_block=("updates", "int32"),
+        )
+
+    def _partition(self, index: int, group: int) -> SelectedPartition:
+        p, m, v, y, updates = (self._array(kind, index) for kind in ("p", "m", "v", "y", "updates"))
+        ring = [self.arena.tensor(array_name("g", index, 0, k)) for k in range(self._room)]
+        return SelectedPartition(group, p.requires_grad_(), m, v, y, updates=updates, ring=ring)
+
+    def coming_slot(self, index: int) -> torch.Tensor:
+        return self.partitions[index].ring[self.schedule.plan().position]
+
+    # -- one optimizer step ---------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self.figures.begin_step()
+        self._plan = self.schedule.plan()
+        if self._plan.applies:
+            self._receive()
+
+    def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
+        plan, partition = self._plan, self.partitions[index]
+        assert plan is not None, "step_partition outside of a step"
+        grad = self._collect(index, grad, factor.value)
+        if partition.hot is not None:
+            hot_grad = partition.hot.blocks.take(grad)
+            partition.hot.step(hot_grad, factor.value, partition.collected[-1])
+        arrived = plan.applies
+        if plan.waits:
+            self._send([self._task(index)], gradients=plan.handed_over)
+            self._receive()
+            arrived = True
+        if arrived:
+            self._take_published(index)
+        if partition.hot is not None:
+            partition.hot.blocks.put(self._weights(index), partition.hot.p)
+        if plan.selects:
+            self._select(index, grad)
+
+    def _task(self, index: int) -> MeanPartitionPass:
+        """The step of the cold blocks with what has been collected, which is thereby handed over."""
+        assert self._plan is not None
+        collected = self.partitions[index].collected
+        count = len(collected)
+        last = self._plan.position
+        positions = tuple((last - k) % self._room for k in reversed(range(count)))
+        scales = tuple(step.grad_scale / count for step in collected)
+        task = MeanPartitionPass(index, positions, scales, collected[-1])
+        collected.clear()
+        return task
+
+    def _finish_step(self) -> None:
+        plan = self._plan
+        assert plan is not None, "end_step without begin_step"
+        if plan.handed_over and not plan.waits:
+            tasks = [self._task(index) for index in range(len(self.partitions))]
+            self._send(tasks, gradients=plan.handed_over)
+        else:
+            self._transfers.finish()
+        self.schedule.advance(plan)
+        self._plan = None
+        if self.schedule.interval is None and plan.selects:
+            self._choose_interval()
+
+    # -- selection ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _select(self, index: int, grad: torch.Tensor) -> None:
+        """Choose the hot blocks of a partition anew by `grad`; the worker is idle and has carried out everything."""
+        partition = self.partitions[index]
+        self._bring_home(index)
+        block_scores = scores(grad, self.block_size)
+        blocks = BlockSet(select(block_scores, self._settings.topk_ratio), grad.numel(), self.block_size)
+        if self.schedule.interval is None:
+            hot = float(block_scores[blocks.ids].sum())
+            self._sums[0] += hot
+            self._sums[1] += float(block_scores.sum()) - hot
+        partition.hot = self._take_away(partition, blocks)
+        partition.updates[blocks.ids.cpu()] = AWAY
+
+    def _take_away(self, partition: SelectedPartition, blocks: BlockSet) -> AdamBlocks:
+        """Copies of the state of `blocks`, where hot state lives."""
+
+        def moved(rows: torch.Tensor) -> torch.Tensor:
+            if self._settings.offload:
+                return get_accelerator().pin_memory(rows)
+            return rows.to(blocks.ids.device)
+
+        state = (partition.master.detach(), partition.exp_avg, partition.exp_avg_sq)
+        p, m, v = (moved(blocks.take(array)) for array in state)
+        return AdamBlocks(blocks, p, m, v, moved(partition.updates[blocks.ids.cpu()]))
+
+    @torch.no_grad()
+    def _write_back(self, index: int) -> None:
+        """Copy p, m, v of the hot blocks into the arena, where the worker leaves them alone."""
+        partition = self.partitions[index]
+        if (hot := partition.hot) is not None:
+            if self._settings.offload:
+                get_accelerator().synchronize()  # the newest step's state may still be on its way to the host
+            for array, rows in ((partition.master, hot.p), (partition.exp_avg, hot.m), (partition.exp_avg_sq, hot.v)):
+                hot.blocks.put(array.detach(), rows)
+
+    def _bring_home(self, index: int) -> None:
+        """Make the hot blocks cold: their state and count are the arena's again."""
+        partition = self.partitions[index]
+        self._write_back(index)
+        partition.updates.copy_(self._all_updates(partition))
+        partition.hot = None
+
+    def _all_updates(self, partition: SelectedPartition) -> torch.Tensor:
+        """The update counts of all blocks, hot ones included; int32, host."""
+        updates = partition.updates.clone()
+        if partition.hot is not None:
+            updates[partition.hot.blocks.ids.cpu()] = partition.hot.updates.cpu()
+        return updates
+
+    def _choose_interval(self) -> None:
+        """The interval after which cold gradients have added up to what a hot one has in a step."""
+        hot = sum(len(p.hot.blocks) for p in self.partitions if p.hot is not None)
+        cold = sum(p.updates.numel() for p in self.partitions) - hot
+        mean_hot, mean_cold = self._sums[0] / max(1, hot), self._sums[1] / max(1, cold)
+        mine = math.ceil(self._settings.auto_ratio * mean_hot / mean_cold) if mean_cold > 0 else 1
+        lowest = self._settings.overlap_lag if self._settings.overlapped else 1
+        highest = min(MEASURED_INTERVAL_LIMIT, steps_between_selections(self._settings, 1) or MEASURED_INTERVAL_LIMIT)
+        interval = max(lowest, min(highest, -self._ranks.minimum(-mine)[0]))
+        self.schedule.choose_interval(interval)
+        if self._ranks.rank == 0:
+            logger.info(
+                f"zenflow.update_interval = {interval}: a cold block has {mean_cold / max(mean_hot, 1e-30):.2f} "
+                "of a hot one's gradient"
+            )
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def changed_blocks(self, index: int) -> BlockSet | None:
+        """Inside a step: the blocks whose weights this step changes, None if all may change."""
+        plan, hot = self._plan, self.partitions[index].hot
+        assert plan is not None
+        return None if hot is None or plan.applies or plan.waits else hot.blocks
+
+    def drain(self) -> None:
+        super().drain()
+        for index in range(len(self.partitions)):
+            self._write_back(index)
+
+    @property
+    def _bound_updates(self) -> list[int]:
+        return [self.updates] * len(self.partitions)  # the hot blocks': there is no place for a count a block
+
+    def adopt_update_count(self, updates: int) -> None:
+        super().adopt_update_count(updates)
+        for partition in self.partitions:
+            partition.updates.fill_(updates)
+            partition.hot = None
+
+    def can_continue(self, schedule: dict[str, Any]) -> bool:
+        in_flight = schedule["in_flight"]
+        return in_flight is None or (self._settings.overlapped and in_flight < self._settings.overlap_lag)
+
+    def collected_gradients(self, index: int) -> list[torch.Tensor]:
+        partition, written = self.partitions[index], self.schedule.state.written
+        count = len(partition.collected)
+        return [partition.ring[(written - count + k) % self._room] for k in range(count)]
+
+    def saved_partition(self, index: int) -> dict[str, Any]:
+        partition = self.partitions[index]
+        return {
+            "block_updates": self._all_updates(partition),
+            "hot_blocks": None if partition.hot is None else partition.hot.blocks.ids.cpu(),
+        }
+
+    def restore_partition(self, index: int, values: dict[str, Any]) -> None:
+        partition = self.partitions[index]
+        partition.updates.copy_(values["block_updates"])
+        if values["hot_blocks"] is not None:
+            ids = values["hot_blocks"].to(self.device_of(index))
+            blocks = BlockSet(ids, partition.master.numel(), self.block_size)
+            partition.hot = self._take_away(partition, blocks)
+            partition.updates[values["hot_blocks"]] = AWAY
+
+    def resume(self) -> None:
+        if self.schedule.state.in_flight is not None:
+            idle = [
+                MeanPartitionPass(index, (), (), self._constants(partition.group, 1, 1.0))
+                for index, partition in enumerate(self.partitions)
+            ]
+            self._send(idle, gradients=0)
+
+    def masters_changed(self) -> None:
+        super().masters_changed()
+        for partition in self.partitions:
+            partition.updates.copy_(self._all_updates(partition))
+            partition.hot = None
+
+    def measurements(self) -> dict[str, float]:
+        figures = super().measurements()
+        return {name: value for name, value in figures.items() if not name.endswith("_error")}  # nothing is predicted

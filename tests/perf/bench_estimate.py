@@ -1,0 +1,72 @@
+"""The estimate of updates in flight on host memory: torch operations and the native kernel, in turn on the same cores.
+
+    python -m tests.perf.bench_estimate [--numel 16777216] [--threads 1 2] [--repeats 31]
+
+All arrays are bfloat16, as in a run whose accelerator is the CPU. "predict" is what a step of interval 1 does, "with D"
+and "move" are the steps of a longer interval; "copy" is a copy of one such array, for scale.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+
+from deepspeed_ext.zenflow import predict
+from deepspeed_ext.zenflow.predict import Estimator
+
+
+def _contenders(numel: int) -> dict[str, Callable[[], object]]:
+    grad, published, weights, drift = (torch.randn(numel).mul_(s).bfloat16() for s in (1e-3, 0.1, 0.1, 1e-4))
+    estimator = Estimator(torch.rand(-(-numel // 32)).mul_(1e-6), 32, 0.9, 1e-8)
+    estimates = {
+        "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-4),
+        "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-4),
+        "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-6, 1e-6),
+    }
+    contenders: dict[str, Callable[[], object]] = {"copy": lambda: weights.copy_(published)}
+    for name, estimate in estimates.items():
+        contenders[f"{name}, torch operations"] = _without_native(estimate)
+        contenders[f"{name}, native"] = estimate
+    return contenders
+
+
+def _without_native(estimate: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        with mock.patch.object(predict, "_native", return_value=None):
+            estimate()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=16 * 1024**2)
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
+    parser.add_argument("--repeats", type=int, default=31)
+    options = parser.parse_args()
+    if predict._native() is None:
+        raise SystemExit("there is no native kernel and no C++ compiler here: nothing to compare")
+
+    contenders = _contenders(options.numel)
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for repeat in range(options.repeats + 1):
+            for name, run in contenders.items():
+                begin = time.perf_counter()
+                run()
+                if repeat:  # the first round touches the memory
+                    seconds[name].append(time.perf_counter() - begin)
+        print(f"{options.numel} elements, {threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+        print(f"{'':34s} median ms   p90 ms")
+        for name, values in seconds.items():
+            values.sort()
+            print(f"{name:34s} {statistics.median(values) * 1e3:9.1f} {values[int(len(values) * 0.9)] * 1e3:8.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Blocks of a flat partition: chosen by their gradients, taken out and put back, stepped as torch's Adam does."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, scores, select
+from deepspeed_ext.zenflow.kernel import AdamStep
+
+
+@st.composite
+def flats_and_ids(draw: st.DrawFn) -> tuple[torch.Tensor, int, torch.Tensor]:
+    numel, block_size = draw(st.integers(1, 200)), draw(st.integers(1, 40))
+    count = -(-numel // block_size)
+    ids = draw(st.lists(st.integers(0, count - 1), unique=True).map(sorted))
+    flat = torch.arange(1, numel + 1, dtype=torch.float32)
+    return flat, block_size, torch.tensor(ids, dtype=torch.int64)
+
+
+def in_blocks(flat: torch.Tensor, block_size: int, ids: torch.Tensor) -> torch.Tensor:
+    """Which elements belong to the blocks."""
+    return torch.isin(torch.arange(flat.numel()) // block_size, ids)
+
+
+@given(flats_and_ids())
+def test_what_is_taken_is_put_back_and_nothing_else_is_touched(case: tuple[torch.Tensor, int, torch.Tensor]) -> None:
+    flat, block_size, ids = case
+    blocks = BlockSet(ids, flat.numel(), block_size)
+    rows = blocks.take(flat)
+    assert rows.shape == (len(ids), block_size)
+    inside = in_blocks(flat, block_size, ids)
+    assert torch.equal(rows[rows > 0], flat[inside])
+    expected = torch.where(inside, -flat, flat)
+    blocks.put(flat, -rows)
+    assert torch.equal(flat, expected)
+
+
+@given(flats_and_ids(), st.sampled_from([0.01, 0.1, 0.5, 0.999]))
+def test_the_blocks_with_the_largest_sums_are_selected(case: tuple, ratio: float) -> None:
+    flat, block_size, _ = case
+    flat = torch.sin(flat * 1.7)
+    found = scores(flat, block_size)
+    expected = torch.stack([block.abs().sum() for block in flat.split(block_size)])
+    torch.testing.assert_close(found, expected)
+    chosen = select(found, ratio)
+    assert len(chosen) == math.ceil(ratio * len(expected))
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    left = torch.ones(len(expected), dtype=torch.bool)
+    left[chosen] = False
+    assert not left.any() or expected[left].max() <= expected[chosen].min() + 1e-5
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_steps_are_torchs_with_an_update_count_for_each_block(decoupled: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numel, block_size, before = 100, 8, [0, 3, 500]
+    start, gradients = torch.randn(numel, generator=generator), torch.randn(505, numel, generator=generator)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled, 1, 1.0)
+    blocks = BlockSet(torch.tensor([1, 7, 12]), numel, block_size)  # the last one is short
+    references = []
+    for count in before:
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = kind([parameter], **settings)
+        for gradient in gradients[:count]:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        references.append((parameter, optimizer))
+
+    def stacked(name: str) -> torch.Tensor:
+        def array(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+            return parameter.detach() if name == "p" else optimizer.state[parameter].get(name, torch.zeros(numel))
+
+        return torch.stack([blocks.take(array(*reference))[row] for row, reference in enumerate(references)])
+
+    updates = torch.tensor(before, dtype=torch.int32)
+    state = AdamBlocks(blocks, stacked("p"), stacked("exp_avg"), stacked("exp_avg_sq"), updates)
+    for gradient in gradients[500:]:
+        state.step(blocks.take(gradient) * 4, 0.25, step)
+        for parameter, optimizer in references:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    assert state.updates.tolist() == [5, 8, 505]
+    for name, actual in (("p", state.p), ("exp_avg", state.m), ("exp_avg_sq", state.v)):
+        torch.testing.assert_close(actual, stacked(name), rtol=2e-5, atol=2e-6)

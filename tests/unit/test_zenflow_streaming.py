@@ -1,0 +1,55 @@
+"""`predict_clip: "previous"`: gradients leave for the host while backward runs, and nothing else changes."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_ext.zenflow.predictive import PredictiveAdam
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
+
+
+def copies_and_result(config: dict, micro_steps: int, streams: bool) -> dict[str, Any]:
+    """Bytes that are copied to the host inside and outside of the engine's step, and what the run leaves behind."""
+    copied = {"inside": 0, "outside": 0}
+    where = ["outside"]
+    with patch.object(PredictiveAdam, "streams_gradients", streams):
+        engine = make_engine(config, groups=two_groups)
+        transfers, step = engine.optimizer.zenflow_adam._transfers, engine.step
+        to_host = transfers.to_host
+
+        def counted(source: torch.Tensor, target: torch.Tensor) -> None:
+            copied[where[0]] += target.nbytes
+            to_host(source, target)
+
+        def stepping() -> None:
+            where[0] = "inside"
+            step()
+            where[0] = "outside"
+
+        with patch.object(transfers, "to_host", counted), patch.object(engine, "step", stepping):
+            losses = train(engine, batches(micro_steps, dist.get_rank()))
+        found = {"copied": copied, "losses": losses, "masters": full_masters_of(engine), "weights": weights_of(engine)}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_leave_during_backward_and_nothing_changes(stage: int, interval: int, accumulation: int) -> None:
+    zenflow = {"update_interval": interval, "predict_clip": "previous", "full_warm_up_rounds": 2}
+    config = zenflow_config(stage, accumulation=accumulation, **zenflow)
+    streamed = run_ranks(2, copies_and_result, config, 8 * accumulation, True)
+    whole = run_ranks(2, copies_and_result, config, 8 * accumulation, False)
+    for ours, theirs in zip(streamed, whole, strict=True):
+        assert ours["copied"]["inside"] == 0
+        assert ours["copied"]["outside"] > 0
+        assert theirs["copied"]["outside"] == 0
+        assert ours["losses"] == theirs["losses"]
+        assert all(torch.equal(a, b) for a, b in zip(ours["masters"], theirs["masters"], strict=True))
+        assert all(torch.equal(value, theirs["weights"][name]) for name, value in ours["weights"].items())
