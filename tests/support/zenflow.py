@@ -39,22 +39,27 @@ def offload_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_engine(
-    config: dict[str, Any], *, extended: bool = True, groups: Callable[[torch.nn.Module], Any] | None = None, **how: Any
+    config: dict[str, Any],
+    *,
+    extended: bool = True,
+    model: Callable[[], torch.nn.Module] = OddModel,
+    groups: Callable[[torch.nn.Module], Any] | None = None,
+    **how: Any,
 ) -> Any:
-    """An engine around `OddModel`, the same weights every time and on every rank."""
+    """An engine around `model()`, the same weights every time and on every rank."""
     torch.manual_seed(1234)
-    model = OddModel()
+    module = model()
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
-    parameters = groups(model) if groups else list(model.parameters())
-    engine, *_ = initialize(model=model, model_parameters=parameters, config=copy.deepcopy(config), **how)
+    parameters = groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
+    engine, *_ = initialize(model=module, model_parameters=parameters, config=copy.deepcopy(config), **how)
     return engine
 
 
-def train(engine: Any, data: Iterable[torch.Tensor]) -> list[float]:
-    """One micro-step a batch; returns the losses."""
+def train(engine: Any, data: Iterable[torch.Tensor], times: float = 1.0) -> list[float]:
+    """One micro-step a batch, with the loss times `times`; returns the losses."""
     losses = []
     for batch in data:
-        loss = engine(batch.to(get_accelerator().current_device_name()))
+        loss = engine(batch.to(get_accelerator().current_device_name())) * times
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
