@@ -15,6 +15,7 @@ usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; 
 # Ranks of `make train`: one an accelerator, or two on a machine without.
 RANKS ?= $(shell $(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)')
 MODE ?= zenflow
+SOAK_MINUTES ?= 30
 ARGS ?=
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -24,7 +25,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu check format bench docs clean
+.PHONY: help train test test-full test-gpu check format soak bench docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -49,6 +50,9 @@ check: $(VENV)/.stamp-dev  ## lint, format and types
 format: $(VENV)/.stamp-dev  ## put the code into its standard form
 	ruff check --fix .
 	ruff format .
+
+soak: $(VENV)/.stamp-operators  ## train with faults at random times for SOAK_MINUTES, and compare with an undisturbed run
+	python -m tests.soak.run --minutes $(SOAK_MINUTES) $(ARGS)
 
 bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed, side by side
 	for file in tests/perf/bench_*.py; do python -m "tests.perf.$$(basename "$$file" .py)" $(ARGS); done

@@ -35,7 +35,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Param
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment
+from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 
 from deepspeed_ext._errors import UpstreamError
 
@@ -124,7 +124,15 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("self", "param"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty": None,
     "deepspeed.runtime.engine:DeepSpeedEngine._configure_checkpointing": ("self",),
-    "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint": None,
+    "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint": (
+        "self",
+        "save_dir",
+        "tag",
+        "client_state",
+        "save_latest",
+        "exclude_frozen_parameters",
+    ),
+    "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script": ("self", "save_path"),
     "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint": None,
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.__init__": ("self", "config_params"),
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.makedirs": ("self", "path", "exist_ok"),

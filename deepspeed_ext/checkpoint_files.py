@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 from deepspeed_ext._agreement import RankGroup
@@ -20,14 +21,19 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     DeepSpeed's `save_checkpoint` communicates after each rank has written its files, so a rank that raises where its
     disk is full leaves the others waiting, and rank 0 may name a checkpoint ``latest`` that another rank has not
-    finished. Here a file is written aside, an error is kept, and `commit`, which DeepSpeed calls on every rank before
-    it writes ``latest``, asks all ranks: then either all files take their names, or they are removed and every rank
+    finished. Here a file is written aside, an error is kept, and `commit`, which DeepSpeed calls on every rank, asks
+    all of them: then either all files take their names, and after them ``latest``, or they are removed and every rank
     raises. A file that is there is whole, and what it replaces stays until it is.
 
     Args:
         config_params: as DeepSpeed's.
         ranks: every rank that saves and loads; each calls `load` equally often.
+
+    Attributes:
+        names_latest: whether the next `commit` is to name its checkpoint ``latest``; DeepSpeed itself then must not.
     """
+
+    names_latest = False
 
     def __init__(self, config_params: Any, ranks: RankGroup) -> None:
         super().__init__(config_params)
@@ -57,6 +63,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 are as before.
         """
         aside, self._aside = self._aside, {}
+        latest = self._prepare_latest(info)
         try:
             self._require_all(f"checkpoint {info.tag!r} was not saved", "make room, or save elsewhere")
             for temporary, path in aside.items():
@@ -65,11 +72,28 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 except OSError as error:
                     self._note(path, error)
             self._require_all(f"checkpoint {info.tag!r} is not complete", "save again under another tag")
+            if latest is not None:
+                os.replace(latest + _ASIDE, latest)
         finally:
-            for temporary in aside:
+            for temporary in (*aside, *([latest + _ASIDE] if latest else [])):
                 with contextlib.suppress(OSError):
                     os.remove(temporary)
+            for folder in {os.path.dirname(path) for path in aside.values()}:
+                with contextlib.suppress(OSError):  # it holds something: all is well
+                    os.rmdir(folder)
         return super().commit(info)
+
+    def _prepare_latest(self, info: Any) -> str | None:
+        """Write the file ``latest`` aside, if it is this rank's to write; returns its path."""
+        names_latest, self.names_latest = self.names_latest, False
+        if not names_latest or self._ranks.rank != 0:
+            return None
+        latest = os.path.join(info.save_dir, "latest")
+        try:
+            Path(latest + _ASIDE).write_text(info.tag)
+        except OSError as error:
+            self._note(latest, error)
+        return latest
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one file.

@@ -197,7 +197,14 @@ class Engine(DeepSpeedEngine):
             world = RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
             self.checkpoint_engine = JointCheckpointEngine(self._config, world)
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
         """As DeepSpeed's; with ZenFlow also
 
         Raises:
@@ -205,7 +212,20 @@ class Engine(DeepSpeedEngine):
             WorkerError: on every rank, if the optimizer process of any has failed.
         """
         self._settle_zenflow()
-        return super().save_checkpoint(*args, **kwargs)
+        if isinstance(self.checkpoint_engine, JointCheckpointEngine):
+            self.checkpoint_engine.names_latest, save_latest = save_latest, False
+        client_state = {} if client_state is None else client_state
+        return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        try:
+            super()._copy_recovery_script(save_path)
+        except OSError as error:
+            if not isinstance(self.checkpoint_engine, JointCheckpointEngine):
+                raise
+            logger.warning(
+                f"{save_path}: zero_to_fp32.py was not copied there, the checkpoint does not need it: {error}"
+            )
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; with ZenFlow also

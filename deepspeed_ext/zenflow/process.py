@@ -201,6 +201,7 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, owner_pid: in
     if os.getpid() != owner_pid:
         return
     with contextlib.suppress(OSError, ValueError):
+        os.set_blocking(connection.fileno(), False)  # a worker that hangs may have left the socket full
         connection.send(None)
     connection.close()
     try:

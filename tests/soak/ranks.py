@@ -112,6 +112,14 @@ class Ranks:
         self.wait_until(self.stepped, START_SECONDS, "the first step after a launch")
         return time.monotonic() - self.launched
 
+    def wait_for_error(self, seconds: float) -> float:
+        """Until every rank has printed an exception, or has ended; returns the seconds it took."""
+
+        def failed(rank: int) -> bool:
+            return self.processes[rank].poll() is not None or "Traceback (most" in self.said(rank)
+
+        return self.wait_until(lambda: all(map(failed, range(RANKS))), seconds, "an error on every rank")
+
     def wait_for_end(self, seconds: float) -> float:
         """Until every rank has ended; returns the seconds it took."""
         every = self.processes

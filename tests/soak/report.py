@@ -37,7 +37,9 @@ class FaultRecord:
     while_starting: bool
     step: int
     seconds_to_error: float = 0.0
-    """Until every rank had ended, with all its processes; for a full disk: until every rank had the error."""
+    """Until every rank had raised, if it could."""
+    seconds_to_end: float | None = None
+    """Until every rank had ended; None: they train on."""
     error: str = ""
     """As the rank on which it did not happen had it, if it could tell."""
     truncated: int | None = None
@@ -102,13 +104,14 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         f"Seed {settings.seed}. {origin['cpu']}, {origin['cores']} cores shared with other work, no accelerator;",
         f"{versions}; commit {origin['commit']}, {origin['date']}.",
         "",
-        "| fault | number | of these while starting | until every rank had ended, s: median (longest) "
-        "| from launch to first step again, s: median (longest) |",
-        "|---|---|---|---|---|",
+        "| fault | number | of these while starting | until every rank had an error, s | until every rank had ended, s "
+        "| from launch to first step again, s |",
+        "|---|---|---|---|---|---|",
         *(_kind_line(kind, [fault for fault in faults if fault.kind == kind.value]) for kind in Kind),
         "",
-        "For a full disk: until every rank had the error; training goes on in the same process. A stopped worker is",
-        f"noticed after its timeout of {settings.worker_timeout_seconds:g} s. No process was left 2 s after any fault.",
+        "Seconds: median (longest). After a full disk training goes on in the same processes. A stopped worker is",
+        f"noticed after its timeout, {settings.worker_timeout_seconds:g} s. Between error and end Python takes down an",
+        "interpreter, beside other work on the machine. No process was left 2 s later, after any fault.",
         "",
         "| round | stage | interval | steps | faults | losses compared | equal to the bit |",
         "|---|---|---|---|---|---|---|",
@@ -124,9 +127,11 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
 
 def _kind_line(kind: Kind, faults: list[FaultRecord]) -> str:
     errors = [fault.seconds_to_error for fault in faults]
+    ends = [fault.seconds_to_end for fault in faults if fault.seconds_to_end is not None]
     resumes = [fault.seconds_to_resume for fault in faults if fault.seconds_to_resume is not None]
     starting = sum(fault.while_starting for fault in faults)
-    return f"| {kind.value} | {len(faults)} | {starting} | {_typical(errors)} | {_typical(resumes)} |"
+    times = " | ".join(map(_typical, (errors, ends, resumes)))
+    return f"| {kind.value} | {len(faults)} | {starting} | {times} |"
 
 
 def _typical(values: list[float]) -> str:

@@ -22,8 +22,10 @@ from tests.soak.plan import RANKS, Fault, Kind, Round, plan_round
 from tests.soak.ranks import ROOT, START_SECONDS, Ranks, SoakError, read_lines
 from tests.soak.report import FaultRecord, RoundRecord, Settings, write_report
 
-END_SECONDS = 5.0
-"""From a fault until every rank has ended, beside the timeout that has to pass first for some kinds."""
+ERROR_SECONDS = 5.0
+"""From a fault until every rank has an error, beside the timeout that has to pass first for some kinds."""
+EXIT_SECONDS = 30.0
+"""For the interpreters of the ranks to end then, on a machine that does other work too."""
 STEPS_AFTER_FAULTS = 40
 OUTPUT = ROOT / "outputs" / "soak"
 
@@ -66,7 +68,8 @@ def suffer(fault: Fault, ranks: Ranks, settings: Settings) -> FaultRecord:
     inject(fault, ranks)
     waits = {Kind.STOP_WORKER: settings.worker_timeout_seconds}
     waits |= dict.fromkeys((Kind.KILL_RANK, Kind.INTERRUPT), settings.group_timeout_seconds)
-    record.seconds_to_error = ranks.wait_for_end(END_SECONDS + waits.get(fault.kind, 0.0))
+    record.seconds_to_error = ranks.wait_for_error(ERROR_SECONDS + waits.get(fault.kind, 0.0))
+    record.seconds_to_end = record.seconds_to_error + ranks.wait_for_end(EXIT_SECONDS)
     ranks.require_nothing_left()
     record.error = require_error(fault, ranks)
     return record
@@ -187,6 +190,7 @@ def soak(settings: Settings, minutes: float, output: Path) -> list[RoundRecord]:
         folder = output / f"round-{plan.number}"
         shutil.rmtree(folder, ignore_errors=True)
         records.append(run_round(plan, settings, folder))
+        print(f"round {plan.number}: {records[-1].failure or 'equal to the bit'}", flush=True)
     return records
 
 
@@ -202,6 +206,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job it is ignored, by the ranks too then
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # by way of `Ranks.kill`
     settings = Settings(args.seed, args.rule)
     print(f"seed {settings.seed}", flush=True)

@@ -1,46 +1,64 @@
-"""ZenFlow under the Hugging Face Trainer: resumes to the bit at every step, and its figures are in the log."""
+"""ZenFlow under the Hugging Face Trainer: resumes in a new process to the bit, and its figures are in the log."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.unit.test_hf_trainer import config_file, curve, train
 
 pytest.importorskip("transformers")
 
+INTERVAL_2 = {"update_interval": 2, "full_warm_up_rounds": 2}
 
-def whole_and_resumed(folder: str, config: str, stops: list[int]) -> tuple[list, list[list]]:
-    """The log of an uninterrupted run of six steps, and of runs that were stopped after each of `stops`."""
 
-    def run(name: str, *flags: str) -> list:
-        torch.manual_seed(0)  # the model's first weights
-        return train(f"{folder}/{name}", "--config", config, *flags)
+def run(folder: str, *flags: str) -> list:
+    """Six steps, from the same first weights."""
+    torch.manual_seed(0)
+    return train(folder, *flags)
 
-    whole = run("whole")
-    resumed = []
-    for stop in stops:
-        run(str(stop), "--stop-after", str(stop))
-        resumed.append(run(str(stop), "--resume"))
-    return whole, resumed
+
+def whole_and_stopped(folder: str, configs: dict[str, str], stops: list[int]) -> dict[str, list]:
+    """The logs of uninterrupted runs by name, after others have stopped after each of `stops`."""
+    logs = {}
+    for name, config in configs.items():
+        logs[name] = run(f"{folder}/{name}-whole", "--config", config)
+        for stop in stops:
+            run(f"{folder}/{name}-{stop}", "--config", config, "--stop-after", str(stop))
+    return logs
+
+
+def resumed(folder: str, configs: dict[str, str], stops: list[int]) -> dict[str, list[list]]:
+    """The logs of the runs that continue them."""
+    return {
+        name: [run(f"{folder}/{name}-{stop}", "--config", config, "--resume") for stop in stops]
+        for name, config in configs.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("stage", "zenflow", "ranks"),
+    ("ranks", "stages"),
     [
-        (2, {"update_interval": 1}, 2),
-        (3, {"update_interval": 2, "full_warm_up_rounds": 2}, 1),
-        pytest.param(1, {"update_interval": 2, "full_warm_up_rounds": 2}, 1, marks=pytest.mark.full),
+        (2, {1: INTERVAL_2, 2: {"update_interval": 1}}),
+        (1, {3: INTERVAL_2}),
+        pytest.param(1, {1: {"update_interval": 1}, 2: INTERVAL_2}, marks=pytest.mark.full),
+        pytest.param(2, {3: INTERVAL_2}, marks=pytest.mark.full),
     ],
 )
-def test_resumes_to_the_bit(stage: int, zenflow: dict, ranks: int, tmp_path: Path) -> None:
+def test_resumes_in_a_new_process_to_the_bit(ranks: int, stages: dict[int, dict], tmp_path: Path) -> None:
     """With gradient accumulation (two micro-steps), clipping and the Trainer's schedule."""
-    config = config_file(tmp_path, stage=stage, zenflow=zenflow)
+    configs = {}
+    for stage, zenflow in stages.items():
+        (tmp_path / str(stage)).mkdir()
+        configs[str(stage)] = config_file(tmp_path / str(stage), stage=stage, zenflow=zenflow)
     stops = [1, 2, 3, 4, 5] if ranks == 1 else [2, 3]
-    whole, resumed = run_ranks(ranks, whole_and_resumed, str(tmp_path), config, stops)[0]
-    assert [step for step, *_ in curve(whole)] == [1, 2, 3, 4, 5, 6]
-    for log in resumed:
-        assert curve(log) == curve(whole)
-    assert whole[3]["dsext/zenflow_worker_ms"] > 0
-    assert whole[3]["dsext/zenflow_wait_ms"] >= 0
+    logs = run_ranks(ranks, whole_and_stopped, str(tmp_path), configs, stops)[0]
+    outcomes = run_fresh_ranks(ranks, resumed, str(tmp_path), configs, stops)
+    assert outcomes[0].error is None, outcomes[0].error
+    for name, whole in logs.items():
+        assert [step for step, *_ in curve(whole)] == [1, 2, 3, 4, 5, 6]
+        for log in outcomes[0].value[name]:
+            assert curve(log) == curve(whole)
+        assert whole[3]["dsext/zenflow_worker_ms"] > 0
+        assert whole[3]["dsext/zenflow_wait_ms"] >= 0

@@ -183,6 +183,32 @@ def test_stopped_worker_runs_into_the_timeout_and_is_killed() -> None:
         assert gone(process.pid, 1.0)
 
 
+def test_orders_that_nobody_reads_run_into_the_timeout() -> None:
+    """A message larger than the socket's buffer would otherwise wait for ever."""
+    with running(timeout_seconds=2.0) as (_, process):
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"did not read its orders within 2 s.*worker_timeout_seconds"):
+            process.submit([replace(PASS, slot=slot) for slot in range(20_000)])
+        assert gone(process.pid, 1.0)
+
+
+def test_interrupts_are_for_the_trainer() -> None:
+    """The worker is in no terminal's process group, and one that is sent to it all the same does nothing."""
+    with running() as (_, process):
+        assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+        os.kill(process.pid, signal.SIGINT)
+        process.submit([PASS])
+        assert process.wait().number == 1
+
+
+def test_missing_memory_is_named() -> None:
+    """What a worker dies of when the machine has no page for the arena."""
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGBUS)
+        with pytest.raises(WorkerError, match=r"SIGBUS.*lower host memory use"):
+            step_for_ever(process)
+
+
 TRAINER = """
 import os, sys, time
 sys.path.insert(0, {root!r})

@@ -1,5 +1,6 @@
-"""Saving changes nothing, and a resumed run continues to the bit, at every step and phase."""
+"""Saving changes nothing, and a run resumed in another process continues to the bit, at every step and phase."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from deepspeed import comm as dist
 
 from tests.support.models import batches, two_groups
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool, run_ranks
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 WARM_UP = 3
@@ -22,52 +23,73 @@ def same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
-def resume_at_every_step(config: dict, first: int, last: int, folder: str, accumulation: int = 1) -> list[int]:
-    """Train to `last + 2` straight, and again saving after each of the steps `first` .. `last`; resume from each.
-    Returns the steps from which the run did not continue to the bit."""
-    data = batches((last + 2) * accumulation, dist.get_rank())
+def train_and_save(config: dict, first: int, last: int, folder: str) -> bool:
+    """Train to `last + 2` straight, and again saving after each of the steps `first` .. `last`; is it the same?"""
+    data = batches(last + 2, dist.get_rank())
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, data)
     expected = final_state(engine)
     engine.destroy()
+    torch.save({"losses": losses, "state": expected}, Path(folder, f"expected-{dist.get_rank()}.pt"))
 
     engine = make_engine(config, groups=two_groups)
     saving = []
     for step in range(1, last + 3):
-        saving += train(engine, data[(step - 1) * accumulation : step * accumulation])
+        saving += train(engine, data[step - 1 : step])
         if first <= step <= last:
             engine.save_checkpoint(folder, tag=str(step))
-    failed = [] if saving == losses and same(expected, final_state(engine)) else [0]
+    unchanged = saving == losses and same(expected, final_state(engine))
     engine.destroy()
+    return unchanged
 
+
+def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[int]:
+    """The steps from which a run does not continue to the bit; every other engine has been used before it loads."""
+    data = batches(last + 2, dist.get_rank())
+    expected = torch.load(Path(folder, f"expected-{dist.get_rank()}.pt"))
+    failed = []
     for step in range(first, last + 1):
         engine = make_engine(config, groups=two_groups)
-        train(engine, batches(2, 77))  # whatever was there before must not matter
+        if step % 2:
+            train(engine, batches(2, 77))
         engine.load_checkpoint(folder, tag=str(step))
-        rest = train(engine, data[step * accumulation :])
-        if rest != losses[step * accumulation :] or not same(expected, final_state(engine)):
+        rest = train(engine, data[step:])
+        if rest != expected["losses"][step:] or not same(expected["state"], final_state(engine)):
             failed.append(step)
         engine.destroy()
     return failed
 
 
-@pytest.mark.parametrize("interval", [1, 4])
+@pytest.fixture(scope="module")
+def resuming() -> Iterator[Callable[[int], RankPool]]:
+    """Processes that never train what they resume; one set for each number of ranks."""
+    pools: dict[int, RankPool] = {}
+
+    def pool_of(ranks: int) -> RankPool:
+        if ranks not in pools:
+            pools[ranks] = RankPool(ranks)
+        return pools[ranks]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+PAIRWISE = {(1, 1, 1), (1, 2, 4), (2, 2, 1), (2, 1, 4), (3, 1, 1), (3, 2, 4)}
+MATRIX = [(stage, ranks, interval) for stage in (1, 2, 3) for ranks in (1, 2) for interval in (1, 4)]
+
+
 @pytest.mark.parametrize(
-    ("stage", "ranks"),
-    [
-        pytest.param(1, 1, marks=pytest.mark.full),
-        pytest.param(1, 2, marks=pytest.mark.full),
-        pytest.param(2, 1, marks=pytest.mark.full),
-        (2, 2),
-        (3, 1),
-        pytest.param(3, 2, marks=pytest.mark.full),
-    ],
+    ("stage", "ranks", "interval"),
+    [pytest.param(*row, marks=() if row in PAIRWISE else pytest.mark.full) for row in MATRIX],
 )
-def test_resume_continues_to_the_bit(stage: int, ranks: int, interval: int, tmp_path: Path) -> None:
-    """At every step of two whole intervals, the end of the warm-up included."""
+def test_resume_in_a_new_process(
+    stage: int, ranks: int, interval: int, resuming: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """From every step of two whole intervals, the end of the warm-up included."""
     config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=WARM_UP)
     warm_up = max(WARM_UP, interval)
-    results = run_ranks(
-        ranks, resume_at_every_step, config, warm_up - 1, warm_up + 2 * interval, str(tmp_path), timeout_seconds=280
-    )
-    assert results == [[]] * ranks
+    steps = (config, warm_up - 1, warm_up + 2 * interval, str(tmp_path))
+    assert run_ranks(ranks, train_and_save, *steps) == [True] * ranks
+    outcomes = resuming(ranks).run(resume_from_each, steps, {}, timeout_seconds=280)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, [])] * ranks

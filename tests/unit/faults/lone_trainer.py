@@ -1,0 +1,74 @@
+"""A user's training script with one rank, that comes to the end that its argument names.
+
+Prints a line of JSON when it trains: its worker's process id and kernel. Run by `test_trainer` and `test_bare_machine`.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+from deepspeed_ext.zenflow.process import OptimizerProcess
+from tests.support.models import batches
+from tests.support.zenflow import make_engine, train, zenflow_config
+
+STEPS = 5
+
+
+def announce(pid: int, **what: object) -> None:
+    sys.stdout.write(json.dumps({"worker": pid, **what}) + "\n")
+    sys.stdout.flush()
+
+
+def announce_at_launch() -> None:
+    """Say so as soon as the worker's process exists, and wait there to be killed."""
+    launch = OptimizerProcess._launch
+
+    def launch_and_wait(self, *args):
+        process, connection = launch(self, *args)
+        announce(process.pid)
+        time.sleep(60)
+        return process, connection
+
+    OptimizerProcess._launch = launch_and_wait
+
+
+def main(end: str) -> None:
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if end == "starting":
+        announce_at_launch()
+    elif end == "without operators":  # DeepSpeed's CPU accelerator, and no other, cannot do without this one
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    engine = make_engine(zenflow_config(2, update_interval=1))
+    losses = train(engine, batches(STEPS, 0))
+    process = engine.optimizer.zenflow_adam.process
+    if end in ("destroy", "without operators"):
+        engine.destroy()
+    announce(process.pid, kernel=process.ready.kernel, losses=losses)
+    if end == "idle":
+        time.sleep(60)
+    elif end == "stepping":
+        os.kill(process.pid, signal.SIGSTOP)  # whatever it does then is never done
+        train(engine, batches(1, 0))
+        time.sleep(60)
+    elif end == "exception":
+        loss = engine(batches(1, 1)[0])
+        engine.backward(loss)
+        raise RuntimeError("a mistake of the user's")
+    elif end == "interrupt":
+        while True:
+            train(engine, batches(10, 0))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "in a thread":
+        thread = threading.Thread(target=main, args=["idle"])
+        thread.start()
+        thread.join()
+    main(sys.argv[1])

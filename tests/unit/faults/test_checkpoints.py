@@ -1,0 +1,215 @@
+"""Checkpoints that are damaged, of something else, or cannot be written: an error on every rank, and no state lost."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+from deepspeed_ext._errors import CheckpointError
+from tests.support.models import OddModel, batches
+from tests.support.ranks import run_fresh_ranks, run_ranks
+from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.unit.faults.test_refused_start import limited
+
+STEPS, GOOD, BAD = 9, 4, 6
+
+
+def refused(action: Callable[[], Any]) -> str:
+    """The error that `action` raises."""
+    try:
+        action()
+    except (CheckpointError, ZeRORuntimeException, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def damage(folder: Path, how: str) -> None:
+    """Do to a checkpoint what `how` says."""
+    what, _, name = how.partition(" ")
+    (path,) = folder.glob({"optimizer": "*rank_1_*optim_states.pt", "model": "*mp_rank_00_model_states.pt"}[name])
+    if what == "missing":
+        path.unlink()
+    else:
+        os.truncate(path, {"truncated": path.stat().st_size * 2 // 3, "empty": 0}[what])
+
+
+def fall_back(config: dict, folder: str, how: str) -> dict[str, Any]:
+    """Load a damaged checkpoint, then the one before it, and train on."""
+    rank = dist.get_rank()
+    data = batches(STEPS, rank)
+    engine = make_engine(config)
+    losses = train(engine, data[:GOOD])
+    engine.save_checkpoint(folder, tag="good")
+    losses += train(engine, data[GOOD:BAD])
+    engine.save_checkpoint(folder, tag="bad")
+    losses += train(engine, data[BAD:])
+    engine.destroy()
+    if rank == 0:
+        damage(Path(folder, "bad"), how)
+    dist.barrier()
+    engine = make_engine(config)
+    message = refused(lambda: engine.load_checkpoint(folder))
+    engine.load_checkpoint(folder, tag="good")
+    again = train(engine, data[GOOD:])
+    engine.destroy()
+    return {"message": message, "equal": again == losses[GOOD:]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [(2, "truncated optimizer"), (2, "empty model"), (2, "missing optimizer"), (3, "truncated optimizer")],
+)
+def test_damaged_checkpoint(stage: int, how: str, tmp_path: Path) -> None:
+    """Every rank is told, also those whose own file is good, and the one before continues to the bit."""
+    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    for found in run_ranks(2, fall_back, config, str(tmp_path), how):
+        assert "rank 1: " in found["message"]
+        assert ("model_states.pt" if "model" in how else "rank_1_mp_rank_00_optim_states.pt") in found["message"]
+        assert "earlier checkpoint" in found["message"]
+        assert found["equal"]
+
+
+def save_foreign(config: dict, folder: str, width: int = 37) -> None:
+    engine = make_engine(config, model=lambda: OddModel(width))
+    train(engine, batches(3, dist.get_rank()))
+    engine.save_checkpoint(folder, tag="foreign")
+    engine.destroy()
+
+
+def load_foreign(config: dict, folder: str) -> tuple[str, bool]:
+    """Load what is of another model or number of ranks, then an own checkpoint."""
+    data = batches(STEPS, dist.get_rank())
+    engine = make_engine(config)
+    train(engine, data[:GOOD])
+    engine.save_checkpoint(folder, tag="own")
+    expected = train(engine, data[GOOD:])
+    message = refused(lambda: engine.load_checkpoint(folder, tag="foreign"))
+    engine.load_checkpoint(folder, tag="own")
+    again = train(engine, data[GOOD:])
+    engine.destroy()
+    return message, again == expected
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoint_of_another_model(stage: int, tmp_path: Path) -> None:
+    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    run_ranks(1, save_foreign, config, str(tmp_path), width=35)
+    ((message, equal),) = run_ranks(1, load_foreign, config, str(tmp_path))
+    assert "size" in message or "elements" in message
+    assert equal
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoint_of_another_number_of_ranks(stage: int, tmp_path: Path) -> None:
+    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    run_ranks(2, save_foreign, config, str(tmp_path))
+    ((message, equal),) = run_ranks(1, load_foreign, config, str(tmp_path))
+    assert "world size of 2 but the current world size is 1" in message
+    assert equal
+
+
+def save_on_full_disk(config: dict, folder: str) -> dict[str, Any]:
+    """Rank 1 cannot write: under a new tag, and over a checkpoint that is there. Then the disk has room again."""
+    rank = dist.get_rank()
+    data = batches(STEPS, rank)
+    engine = make_engine(config)
+    expected = train(engine, data)
+    engine.destroy()
+
+    engine = make_engine(config)
+    losses = train(engine, data[:GOOD])
+    engine.save_checkpoint(folder, tag="good")
+    losses += train(engine, data[GOOD:BAD])
+    messages = []
+    for tag in ("new", "good"):
+        with limited(resource.RLIMIT_FSIZE, 8 * 1024 if rank == 1 else resource.RLIM_INFINITY):
+            messages.append(refused(lambda tag=tag: engine.save_checkpoint(folder, tag=tag)))
+    dist.barrier()
+    left = sorted(path.name for path in Path(folder).rglob("*") if "partial" in path.name or path.name == "new")
+    latest = Path(folder, "latest").read_text()
+    losses += train(engine, data[BAD : BAD + 1])
+    engine.save_checkpoint(folder, tag="later")
+    losses += train(engine, data[BAD + 1 :])
+    engine.destroy()
+
+    resumed = []
+    for tag, step in (("good", GOOD), ("later", BAD + 1)):
+        engine = make_engine(config)
+        engine.load_checkpoint(folder, tag=tag)
+        resumed.append(train(engine, data[step:]) == expected[step:])
+        engine.destroy()
+    return {"messages": messages, "equal": losses == expected, "left": left, "latest": latest, "resumed": resumed}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_disk_full_while_saving(stage: int, tmp_path: Path) -> None:
+    """Training goes on to the bit, in step on all ranks; what was saved before is as it was."""
+    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    for found in run_ranks(2, save_on_full_disk, config, str(tmp_path)):
+        for message in found["messages"]:
+            assert "was not saved: rank 1: " in message
+            assert "make room" in message
+        assert found["equal"]
+        assert found["left"] == []
+        assert found["latest"] == "good"
+        assert found["resumed"] == [True, True]
+
+
+def die_while_saving(config: dict, folder: str) -> str:
+    """Rank 1 is killed with half of its file written, when rank 0 has written its own."""
+    rank = dist.get_rank()
+    engine = make_engine(config)
+    train(engine, batches(GOOD, rank))
+    engine.save_checkpoint(folder, tag="good")
+    train(engine, batches(BAD - GOOD, rank))
+    if rank == 1:
+
+        def save_half(state: Any, path: str) -> None:
+            Path(path + ".partial").write_bytes(b"half")
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        engine.checkpoint_engine.save = save_half
+    return refused(lambda: engine.save_checkpoint(folder))
+
+
+def load_latest(config: dict, folder: str) -> int:
+    engine = make_engine(config)
+    engine.load_checkpoint(folder)
+    updates = engine.optimizer.zenflow_adam.updates
+    engine.destroy()
+    return updates
+
+
+def test_a_rank_killed_while_saving_leaves_the_latest_checkpoint_whole(tmp_path: Path) -> None:
+    config = zenflow_config(2)
+    survivor, killed = run_fresh_ranks(2, die_while_saving, config, str(tmp_path), group_timeout_seconds=20)
+    assert killed.exit_code == -signal.SIGKILL
+    assert "Connection" in survivor.value
+    assert (tmp_path / "latest").read_text() == "good"
+    assert run_ranks(2, load_latest, config, str(tmp_path)) == [GOOD, GOOD]
+
+
+def save_where_nothing_can_be(config: dict, folder: str) -> tuple[str, list[float]]:
+    engine = make_engine(config)
+    train(engine, batches(2, dist.get_rank()))
+    message = refused(lambda: engine.save_checkpoint(folder, tag="t"))
+    losses = train(engine, batches(2, dist.get_rank()))
+    engine.destroy()
+    return message, losses
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for message, losses in run_ranks(2, save_where_nothing_can_be, zenflow_config(2), str(tmp_path / "file" / "x")):
+        assert "Not a directory" in message
+        assert len(losses) == 2

@@ -1,0 +1,161 @@
+"""However the trainer ends, its worker ends with it, and nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from deepspeed import comm as dist
+from torch.utils.data import DataLoader
+
+from tests.support.models import batches
+from tests.support.ranks import ROOT, run_fresh_ranks, run_ranks
+from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
+from tests.unit.test_zenflow_process import gone
+
+ENDS = ["idle", "stepping", "starting", "in a thread", "exception", "interrupt", "exit", "destroy"]
+
+
+class Script:
+    """`lone_trainer` in a process group of its own, as a terminal starts it."""
+
+    def __init__(self, end: str) -> None:
+        command = [sys.executable, "-m", "tests.unit.faults.lone_trainer", end]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+        self._worker = 0
+
+    @property
+    def worker(self) -> int:
+        """Process id of the worker, once there is one."""
+        assert self.process.stdout is not None
+        while not self._worker:
+            line = self.process.stdout.readline()
+            assert line, f"ended with {self.process.wait()}: {self.process.communicate()[1]}"
+            self._worker = json.loads(line)["worker"] if line.startswith('{"worker"') else 0
+        return self._worker
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and what was said on stderr."""
+        said = self.process.communicate(timeout=60)[1]
+        return self.process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, Script]]:
+    """One script for each end, started together: importing takes most of their time."""
+    found = {end: Script(end) for end in ENDS}
+    yield found
+    for script in found.values():
+        script.process.kill()
+        script.process.communicate()
+
+
+@pytest.mark.parametrize("moment", ["idle", "stepping", "starting", "in a thread"])
+def test_killed_trainer_leaves_nothing(scripts: dict[str, Script], moment: str) -> None:
+    script = scripts[moment]
+    worker = script.worker
+    script.process.kill()
+    script.process.wait()
+    assert gone(worker, 2.0)
+
+
+def test_exception_between_backward_and_step(scripts: dict[str, Script]) -> None:
+    worker = scripts["exception"].worker
+    status, said = scripts["exception"].end()
+    assert status == 1
+    assert said.rstrip().endswith("RuntimeError: a mistake of the user's")
+    assert gone(worker, 0.5)
+
+
+def test_ctrl_c(scripts: dict[str, Script]) -> None:
+    """It goes to the whole process group; the worker says nothing, and ends with the trainer."""
+    script = scripts["interrupt"]
+    worker = script.worker
+    os.killpg(script.process.pid, signal.SIGINT)
+    status, said = script.end()
+    assert status in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert said.count("Traceback") == said.count("KeyboardInterrupt") == 1
+    assert "zenflow/worker.py" not in said
+    assert gone(worker, 0.5)
+
+
+@pytest.mark.parametrize("end", ["exit", "destroy"])
+def test_end_of_the_script(scripts: dict[str, Script], end: str) -> None:
+    worker = scripts[end].worker
+    assert scripts[end].end()[0] == 0
+    assert gone(worker, 0.5)
+
+
+def lose_a_rank(config: dict) -> dict[str, Any]:
+    """Rank 1 is killed in the middle of training; what does rank 0 see?"""
+    rank = dist.get_rank()
+    engine = make_engine(config)
+    train(engine, batches(3, rank))
+    workers = [engine.optimizer.zenflow_adam.process.pid] * 2
+    dist.all_gather_object(workers, workers[0])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin, message = time.monotonic(), "no error"
+    try:
+        train(engine, batches(1000, rank))
+    except RuntimeError as error:  # gloo's
+        message = str(error)
+    seconds = time.monotonic() - begin
+    other_gone = gone(workers[1], 2.0)
+    engine.destroy()
+    return {"message": message, "seconds": seconds, "other gone": other_gone, "own gone": gone(workers[0], 0.5)}
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_one_of_two_ranks_killed(stage: int) -> None:
+    survivor, killed = run_fresh_ranks(2, lose_a_rank, zenflow_config(stage), group_timeout_seconds=20)
+    assert killed.exit_code == -signal.SIGKILL
+    assert survivor.error is None
+    assert "Connection" in survivor.value["message"]
+    assert survivor.value["seconds"] < 5
+    assert survivor.value["other gone"]
+    assert survivor.value["own gone"]
+
+
+def train_with_forked_loader(config: dict) -> dict[str, Any]:
+    """Two processes forked from the trainer feed it, and outlive its worker."""
+    data = batches(12, 0)
+    engine = make_engine(config)
+    expected = train(engine, data)
+    weights = weights_of(engine)
+    engine.destroy()
+
+    engine = make_engine(config)
+    worker = engine.optimizer.zenflow_adam.process.pid
+    ended = DataLoader(torch.stack(data[:4]), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    losses = train(engine, ended)
+    alive = psutil.pid_exists(worker)
+    kept = DataLoader(
+        torch.stack(data[4:]), batch_size=None, num_workers=2, multiprocessing_context="fork", persistent_workers=True
+    )
+    losses += train(engine, kept)
+    same = all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
+    forked = [child.pid for child in psutil.Process().children() if child.pid != worker]
+    engine.destroy()
+    return {
+        "equal": losses == expected and same,
+        "alive": alive,
+        "forked": len(forked),
+        "gone": gone(worker, 0.5),
+        "still forked": sum(map(psutil.pid_exists, forked)),
+    }
+
+
+def test_fork_in_the_data_loader() -> None:
+    found = run_ranks(1, train_with_forked_loader, zenflow_config(2, update_interval=1))[0]
+    assert found == {"equal": True, "alive": True, "forked": 2, "gone": True, "still forked": 2}
