@@ -35,6 +35,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Param
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 
 from deepspeed_ext._errors import UpstreamError
 
@@ -49,6 +50,7 @@ __all__ = [
     "PartitionedParameter",
     "PipelineEngine",
     "Swap",
+    "TensorFragment",
     "TorchCheckpointEngine",
     "accelerator_branch_only",
     "all_gather_of_partitions",
@@ -140,6 +142,9 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.engine:DeepSpeedEngine.zenflow_config": ("self",),
     "deepspeed.runtime.engine:DeepSpeedEngine._take_model_step": ("self", "lr_kwargs"),
     "deepspeed.runtime.engine:DeepSpeedEngine.zero_force_ds_cpu_optimizer": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine.zero_use_cpu_optimizer": ("self",),
+    "deepspeed.runtime.engine:DeepSpeedEngine.zero_cpu_offload": ("self",),
+    "deepspeed.utils.tensor_fragment:tensor_fragment.get_hp_fragment": ("self", "optim_state_key"),
     "deepspeed.runtime.engine:DeepSpeedEngine.get_optimizer_configuration": (
         "self",
         "optimizer_parameters",

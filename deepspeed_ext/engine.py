@@ -16,6 +16,7 @@ from deepspeed_ext._upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
     DeepSpeedZeroConfig,
+    OffloadDeviceEnum,
     PipelineEngine,
     TorchCheckpointEngine,
     dist,
@@ -54,7 +55,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             if message := self._explain(error):
                 raise ConfigError(message) from error
             raise
-        if message := self._contradictions():
+        if message := self._contradictions() or self._unbuilt():
             raise ConfigError(message)
 
     @classmethod
@@ -83,6 +84,31 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             "parameters; set one of them to false"
             for rival, is_set in rivals.items()
             if is_set and self.stage3_allgather_single_param
+        )
+
+    def _unbuilt(self) -> str:
+        """What is asked for together with ``zenflow`` and is not built, in one line."""
+        if self.zenflow is None:
+            return ""
+        offload, offload_param = self.offload_optimizer, self.offload_param
+        refused = {
+            "stage = 0": self.stage == 0,
+            'zenflow.accumulate_on = "host"': self.zenflow.accumulate_on == "host",
+            'offload_optimizer.device = "nvme"': offload is not None and offload.device == OffloadDeviceEnum.nvme,
+            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
+            "offload_optimizer.super_offload": offload is not None and offload.super_offload,
+            "offload_param": offload_param is not None and offload_param.device != OffloadDeviceEnum.none,
+            "elastic_checkpoint": self.elastic_checkpoint,
+            "compute_grad_norm = false": not self.compute_grad_norm,
+            "zero_quantized_weights": self.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+            "zero_quantized_gradients": self.zero_quantized_gradients,
+        }
+        found = [name for name, given in refused.items() if given]
+        return (
+            f"zero_optimization.zenflow is not built for {' and '.join(found)}: remove that setting or the zenflow section"
+            if found
+            else ""
         )
 
     @classmethod
@@ -239,6 +265,15 @@ class Engine(DeepSpeedEngine):
             self.monitor.write_events(events)
         if self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0:
             logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """True also where the section ``zenflow`` implies it; masters and moments then stay where they are in
+        ``engine.offload_states``."""
+        return self._has_own_zenflow() or super().zero_use_cpu_optimizer()
+
+    def zero_cpu_offload(self) -> bool:
+        """True also where the section ``zenflow`` implies it."""
+        return self._has_own_zenflow() or super().zero_cpu_offload()
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         return False if self._has_own_zenflow() else super().zero_force_ds_cpu_optimizer()

@@ -123,6 +123,7 @@ class OffloadedAdam(ABC, Generic[P]):
         self._transfers = Transfers()
         self._error: DeepSpeedExtError | None = None
         self._in_flight_gradients = 0
+        self._exposed = False
         self.figures = Figures()
         self.updates = 0
         agreed = (settings.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"}), list(groups))
@@ -151,12 +152,8 @@ class OffloadedAdam(ABC, Generic[P]):
         """The state of a partition, around its arrays."""
 
     @abstractmethod
-    def begin_step(self) -> None:
-        """An optimizer step that will be applied begins; waits for the update in flight if the weights need it.
-
-        Raises:
-            WorkerError: on every rank, if the worker of any has failed.
-        """
+    def _start_step(self) -> None:
+        """Ask the schedule what this step does, and wait for the update in flight if that needs it."""
 
     @abstractmethod
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
@@ -190,7 +187,20 @@ class OffloadedAdam(ABC, Generic[P]):
 
     @abstractmethod
     def resume(self) -> None:
-        """All is restored: let the worker publish again what was on its way."""
+        """p, m, v may be others than before: let the worker publish again what was on its way."""
+
+    def begin_step(self) -> None:
+        """An optimizer step that will be applied begins; waits for the update in flight if the weights need it.
+
+        Raises:
+            WorkerError: on every rank, if the worker of any has failed.
+        """
+        self.figures.begin_step()
+        if self._exposed:  # on this rank; an error is told to all at the next wait
+            self._exposed = False
+            self._wait()
+            self.resume()
+        self._start_step()
 
     def end_step(self) -> None:
         """Hand over what the schedule says. Does not wait, and raises nothing that the next wait would not."""
@@ -300,6 +310,17 @@ class OffloadedAdam(ABC, Generic[P]):
         """
         if (error := self._wait()) is not None:
             raise error
+
+    def expose(self) -> None:
+        """p, m, v are about to be read or written from outside: `drain`, and let the next step follow from them.
+
+        That step is the same to the bit if nothing is written, for one more pass of the worker.
+
+        Raises:
+            WorkerError: this rank's worker has failed.
+        """
+        self.drain()
+        self._exposed = True
 
     def drain_together(self) -> None:
         """`drain`, as a collective.

@@ -94,8 +94,7 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        self.figures.begin_step()
+    def _start_step(self) -> None:
         self._plan = self.schedule.plan()
         if self._plan.waits_first:
             self._receive()

@@ -89,8 +89,7 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        self.figures.begin_step()
+    def _start_step(self) -> None:
         self._plan = self.schedule.plan()
         if self._plan.applies:
             self._receive()
@@ -163,9 +162,13 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
                 return get_accelerator().pin_memory(rows)
             return rows.to(blocks.ids.device)
 
-        state = (partition.master.detach(), partition.exp_avg, partition.exp_avg_sq)
-        p, m, v = (moved(blocks.take(array)) for array in state)
+        p, m, v = (moved(blocks.take(array)) for array in self._state(partition))
         return AdamBlocks(blocks, p, m, v, moved(partition.updates[blocks.ids.cpu()]))
+
+    @staticmethod
+    def _state(partition: SelectedPartition) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """p, m, v in the arena."""
+        return partition.master.detach(), partition.exp_avg, partition.exp_avg_sq
 
     @torch.no_grad()
     def _write_back(self, index: int) -> None:
@@ -174,8 +177,8 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         if (hot := partition.hot) is not None:
             if self._settings.offload:
                 get_accelerator().synchronize()  # the newest step's state may still be on its way to the host
-            for array, rows in ((partition.master, hot.p), (partition.exp_avg, hot.m), (partition.exp_avg_sq, hot.v)):
-                hot.blocks.put(array.detach(), rows)
+            for array, rows in zip(self._state(partition), (hot.p, hot.m, hot.v), strict=True):
+                hot.blocks.put(array, rows)
 
     def _bring_home(self, index: int) -> None:
         """Make the hot blocks cold: their state and count are the arena's again."""
@@ -217,6 +220,8 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
 
     def drain(self) -> None:
         super().drain()
+        if self._exposed:  # then the arena holds what is true
+            return
         for index in range(len(self.partitions)):
             self._write_back(index)
 
@@ -255,7 +260,12 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
             partition.hot = self._take_away(partition, blocks)
             partition.updates[values["hot_blocks"]] = AWAY
 
+    @torch.no_grad()
     def resume(self) -> None:
+        for partition in self.partitions:
+            if (hot := partition.hot) is not None:
+                for array, rows in zip(self._state(partition), (hot.p, hot.m, hot.v), strict=True):
+                    rows.copy_(hot.blocks.take(array))
         if self.schedule.state.in_flight is not None:
             idle = [
                 MeanPartitionPass(index, (), (), self._constants(partition.group, 1, 1.0))

@@ -73,8 +73,8 @@ class StepFactor:
         self._factor = None
 
 
-def require_supported(zenflow: ZenFlowConfig, kwargs: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse what is not built.
+def require_supported(kwargs: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse what is not built and is not said in the ``zero_optimization`` section.
 
     Args:
         kwargs: the keyword arguments of DeepSpeed's optimizer class.
@@ -83,16 +83,11 @@ def require_supported(zenflow: ZenFlowConfig, kwargs: dict[str, Any], groups: Se
     Raises:
         ConfigError: names the setting.
     """
-    offload = kwargs.get("offload_optimizer_config")
     refused = {
-        'zenflow.accumulate_on = "host"': zenflow.accumulate_on == "host",
         "MoE parameter groups": any(group.get("moe") for group in groups) or kwargs.get("has_moe_layers"),
-        'offload_optimizer.device = "nvme"': offload is not None and str(offload.device).endswith("nvme"),
-        "offload_optimizer.ratio < 1": kwargs.get("offload_ratio", 1.0) != 1.0,
         "bf16_master_weights_and_grads": kwargs.get("bf16_master_weights_and_gradients"),
         "fp16_master_weights_and_grads": kwargs.get("fp16_master_weights_and_gradients"),
-        "elastic_checkpoint": kwargs.get("elastic_checkpoint"),
-        "compute_grad_norm = false": not kwargs.get("compute_grad_norm", True),
+        "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
     }
     if found := [name for name, given in refused.items() if given]:
         raise ConfigError(

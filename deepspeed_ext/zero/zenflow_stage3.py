@@ -50,7 +50,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         **kwargs: Any,
     ) -> None:
         assert settings.zenflow is not None
-        require_supported(settings.zenflow, kwargs, init_optimizer.param_groups)
+        require_supported(kwargs, init_optimizer.param_groups)
         self._settings = settings.zenflow
         self._place = place
         self._factor = StepFactor()
@@ -190,7 +190,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self.zenflow_adam.masters_changed()
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        self.zenflow_adam.drain()
+        self.zenflow_adam.expose()
         return super()._get_fp32_opt_state_partition(*args, **kwargs)
 
     @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from deepspeed_ext._upstream import (
+    TensorFragment,
     all_gather_of_partitions,
     dist,
     get_accelerator,
@@ -36,6 +38,21 @@ from deepspeed_ext.zero.zenflow import (
 __all__ = ["ZenFlowZeroOptimizer"]
 
 
+@dataclass
+class MasterFragment(TensorFragment):
+    """The part of a parameter's p, m and v that this rank holds, as DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see it.
+
+    Attributes:
+        expose: called before anything of it is read or written.
+    """
+
+    expose: Callable[[], None] = field(kw_only=True)
+
+    def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
+        self.expose()
+        return super().get_hp_fragment(optim_state_key)
+
+
 class ZenFlowZeroOptimizer(ZeroOptimizer):
     """DeepSpeed's stage 1/2 optimizer on top of `OffloadedAdam`.
 
@@ -56,7 +73,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
 
     def __init__(self, *args: Any, settings: ZeroFields, place: WorkerPlace | None = None, **kwargs: Any) -> None:
         assert settings.zenflow is not None
-        require_supported(settings.zenflow, kwargs, args[0].param_groups)
+        require_supported(kwargs, args[0].param_groups)
         self._settings = settings.zenflow
         self._place = place
         self._factor = StepFactor()
@@ -90,6 +107,12 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self._offload_gradient_safety_enabled = False
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()
+        for param in (param for group in self.bit16_groups for param in group):
+            if param._hp_mapping is not None:
+                param._hp_mapping = MasterFragment(**vars(param._hp_mapping), expose=self.zenflow_adam.expose)
 
     def _weights_partition(self, index: int) -> torch.Tensor:
         rank = dist.get_rank(group=self.real_dp_process_group[index])

@@ -160,9 +160,9 @@ def make(rows: Sequence[str], scale: Scale, results: Results) -> None:
                 results.training(base if base.key() == training.key() else training)
         if "tuning" in rows:
             _tune(seed, scale, results)
-        if "stages" in rows and seed == 0:
-            for side in (sides.ADAMW, *OURS):
-                for training in stages_of(side, scale):
+        if "stages" in rows:
+            for side in (side for side in (sides.ADAMW, *OURS) if seed in stage_seeds(side, scale)):
+                for training in stages_of(side, seed, scale):
                     results.training(training)
     if "weights" in rows:
         for side in (sides.UPSTREAM_SEQUENTIAL, sides.UPSTREAM_OVERLAPPED, *OURS):
@@ -176,9 +176,14 @@ def plain(side: Side, rate: float, seed: int, scale: Scale) -> Training:
     return Training(side, rate, seed, scale.steps)
 
 
-def stages_of(side: Side, scale: Scale) -> list[Training]:
+def stage_seeds(side: Side, scale: Scale) -> range:
+    """Seeds of the comparison between stages: one, but all where the blocks selected depend on who holds them."""
+    return range(scale.seeds if side in (sides.SELECTIVE_4, sides.SELECTIVE_4_LAG) else 1)
+
+
+def stages_of(side: Side, seed: int, scale: Scale) -> list[Training]:
     """The same training at each stage and number of ranks; AdamW, for comparison, where ranks alone differ."""
-    first = Training(side, STAGE_RATE, 0, scale.stage_steps)
+    first = Training(side, STAGE_RATE, seed, scale.stage_steps)
     stages = (2,) if side == sides.ADAMW else (1, 2, 3)
     return [replace(first, stage=stage, ranks=ranks) for ranks in (1, 2) for stage in stages]
 
@@ -251,10 +256,14 @@ class Figures:
         return (start - other) / (start - end)
 
     def stage_spread(self, side: Side) -> float | None:
-        """Largest difference between stages and numbers of ranks; one seed."""
-        losses = [self.end(training) for training in stages_of(side, self._scale)]
-        known = [loss for loss in losses if loss is not None]
-        return max(known) - min(known) if len(known) == len(losses) else None
+        """Largest difference between stages and numbers of ranks, of means over `stage_seeds`."""
+        seeds = [
+            [self.end(training) for training in stages_of(side, seed, self._scale)]
+            for seed in stage_seeds(side, self._scale)
+        ]
+        means = [_mean(losses) for losses in zip(*seeds, strict=True)]
+        known = [loss for loss in means if loss is not None]
+        return max(known) - min(known) if len(known) == len(means) else None
 
     def changed(self, side: Side) -> int | None:
         """Weights that `initialize` changes, over the stages at which it runs."""

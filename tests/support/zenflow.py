@@ -55,24 +55,24 @@ def make_engine(
     config: dict[str, Any],
     *,
     extended: bool = True,
-    groups: Callable[[torch.nn.Module], Any] | None = None,
     model: Callable[[], torch.nn.Module] = OddModel,
+    groups: Callable[[torch.nn.Module], Any] | None = None,
     **how: Any,
 ) -> Any:
-    """An engine around what `model` returns, the same weights every time and on every rank."""
+    """An engine around `model()`, the same weights every time and on every rank."""
     torch.manual_seed(1234)
     module = model()
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
-    parameters = groups(module) if groups else list(module.parameters())
+    parameters = groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
     engine, *_ = initialize(model=module, model_parameters=parameters, config=copy.deepcopy(config), **how)
     return engine
 
 
-def train(engine: Any, data: Iterable[torch.Tensor]) -> list[float]:
-    """One micro-step a batch; returns the losses."""
+def train(engine: Any, data: Iterable[torch.Tensor], times: float = 1.0) -> list[float]:
+    """One micro-step a batch, with the loss times `times`; returns the losses."""
     losses = []
     for batch in data:
-        loss = engine(batch.to(get_accelerator().current_device_name()))
+        loss = engine(batch.to(get_accelerator().current_device_name())) * times
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -12,6 +12,7 @@ import torch
 from deepspeed import comm as dist
 
 from tests.support.compare import base_config, compare_with_upstream
+from tests.support.matrix import cover
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
 
@@ -24,21 +25,6 @@ MATRIX = [
     for case in itertools.product(TIERS, (1, 2), (1, 2, 3), ("bf16", "fp32"), WAYS)
     if not (case[0] == "distributed" and case[2] == 1)
 ]
-
-
-def pairwise(cases: list[tuple]) -> list[tuple]:
-    """A small subset of `cases` in which every pair of settings that occurs in them occurs again (greedy)."""
-
-    def pairs(case: tuple) -> set:
-        return set(itertools.combinations(enumerate(case), 2))
-
-    open_pairs = set().union(*(pairs(case) for case in cases))
-    chosen = []
-    while open_pairs:
-        best = max(cases, key=lambda case: len(pairs(case) & open_pairs))
-        chosen.append(best)
-        open_pairs -= pairs(best)
-    return chosen
 
 
 def body(tier: str, stage: int, dtype: str, way: str) -> tuple[list[str], list[float]]:
@@ -70,7 +56,7 @@ def check(tier: str, stage: int, world_size: int, dtype: str, way: str) -> None:
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("tier", "stage", "world_size", "dtype", "way"), pairwise(MATRIX))
+@pytest.mark.parametrize(("tier", "stage", "world_size", "dtype", "way"), cover(MATRIX))
 def test_equals_upstream(tier: str, stage: int, world_size: int, dtype: str, way: str) -> None:
     check(tier, stage, world_size, dtype, way)
 

@@ -22,10 +22,10 @@ from deepspeed.utils import set_z3_leaf_modules
 
 import deepspeed_ext
 from tests.support.compare import Record, assert_same, base_config, train
+from tests.support.matrix import cover
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zero3 import Experts, ZooModel, gathered
-from tests.unit.test_flatten_parity import pairwise
 
 STEPS = 20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -132,7 +132,7 @@ def check(world_size: int, dtype: str, accumulation: int, min_numel: int | None,
             assert num_collectives > STEPS
 
 
-@pytest.mark.parametrize(("world_size", "dtype", "accumulation", "min_numel", "way"), pairwise(MATRIX))
+@pytest.mark.parametrize(("world_size", "dtype", "accumulation", "min_numel", "way"), cover(MATRIX))
 def test_equals_upstream(world_size: int, dtype: str, accumulation: int, min_numel: int | None, way: str) -> None:
     check(world_size, dtype, accumulation, min_numel, way)
 

@@ -17,7 +17,7 @@ struct Estimate {
 
 namespace {
 
-struct Piece {
+struct alignas(64) Piece {
     float q[kTileNumel], weights[kTileNumel], drift[kTileNumel];
 };
 

@@ -59,7 +59,7 @@ class CorrectionTable {
 };
 
 // At most a tile of elements, in L1: their gradient, and what their blocks' t make of the step.
-struct Piece {
+struct alignas(64) Piece {
     float gradient[kTileNumel], step_size[kTileNumel], bias2_inverse[kTileNumel];
 };
 

@@ -1,0 +1,26 @@
+"""Small covers of large test matrices."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+
+def cover(cases: list[tuple], strength: int = 2) -> list[tuple]:
+    """A small subset of `cases` in which every pair (triple, ...) of settings that occurs in them occurs (greedy)."""
+    places = list(itertools.combinations(range(len(cases[0])), strength))
+    numbers: dict[tuple, int] = {}
+    table = np.array(
+        [
+            [numbers.setdefault((place, tuple(case[axis] for axis in place)), len(numbers)) for place in places]
+            for case in cases
+        ]
+    )
+    missing = np.ones(len(numbers), dtype=bool)
+    chosen = []
+    while missing.any():
+        best = int(missing[table].sum(1).argmax())
+        chosen.append(cases[best])
+        missing[table[best]] = False
+    return chosen

@@ -1,0 +1,104 @@
+"""What ZenFlow is not built for is refused at `initialize`, by name, with what to do; and nothing else slips through."""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+from deepspeed_ext._errors import ConfigError
+from tests.support.models import OddModel
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, zenflow_config
+
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/tmp"}
+
+SECTION: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage = 0": (0, {}),
+    "accumulate_on": (2, {"zenflow": {"accumulate_on": "host"}}),
+    "publish_dtype": (2, {"zenflow": {"publish_dtype": "float16"}}),
+    "zenflow.topk is not a field": (2, {"zenflow": {"topk": 0.1}}),
+    "overlap_lag": (2, {"zenflow": {"topk_ratio": 0.1, "update_interval": 1, "overlap_step": True, "overlap_lag": 2}}),
+    "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),
+    'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
+    "offload_optimizer.ratio": (3, {"offload_optimizer": {**CPU, "ratio": 0.5}}),
+    "super_offload": (3, {"offload_optimizer": {**CPU, "super_offload": True}}),
+    "offload_param": (3, {"offload_param": CPU}),
+    "elastic_checkpoint": (1, {"elastic_checkpoint": True}),
+    "compute_grad_norm": (2, {"compute_grad_norm": False}),
+    "zero_quantized_weights": (3, {"zero_quantized_weights": True}),
+    "zero_quantized_nontrainable_weights": (3, {"zero_quantized_nontrainable_weights": True}),
+    "zero_quantized_gradients": (3, {"zero_quantized_gradients": True}),
+}
+"""What the message must name: the stage, and settings of ``zero_optimization``."""
+
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "bf16_master_weights_and_grads": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bf16_optimizer_states": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    },
+    "MuonWithAuxAdam": {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
+    "SGD": {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}},
+}
+"""The same for settings outside of that section."""
+
+
+def refusal(config: dict[str, Any], **how: Any) -> str:
+    try:
+        engine = make_engine(config, **how)
+    except ConfigError as error:
+        return str(error)
+    engine.destroy()
+    return "accepted"
+
+
+@pytest.mark.parametrize("named", SECTION)
+def test_settings_of_the_section(named: str) -> None:
+    stage, changes = SECTION[named]
+    config = zenflow_config(stage)
+    config["zero_optimization"] |= changes
+    assert named in run_ranks(1, refusal, config)[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("named", ELSEWHERE)
+def test_settings_elsewhere(named: str, stage: int) -> None:
+    config = zenflow_config(stage) | ELSEWHERE[named]
+    if stage == 3 and named == "MuonWithAuxAdam":
+        config["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's own demand
+    assert named in run_ranks(1, refusal, config)[0]
+
+
+def amsgrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, amsgrad=True)
+
+
+def maximizing(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, maximize=True)
+
+
+@pytest.mark.parametrize(("optimizer", "named"), [(amsgrad, "amsgrad"), (maximizing, "maximize")])
+def test_variants_of_adam(optimizer: Any, named: str) -> None:
+    assert named in run_ranks(1, refusal, zenflow_config(2), optimizer=optimizer)[0]
+
+
+class Experts(torch.nn.Module):
+    """A layer of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoE(8, torch.nn.Linear(8, 8), num_experts=2)
+
+
+def test_groups_of_experts() -> None:
+    assert "MoE" in run_ranks(1, refusal, zenflow_config(2), model=Experts)[0]
+
+
+def pipeline() -> torch.nn.Module:
+    return PipelineModule([LayerSpec(OddModel)], num_stages=1, loss_fn=None)
+
+
+def test_pipelines() -> None:
+    assert "pipeline" in run_ranks(1, refusal, zenflow_config(1), model=pipeline)[0]

@@ -1,0 +1,170 @@
+"""DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see masters, moments and gradients as they are, at any step."""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
+
+RULES = {
+    "predictive": {"update_interval": 1},
+    "predictive, interval 3": {"update_interval": 3, "full_warm_up_rounds": 3},
+    "selective": {"topk_ratio": 0.2, "select_block_size": 32, "update_interval": 3, "select_interval": 6},
+    "selective, overlapped": {
+        "topk_ratio": 0.2,
+        "select_block_size": 32,
+        "update_interval": 3,
+        "select_interval": 6,
+        "overlap_step": True,
+    },
+}
+EXACT = {
+    "predictive": {"overlap_step": False},
+    "selective": {"topk_ratio": 0.999, "select_block_size": 32, "update_interval": 3, "select_interval": 6},
+}
+STEPS = 9
+KEYS = (None, "exp_avg", "exp_avg_sq")
+
+
+def state_of(engine: Any) -> dict[tuple, torch.Tensor]:
+    """Master and moments of every parameter, as DeepSpeed hands them to a user."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        for key in KEYS:
+            value = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
+            found[name, key] = value.detach().float().cpu().clone()
+    return found
+
+
+def scale_state(engine: Any, factor: float) -> None:
+    """Multiply what `state_of` returns. At stage 3 rank by rank: there DeepSpeed's functions for whole parameters refuse
+    those that do not divide by the ranks."""
+    local = engine.zero_optimization_stage() == 3
+    get, put = (
+        (safe_get_local_fp32_param, safe_set_local_fp32_param)
+        if local
+        else (safe_get_full_fp32_param, safe_set_full_fp32_param)
+    )
+    get_state, put_state = (
+        (safe_get_local_optimizer_state, safe_set_local_optimizer_state)
+        if local
+        else (safe_get_full_optimizer_state, safe_set_full_optimizer_state)
+    )
+    for parameter in engine.module.parameters():
+        put(parameter, get(parameter) * factor)
+        for key in filter(None, KEYS):
+            put_state(parameter, get_state(parameter, key) * factor, key)
+
+
+def looking_on(config: dict) -> tuple[bool, bool, bool]:
+    """Whether a run whose state is read, and one whose state is written back as it is, at every step, are the same to
+    the bit as one that is left alone; and whether what is read is what a checkpoint would hold."""
+    data = batches(STEPS, dist.get_rank())
+    outcomes, saved = [], True
+    for look in ("not", "read", "write"):
+        engine = make_engine(config, groups=two_groups)
+        losses = []
+        for batch in data:
+            losses += train(engine, [batch])
+            if look == "not":
+                continue
+            state = state_of(engine)
+            if look == "write":
+                scale_state(engine, 1.0)
+            again = state_of(engine)
+            saved = saved and all(torch.equal(value, again[name]) for name, value in state.items())
+        outcomes.append((losses, state_of(engine), weights_of(engine)))
+        engine.destroy()
+
+    def same(mine: tuple, theirs: tuple) -> bool:
+        return mine[0] == theirs[0] and all(
+            torch.equal(value, there[name]) for here, there in zip(mine[1:], theirs[1:]) for name, value in here.items()
+        )
+
+    return same(outcomes[0], outcomes[1]), same(outcomes[0], outcomes[2]), saved
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(1, 1), (2, 2), (3, 2), *(pytest.param(*c, marks=pytest.mark.full) for c in ((1, 2), (3, 1)))]
+)
+def test_looking_changes_nothing(stage: int, ranks: int, rule: str) -> None:
+    config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
+    assert run_ranks(ranks, looking_on, config) == [(True, True, True)] * ranks
+
+
+def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:
+    """Train, double a master and its moments, train on."""
+    engine = make_engine(config, extended=extended, groups=two_groups)
+    rank = dist.get_rank()
+    losses = train(engine, batches(5, rank))
+    if not extended and engine.zero_optimization_stage() < 3:  # DeepSpeed has linked the moments before there were any
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    before = state_of(engine)
+    scale_state(engine, 2.0)
+    after = state_of(engine)
+    doubled = all(torch.equal(value * 2, after[name]) for name, value in before.items())
+    losses += train(engine, batches(4, rank, seed=1))
+    engine.backward(engine(batches(1, rank, seed=2)[0]))
+    gradients = {name: safe_get_full_grad(p).float().clone() for name, p in engine.module.named_parameters()}
+    engine.step()
+    found = {"losses": losses, "doubled": doubled, "state": state_of(engine), "gradients": gradients}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (3, 1), (3, 2)])
+def test_what_is_written_is_trained_with_as_under_zero_offload(stage: int, ranks: int, rule: str) -> None:
+    config = zenflow_config(stage, torch.float32, **EXACT[rule])
+    expected = run_ranks(ranks, written_and_trained, offload_config(config), False)
+    actual = run_ranks(ranks, written_and_trained, config, True)
+    for theirs, ours in zip(expected, actual, strict=True):
+        assert ours["doubled"]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+        for name, value in theirs["state"].items():
+            torch.testing.assert_close(ours["state"][name], value, rtol=2e-3, atol=5e-5)
+        for name, value in theirs["gradients"].items():
+            torch.testing.assert_close(ours["gradients"][name], value, rtol=5e-3, atol=1e-5)
+
+
+def written_while_in_flight(config: dict) -> tuple[float, float]:
+    """Set every master to a constant in the middle of an interval; how far masters are from it at once, and the weights
+    two intervals later, when every block has been stepped from it at most seven times."""
+    engine = make_engine(config, groups=two_groups)
+    train(engine, batches(7, dist.get_rank()))
+    for parameter in engine.module.parameters():
+        if engine.zero_optimization_stage() == 3:
+            safe_set_local_fp32_param(parameter, torch.full_like(safe_get_local_fp32_param(parameter), 3.0))
+        else:
+            safe_set_full_fp32_param(parameter, torch.full_like(parameter, 3.0, dtype=torch.float32))
+    at_once = max(float((value - 3).abs().max()) for (_, key), value in state_of(engine).items() if key is None)
+    train(engine, batches(7, dist.get_rank()))
+    later = max(float((weight - 3).abs().max()) for weight in weights_of(engine).values())
+    engine.destroy()
+    return at_once, later
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_master_set_at_any_time_is_where_training_goes_on_from(stage: int, rule: str) -> None:
+    config = zenflow_config(stage, torch.float32, lr=1e-3, **RULES[rule])
+    for at_once, later in run_ranks(2, written_while_in_flight, config):
+        assert at_once == 0
+        assert 0 < later < 0.1
