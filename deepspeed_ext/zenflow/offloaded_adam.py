@@ -356,6 +356,11 @@ class OffloadedAdam(ABC, Generic[P]):
         """The update count to show with each partition's state in the arena."""
         return [self.updates - len(partition.collected) for partition in self.partitions]
 
+    @property
+    def kernel(self) -> str:
+        """What carries out the worker's pass, for people."""
+        return self.process.ready.kernel
+
     def device_of(self, index: int) -> torch.device:
         """Where the weights of a partition are."""
         return self._weights(index).device

@@ -146,7 +146,8 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         partition = self.partitions[index]
         self._bring_home(index)
         block_scores = scores(grad, self.block_size)
-        blocks = BlockSet(select(block_scores, self._settings.topk_ratio), grad.numel(), self.block_size)
+        chosen = select(torch.stack(self._ranks.all_gather(block_scores)), self._settings.topk_ratio)
+        blocks = BlockSet(chosen[self._ranks.rank], grad.numel(), self.block_size)
         if self.schedule.interval is None:
             hot = float(block_scores[blocks.ids].sum())
             self._sums[0] += hot
