@@ -3,6 +3,7 @@
 Both rules, in the modes in which nothing is deferred.
 """
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,12 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import deepspeed_ext
 from tests.support.matrix import cover
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
@@ -216,3 +219,24 @@ def test_one_engine_after_another_and_two_at_once(stage: int) -> None:
         stage, topk_ratio=0.1, select_block_size=32, update_interval=2, select_interval=4, overlap_step=True
     )
     assert run_ranks(2, engines_together, predictive, selective) == [[True] * 5] * 2
+
+
+def pipelined(config: dict[str, Any], num_stages: int, extended: bool) -> list[float]:
+    torch.manual_seed(1234)
+    layers = [LayerSpec(nn.Linear, 33, 33), LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 33, 33), LayerSpec(nn.Linear, 33, 7)]
+    module = PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss)
+    initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
+    engine, *_ = initialize(model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(config))
+    generator = torch.Generator().manual_seed(7)
+    data = ((torch.randn(4, 33, generator=generator), torch.randn(4, 7, generator=generator)) for _ in range(20))
+    losses = [float(engine.train_batch(data)) for _ in range(10)]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(("num_stages", "rule"), [(2, "predictive"), (1, "selective"), (2, "selective")])
+def test_pipelines(num_stages: int, rule: str) -> None:
+    config = zenflow_config(1, torch.float32, accumulation=2, **RULES[rule])
+    expected = run_ranks(2, pipelined, offload_config(config), num_stages, False)
+    for theirs, ours in zip(expected, run_ranks(2, pipelined, config, num_stages, True), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
