@@ -37,7 +37,7 @@ DISK_BYTES = 16 * 2**10
 CHECKPOINTS_KEPT = 4
 RULES: dict[str, dict[str, Any]] = {
     "predictive": {"update_rule": "predictive"},
-    "selective": {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 16, "overlap_step": True},
+    "selective": {"topk_ratio": 0.1, "select_block_size": 32, "select_interval": 16, "overlap_step": True},
 }
 
 full_disks = 0

@@ -149,7 +149,7 @@ class RankPool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_pools: dict[tuple[int, str], RankPool] = {}
+_pools: dict[tuple[int, str, str], RankPool] = {}
 
 
 def run_ranks(
@@ -157,15 +157,18 @@ def run_ranks(
     body: Callable[..., Any],
     *args: Any,
     device: str = "cpu",
+    pool: str = "",
     timeout_seconds: float = 120.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``body(*args, **kwargs)`` on `world_size` ranks and return their values in rank order.
 
+    Calls with another `pool` run in other processes.
+
     Raises:
         RankError: a rank raised, died or did not finish in time; the message holds its traceback and its log.
     """
-    key = (world_size, device)
+    key = (world_size, device, pool)
     if key not in _pools:
         _pools[key] = RankPool(world_size, device)
     outcomes = _pools[key].run(body, args, kwargs, timeout_seconds)

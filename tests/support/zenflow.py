@@ -16,6 +16,19 @@ import deepspeed_ext
 from tests.support.compare import base_config
 from tests.support.models import OddModel, batches
 
+RULES: dict[str, dict[str, Any]] = {
+    "predictive": {"update_interval": 2, "full_warm_up_rounds": 2},
+    "selective": {
+        "topk_ratio": 0.1,
+        "select_block_size": 32,
+        "select_interval": 4,
+        "update_interval": 2,
+        "overlap_step": True,
+        "full_warm_up_rounds": 2,
+    },
+}
+"""Fields of the ``zenflow`` section with which both rules overlap, two steps at a time."""
+
 
 def zenflow_config(
     stage: int, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1, lr: float = 1e-3, **zenflow: Any

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.ranks import run_fresh_ranks, run_ranks
+from tests.support.ranks import run_ranks
 from tests.unit.test_hf_trainer import config_file, curve, train
 
 pytest.importorskip("transformers")
@@ -54,11 +54,10 @@ def test_resumes_in_a_new_process_to_the_bit(ranks: int, stages: dict[int, dict]
         configs[str(stage)] = config_file(tmp_path / str(stage), stage=stage, zenflow=zenflow)
     stops = [1, 2, 3, 4, 5] if ranks == 1 else [2, 3]
     logs = run_ranks(ranks, whole_and_stopped, str(tmp_path), configs, stops)[0]
-    outcomes = run_fresh_ranks(ranks, resumed, str(tmp_path), configs, stops)
-    assert outcomes[0].error is None, outcomes[0].error
+    again = run_ranks(ranks, resumed, str(tmp_path), configs, stops, pool="resume")[0]
     for name, whole in logs.items():
         assert [step for step, *_ in curve(whole)] == [1, 2, 3, 4, 5, 6]
-        for log in outcomes[0].value[name]:
+        for log in again[name]:
             assert curve(log) == curve(whole)
         assert whole[3]["dsext/zenflow_worker_ms"] > 0
         assert whole[3]["dsext/zenflow_wait_ms"] >= 0

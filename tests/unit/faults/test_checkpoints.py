@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed_ext._errors import CheckpointError
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
-from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 from tests.unit.faults.test_refused_start import limited
 
 STEPS, GOOD, BAD = 9, 4, 6
@@ -65,12 +65,17 @@ def fall_back(config: dict, folder: str, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "how"),
-    [(2, "truncated optimizer"), (2, "empty model"), (2, "missing optimizer"), (3, "truncated optimizer")],
+    ("stage", "rule", "how"),
+    [
+        (2, "predictive", "truncated optimizer"),
+        (2, "selective", "empty model"),
+        (2, "predictive", "missing optimizer"),
+        (3, "selective", "truncated optimizer"),
+    ],
 )
-def test_damaged_checkpoint(stage: int, how: str, tmp_path: Path) -> None:
+def test_damaged_checkpoint(stage: int, rule: str, how: str, tmp_path: Path) -> None:
     """Every rank is told, also those whose own file is good, and the one before continues to the bit."""
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    config = zenflow_config(stage, **RULES[rule])
     for found in run_ranks(2, fall_back, config, str(tmp_path), how):
         assert "rank 1: " in found["message"]
         assert ("model_states.pt" if "model" in how else "rank_1_mp_rank_00_optim_states.pt") in found["message"]
@@ -101,7 +106,7 @@ def load_foreign(config: dict, folder: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_checkpoint_of_another_model(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    config = zenflow_config(stage, **RULES["predictive"])
     run_ranks(1, save_foreign, config, str(tmp_path), width=35)
     ((message, equal),) = run_ranks(1, load_foreign, config, str(tmp_path))
     assert "size" in message or "elements" in message
@@ -110,7 +115,7 @@ def test_checkpoint_of_another_model(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_checkpoint_of_another_number_of_ranks(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    config = zenflow_config(stage, **RULES["predictive"])
     run_ranks(2, save_foreign, config, str(tmp_path))
     ((message, equal),) = run_ranks(1, load_foreign, config, str(tmp_path))
     assert "world size of 2 but the current world size is 1" in message
@@ -150,10 +155,10 @@ def save_on_full_disk(config: dict, folder: str) -> dict[str, Any]:
     return {"messages": messages, "equal": losses == expected, "left": left, "latest": latest, "resumed": resumed}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_disk_full_while_saving(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive")])
+def test_disk_full_while_saving(stage: int, rule: str, tmp_path: Path) -> None:
     """Training goes on to the bit, in step on all ranks; what was saved before is as it was."""
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    config = zenflow_config(stage, **RULES[rule])
     for found in run_ranks(2, save_on_full_disk, config, str(tmp_path)):
         for message in found["messages"]:
             assert "was not saved: rank 1: " in message

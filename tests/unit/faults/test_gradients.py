@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
 
 BAD_STEPS = {2: float("nan"), 3: float("inf"), 6: float("-inf")}
 STEPS = 10
@@ -37,9 +37,9 @@ def train_with_bad_gradients(config: dict, extended: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_steps_with_bad_gradients_are_dropped_as_upstream_drops_them(stage: int) -> None:
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+@pytest.mark.parametrize(("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
+def test_bf16_steps_with_bad_gradients_are_dropped_as_upstream_drops_them(stage: int, rule: str) -> None:
+    config = zenflow_config(stage, **RULES[rule])
     ours = run_ranks(2, train_with_bad_gradients, config, True)
     upstream = run_ranks(2, train_with_bad_gradients, offload_config(config), False)
     for found, theirs in zip(ours, upstream, strict=True):
@@ -67,10 +67,9 @@ def nan_and_back(config: dict, folder: str) -> dict[str, Any]:
     return {"spoilt": all(value != value for value in spoilt[-2:]), "equal": again == expected}
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_checkpoint_brings_back_a_run_that_met_nan(stage: int, interval: int, tmp_path: Any) -> None:
-    config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=2)
+@pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive")])
+def test_a_checkpoint_brings_back_a_run_that_met_nan(stage: int, rule: str, tmp_path: Any) -> None:
+    config = zenflow_config(stage, **RULES[rule])
     config["bf16"]["check_grad_overflow"] = False
     for found in run_ranks(2, nan_and_back, config, str(tmp_path)):
         assert found == {"spoilt": stage < 3, "equal": True}
@@ -95,9 +94,9 @@ def train_on_dirty_memory(config: dict) -> tuple[list[float], list[float]]:
     return expected, losses
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_uninitialised_memory_spoils_nothing(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
+def test_uninitialised_memory_spoils_nothing(stage: int, rule: str) -> None:
     """Stage 3 leaves the padding of partitions uninitialised: it must not reach the mean of v of its block."""
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    config = zenflow_config(stage, **RULES[rule])
     for expected, losses in run_ranks(2, train_on_dirty_memory, config):
         assert losses == expected

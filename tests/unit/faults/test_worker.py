@@ -17,7 +17,7 @@ from deepspeed_ext.zenflow.messages import PartitionPass
 from deepspeed_ext.zenflow.process import OptimizerProcess
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
 TIMEOUT_SECONDS = 2.0
 
@@ -82,10 +82,21 @@ def suffer(config: dict, how: str) -> dict[str, Any]:
     return {"message": message, "harmed": harmed, "ended": ended, "left": left, "losses": losses}
 
 
-@pytest.mark.parametrize("how", ["idle", "stepping", "starting", "raising", "stopped", "saving"])
-def test_every_rank_ends_with_the_error_and_can_begin_anew(how: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "rule", "how"),
+    [
+        (2, "predictive", "idle"),
+        (3, "predictive", "stepping"),
+        (2, "selective", "stepping"),
+        (2, "predictive", "starting"),
+        (2, "predictive", "raising"),
+        (2, "predictive", "stopped"),
+        (2, "selective", "saving"),
+    ],
+)
+def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str, how: str) -> None:
     timeout = TIMEOUT_SECONDS if how == "stopped" else 600.0
-    config = zenflow_config(2, update_interval=1, worker_timeout_seconds=timeout)
+    config = zenflow_config(stage, **RULES[rule], worker_timeout_seconds=timeout)
     outcomes = run_ranks(2, suffer, config, how)
     says = {"raising": "KeyError: 'g.0.0.7'", "stopped": "did not answer within 2 s"}.get(how, "SIGKILL")
     for outcome in outcomes:
