@@ -54,6 +54,14 @@ class RankGroup:
         """Whether `flag` holds on every rank."""
         return bool(self.minimum(int(flag))[0])
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `tensor`, of one shape and dtype, in rank order."""
+        if self.size == 1:
+            return [tensor]
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(found, tensor, group=self.group)
+        return found
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, any object that pickles, in rank order."""
         values = [value] * self.size

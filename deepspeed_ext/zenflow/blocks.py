@@ -15,6 +15,8 @@ from deepspeed_ext.zenflow.kernel import AdamStep
 
 __all__ = ["AdamBlocks", "BlockSet", "select", "scores"]
 
+BALANCE = 2
+
 
 def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
     """Sum of absolute values of each block of `flat` (1-D): 1-D fp32, ceil(n / block_size) elements."""
@@ -25,10 +27,22 @@ def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
     return torch.cat([sums, flat[whole:].float().abs().sum().view(1)])
 
 
-def select(block_scores: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Numbers of the `ratio` of blocks with the largest scores, rounded up; 1-D int64, ascending."""
-    count = math.ceil(ratio * block_scores.numel())
-    return torch.topk(block_scores, count, sorted=False).indices.sort().values
+def select(all_scores: torch.Tensor, ratio: float) -> list[torch.Tensor]:
+    """Numbers of the blocks with the largest scores over all ranks, for each rank: 1-D int64, ascending.
+
+    In all `ratio` of the blocks, rounded up, so that the choice does not depend on who holds which; but no rank takes
+    more than `BALANCE` times its share, because hot blocks cost memory and the others wait for whoever has most.
+
+    Args:
+        all_scores: fp32, a row a rank.
+    """
+    ranks, count = all_scores.shape
+    most = min(count, BALANCE * math.ceil(ratio * count))
+    best = torch.topk(all_scores, most, dim=1)
+    chosen = torch.topk(best.values.flatten(), math.ceil(ratio * all_scores.numel()), sorted=False).indices
+    taken = torch.zeros(ranks * most, dtype=torch.bool, device=all_scores.device)
+    taken[chosen] = True
+    return [ids[row].sort().values for ids, row in zip(best.indices, taken.view(ranks, most), strict=True)]
 
 
 class BlockSet:

@@ -32,6 +32,7 @@ def section(adam: OffloadedAdam[Any]) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "rule": adam.rule,
+        "kernel": adam.kernel,
         "block_size": adam.block_size,
         "schedule": adam.schedule.state_dict(),
         "updates": adam.updates,
@@ -101,6 +102,11 @@ def restore(adam: OffloadedAdam[Any], saved: dict[str, Any] | None, where: str) 
         _apply_collected(adam, saved)
         logger.warning(f"{where}: {changed} differs from the checkpoint; training goes on from the exact weights")
         return False
+    if saved["kernel"] != adam.kernel:
+        logger.warning(
+            f"{where}: the optimizer process runs the {adam.kernel} kernel and ran the {saved['kernel']} one before: "
+            "what follows equals the uninterrupted run to rounding, not to the bit"
+        )
     adam.schedule.load_state_dict(saved["schedule"])
     adam.adopt_update_count(saved["updates"])
     for index, (partition, values) in enumerate(zip(adam.partitions, saved["partitions"], strict=True)):

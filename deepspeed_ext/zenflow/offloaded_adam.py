@@ -157,7 +157,7 @@ class OffloadedAdam(ABC, Generic[P]):
 
     @abstractmethod
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
-        """Take the gradient of a partition and write its new weights.
+        """Take the gradient of a partition. With the last one the new weights of all of them have been written.
 
         Args:
             index: of the partition; all of them, in order, between `begin_step` and `end_step`.
@@ -253,6 +253,9 @@ class OffloadedAdam(ABC, Generic[P]):
 
     def _constants(self, group: int, step: int, grad_scale: float) -> AdamStep:
         return adam_step(self._optimizer.param_groups[group], self._decoupled, step, grad_scale)
+
+    def _is_last(self, index: int) -> bool:
+        return index == len(self.partitions) - 1
 
     def _take_published(self, index: int) -> None:
         """Copy what the worker has published of a partition into its weights."""
@@ -355,6 +358,11 @@ class OffloadedAdam(ABC, Generic[P]):
     def _bound_updates(self) -> list[int]:
         """The update count to show with each partition's state in the arena."""
         return [self.updates - len(partition.collected) for partition in self.partitions]
+
+    @property
+    def kernel(self) -> str:
+        """What carries out the worker's pass, for people."""
+        return self.process.ready.kernel
 
     def device_of(self, index: int) -> torch.device:
         """Where the weights of a partition are."""

@@ -125,7 +125,7 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         assert plan is not None, "step_partition outside of a step"
         grad = self._collect(index, grad, factor.value)
         if plan.rule is WeightRule.EXACT:
-            self._step_exactly(index)
+            self._step_exactly(index)  # the worker steps this partition while the next gradient is made ready
         else:
             previous = self._settings.predict_clip == "previous" and self.last_clip is not None
             scale = factor.unscale * (self.last_clip or 1.0) if previous else factor.value
@@ -135,8 +135,10 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
     def _step_exactly(self, index: int) -> None:
         last = self.partitions[index].collected[-1]
         self._submit([index], Publish.exact(last.bias_correction2_sqrt, last.eps))
-        self._receive()
-        self._take_published(index)
+        if self._is_last(index):
+            self._receive()
+            for each in range(len(self.partitions)):
+                self._take_published(each)
 
     def _estimate(self, index: int, plan: StepPlan, grad: torch.Tensor, scale: float) -> None:
         partition, weights = self.partitions[index], self._weights(index)

@@ -125,7 +125,7 @@ class OptimizerProcess:
         self._submitted += 1
 
     def wait(self, timeout_seconds: float | None = None) -> Done:
-        """Wait until everything submitted is done and return the last answer.
+        """Wait until everything submitted is done; returns the last answer, with the seconds of all that it waited for.
 
         Raises:
             WorkerError: the worker raised, has ended, or did not answer in time.
@@ -133,11 +133,13 @@ class OptimizerProcess:
         self._require_open()
         limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + limit
+        seconds = 0.0
         while self.busy:
             answer = self._receive(deadline, f"answer within {limit:g} s")
             assert isinstance(answer, Done)
             assert answer.number == self._done + 1, "answers come in order"
-            self._done, self._last = answer.number, answer
+            seconds += answer.seconds
+            self._done, self._last = answer.number, Done(answer.number, seconds)
         return self._last
 
     def poll(self) -> bool:

@@ -40,11 +40,13 @@ class SelectedPartition(PartitionState):
         updates: how many each block has had; int32, in the arena; `AWAY` for a hot one.
         ring: room for gradients, in the arena.
         hot: p, m, v and update counts of the hot blocks; None before the first selection.
+        scores: by which hot blocks are being selected in this step; None in most steps.
     """
 
     updates: torch.Tensor
     ring: list[torch.Tensor]
     hot: AdamBlocks | None = None
+    scores: torch.Tensor | None = None
 
 
 class SelectiveAdam(OffloadedAdam[SelectedPartition]):
@@ -101,17 +103,24 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         if partition.hot is not None:
             hot_grad = partition.hot.blocks.take(grad)
             partition.hot.step(hot_grad, factor.value, partition.collected[-1])
-        arrived = plan.applies
-        if plan.waits:
+        if plan.selects:
+            partition.scores = scores(grad, self.block_size)
+        if plan.waits:  # the worker steps this partition while the next gradient is made ready
             self._send([self._task(index)], gradients=plan.handed_over)
-            self._receive()
-            arrived = True
+        if self._is_last(index):
+            if plan.waits:
+                self._receive()
+            for each in range(len(self.partitions)):
+                self._write_weights(each, arrived=plan.applies or plan.waits)
+                if plan.selects:
+                    self._select(each)
+
+    def _write_weights(self, index: int, arrived: bool) -> None:
+        """Weights of the cold blocks, if the worker's result has arrived, and of the hot ones over them."""
         if arrived:
             self._take_published(index)
-        if partition.hot is not None:
-            partition.hot.blocks.put(self._weights(index), partition.hot.p)
-        if plan.selects:
-            self._select(index, grad)
+        if (hot := self.partitions[index].hot) is not None:
+            hot.blocks.put(self._weights(index), hot.p)
 
     def _task(self, index: int) -> MeanPartitionPass:
         """The step of the cold blocks with what has been collected, which is thereby handed over."""
@@ -141,18 +150,20 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
     # -- selection ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _select(self, index: int, grad: torch.Tensor) -> None:
-        """Choose the hot blocks of a partition anew by `grad`; the worker is idle and has carried out everything."""
-        partition = self.partitions[index]
+    def _select(self, index: int) -> None:
+        """Choose the hot blocks of a partition anew, by its scores; the worker is idle and all is carried out."""
+        partition, block_scores = self.partitions[index], self.partitions[index].scores
+        assert block_scores is not None
         self._bring_home(index)
-        block_scores = scores(grad, self.block_size)
-        blocks = BlockSet(select(block_scores, self._settings.topk_ratio), grad.numel(), self.block_size)
+        chosen = select(torch.stack(self._ranks.all_gather(block_scores)), self._settings.topk_ratio)
+        blocks = BlockSet(chosen[self._ranks.rank], partition.master.numel(), self.block_size)
         if self.schedule.interval is None:
             hot = float(block_scores[blocks.ids].sum())
             self._sums[0] += hot
             self._sums[1] += float(block_scores.sum()) - hot
         partition.hot = self._take_away(partition, blocks)
         partition.updates[blocks.ids.cpu()] = AWAY
+        partition.scores = None
 
     def _take_away(self, partition: SelectedPartition, blocks: BlockSet) -> AdamBlocks:
         """Copies of the state of `blocks`, where hot state lives."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._upstream import dist
 from deepspeed_ext.zenflow.blocks import BlockSet
 from deepspeed_ext.zenflow.selective import SelectiveAdam
@@ -44,22 +45,28 @@ class HotExchange:
             self._exchange(index, blocks, partitions, dp_process_group[index])
 
     def _exchange(self, index: int, blocks: BlockSet, partitions: Sequence[torch.Tensor], group: Any) -> None:
-        size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
-        if size == 1 or len(blocks) == 0:
+        mine = partitions[dist.get_rank(group=group)].data
+        ranks = RankGroup.of(group, mine.device)
+        if ranks.size == 1:
             return
         if index not in self._known or self._known[index][0] is not blocks:
-            ids = _gathered(blocks.ids, size, group)
-            numel = partitions[rank].numel()
-            self._known[index] = blocks, [BlockSet(theirs, numel, blocks.block_size) for theirs in ids]
-        rows = _gathered(blocks.take(partitions[rank].data), size, group)
-        for other, (theirs, values) in enumerate(zip(self._known[index][1], rows, strict=True)):
-            if other != rank:
-                theirs.put(partitions[other].data, values)
+            self._known[index] = blocks, _everyones(blocks, mine.numel(), ranks)
+        everyones = self._known[index][1]
+        most = max(map(len, everyones))
+        rows = ranks.all_gather(_padded(blocks.take(mine), most))
+        for other, (theirs, values) in enumerate(zip(everyones, rows, strict=True)):
+            if other != ranks.rank:
+                theirs.put(partitions[other].data, values[: len(theirs)])
                 self.bytes_received += values.nbytes
 
 
-def _gathered(mine: torch.Tensor, size: int, group: Any) -> list[torch.Tensor]:
-    """`mine` of every rank; they have one shape, because partitions of a group have one size."""
-    found = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(found, mine, group=group)
-    return found
+def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> list[BlockSet]:
+    """The blocks of every rank, of partitions of one size; ranks may have different numbers of them."""
+    counts = [int(count) for count in ranks.all_gather(torch.tensor([len(blocks)], device=ranks.device))]
+    ids = ranks.all_gather(_padded(blocks.ids, max(counts)))
+    return [BlockSet(theirs[:count], numel, blocks.block_size) for theirs, count in zip(ids, counts, strict=True)]
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`rows`, and zeros behind them, `count` in all: a collective wants one shape of all ranks."""
+    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])

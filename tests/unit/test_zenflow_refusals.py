@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.pipe import LayerSpec, PipelineModule
 
 from deepspeed_ext._errors import ConfigError
-from tests.support.models import OddModel
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
@@ -94,11 +92,3 @@ class Experts(torch.nn.Module):
 
 def test_groups_of_experts() -> None:
     assert "MoE" in run_ranks(1, refusal, zenflow_config(2), model=Experts)[0]
-
-
-def pipeline() -> torch.nn.Module:
-    return PipelineModule([LayerSpec(OddModel)], num_stages=1, loss_fn=None)
-
-
-def test_pipelines() -> None:
-    assert "pipeline" in run_ranks(1, refusal, zenflow_config(1), model=pipeline)[0]
