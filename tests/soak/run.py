@@ -73,7 +73,7 @@ def suffer(fault: Fault, ranks: Ranks, settings: Settings) -> FaultRecord:
     except SoakError:
         if fault.kind is not Kind.KILL_RANK or not record.while_starting:
             raise
-        # torch.distributed.new_group waits for a dead rank for half an hour, whatever the group's timeout: this is
+        # torch.distributed.new_group waits for a dead rank, whatever the timeout of the group: this is
         # where a launcher, which has seen a rank die, ends the others.
         record.ended_by_launcher = True
         ranks.processes[1 - fault.rank].kill()
