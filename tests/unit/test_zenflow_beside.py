@@ -93,7 +93,8 @@ def check(ranks: int, config: dict[str, Any], **how: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "stage", "rule"),
     some(
-        [(name, stage, rule) for name, (stages, _) in SETTINGS.items() for rule in RULES for stage in stages], strength=1
+        [(name, stage, rule) for name, (stages, _) in SETTINGS.items() for rule in RULES for stage in stages],
+        strength=1,
     ),
 )
 def test_settings(name: str, stage: int, rule: str) -> None:
@@ -223,7 +224,12 @@ def test_one_engine_after_another_and_two_at_once(stage: int) -> None:
 
 def pipelined(config: dict[str, Any], num_stages: int, extended: bool) -> list[float]:
     torch.manual_seed(1234)
-    layers = [LayerSpec(nn.Linear, 33, 33), LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 33, 33), LayerSpec(nn.Linear, 33, 7)]
+    layers = [
+        LayerSpec(nn.Linear, 33, 33),
+        LayerSpec(nn.ReLU),
+        LayerSpec(nn.Linear, 33, 33),
+        LayerSpec(nn.Linear, 33, 7),
+    ]
     module = PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss)
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
     engine, *_ = initialize(model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(config))

@@ -82,7 +82,9 @@ class Case(NamedTuple):
     parameters: str
 
 
-CASES = list(itertools.product(MODES, (1, 2, 3), (1, 2), DTYPES, (1, 2, 4), (0.0, 1.0), SCHEDULES, OPTIMIZERS, PARAMETERS))
+CASES = list(
+    itertools.product(MODES, (1, 2, 3), (1, 2), DTYPES, (1, 2, 4), (0.0, 1.0), SCHEDULES, OPTIMIZERS, PARAMETERS)
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

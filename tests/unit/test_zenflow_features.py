@@ -16,7 +16,13 @@ from tests.support.zenflow import make_engine, masters_of, train, weights_of, ze
 
 STAGES = [1, 2, 3]
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-3}}
-SELECTIVE = {"topk_ratio": 0.2, "select_block_size": 32, "update_interval": 2, "select_interval": 4, "overlap_step": True}
+SELECTIVE = {
+    "topk_ratio": 0.2,
+    "select_block_size": 32,
+    "update_interval": 2,
+    "select_interval": 4,
+    "overlap_step": True,
+}
 
 
 def overlapped_with_schedule(config: dict) -> tuple[list, list, int]:
