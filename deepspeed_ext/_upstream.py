@@ -35,7 +35,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Param
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment
+from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812
 
 from deepspeed_ext._errors import UpstreamError
 
