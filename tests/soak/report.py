@@ -40,6 +40,8 @@ class FaultRecord:
     """Until every rank had raised, if it could."""
     seconds_to_end: float | None = None
     """Until every rank had ended; None: they train on."""
+    ended_by_launcher: bool = False
+    """The other rank waited in torch for the one that had died, and was killed as a launcher does."""
     error: str = ""
     """As the rank on which it did not happen had it, if it could tell."""
     truncated: int | None = None
@@ -80,6 +82,7 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
     """The report."""
     faults = [fault for record in records for fault in record.faults]
     failed = [record for record in records if record.failure]
+    by_launcher = sum(fault.ended_by_launcher for fault in faults)
     origin = provenance()
     versions = ", ".join(f"{name} {number}" for name, number in origin["versions"].items())
     verdict = f"FAILED in {len(failed)} of {len(records)} rounds" if failed else "passed"
@@ -112,6 +115,7 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         "Seconds: median (longest). After a full disk training goes on in the same processes. A stopped worker is",
         f"noticed after its timeout, {settings.worker_timeout_seconds:g} s. Between error and end Python takes down an",
         "interpreter, beside other work on the machine. No process was left 2 s later, after any fault.",
+        f"Ended as a launcher does, because torch waits for a rank that died while it started: {by_launcher}.",
         "",
         "| round | stage | interval | steps | faults | losses compared | equal to the bit |",
         "|---|---|---|---|---|---|---|",

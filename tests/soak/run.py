@@ -68,7 +68,15 @@ def suffer(fault: Fault, ranks: Ranks, settings: Settings) -> FaultRecord:
     inject(fault, ranks)
     waits = {Kind.STOP_WORKER: settings.worker_timeout_seconds}
     waits |= dict.fromkeys((Kind.KILL_RANK, Kind.INTERRUPT), settings.group_timeout_seconds)
-    record.seconds_to_error = ranks.wait_for_error(ERROR_SECONDS + waits.get(fault.kind, 0.0))
+    try:
+        record.seconds_to_error = ranks.wait_for_error(ERROR_SECONDS + waits.get(fault.kind, 0.0))
+    except SoakError:
+        if fault.kind is not Kind.KILL_RANK or not record.while_starting:
+            raise
+        # torch.distributed.new_group waits for a dead rank for half an hour, whatever the group's timeout: this is
+        # where a launcher, which has seen a rank die, ends the others.
+        record.ended_by_launcher = True
+        ranks.processes[1 - fault.rank].kill()
     record.seconds_to_end = record.seconds_to_error + ranks.wait_for_end(EXIT_SECONDS)
     ranks.require_nothing_left()
     record.error = require_error(fault, ranks)
