@@ -98,8 +98,8 @@ class ZenFlowConfig(_Section):
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every step: those with
-    the largest sum of absolute gradients, of each rank's partition. Costs about 12 bytes for each hot parameter in
-    accelerator memory (see ``offload``)."""
+    the largest sum of absolute gradients over all ranks, of which no rank takes more than twice its share. Costs about
+    12 bytes for each hot parameter in accelerator memory (see ``offload``)."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
     """``selective``: whether ``select_interval`` counts optimizer steps or epochs. ``auto`` counts steps. ``epoch``

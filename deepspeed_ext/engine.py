@@ -105,11 +105,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             "zero_quantized_gradients": self.zero_quantized_gradients,
         }
         found = [name for name, given in refused.items() if given]
-        return (
-            f"zero_optimization.zenflow is not built for {' and '.join(found)}: remove that setting or the zenflow section"
-            if found
-            else ""
-        )
+        message = f"zero_optimization.zenflow is not built for {' and '.join(found)}: "
+        return message + "remove that setting or the zenflow section" if found else ""
 
     @classmethod
     def _sections(cls) -> list[Any]:

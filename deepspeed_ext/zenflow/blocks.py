@@ -1,7 +1,7 @@
 """Blocks of a flat partition, and Adam on some of them: the arithmetic of the selective rule on the accelerator.
 
 A partition of n elements is cut into blocks of `block_size` contiguous elements; the last may be shorter. No shapes of
-parameters come into it: blocks select as well as rows or columns do (measured, see docs/zenflow.md).
+parameters come into it: blocks select as well as columns do, in the loss that a run reaches.
 """
 
 from __future__ import annotations

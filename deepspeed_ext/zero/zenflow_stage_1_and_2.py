@@ -40,7 +40,7 @@ __all__ = ["ZenFlowZeroOptimizer"]
 
 @dataclass
 class MasterFragment(TensorFragment):
-    """The part of a parameter's p, m and v that this rank holds, as DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see it.
+    """This rank's part of a parameter's p, m and v, as DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see it.
 
     Attributes:
         expose: called before anything of it is read or written.

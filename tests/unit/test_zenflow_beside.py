@@ -102,7 +102,7 @@ def test_settings(name: str, stage: int, rule: str) -> None:
 
 
 def half_evaluating(engine: Any, data: list[torch.Tensor]) -> list[float]:
-    """Between steps: a forward pass in `eval` mode, one without gradients, and tokens sampled from the model."""
+    """Between steps: forward passes in `eval` mode, through the engine and through the module, as generation does."""
     losses = []
     for batch in data:
         losses += train(engine, [batch])

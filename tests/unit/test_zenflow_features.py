@@ -119,7 +119,7 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
 
 def exact_and_back(config: dict) -> list[bool]:
     engine = make_engine(config)
-    train(engine, batches(5, dist.get_rank()))
+    train(engine, batches(3, dist.get_rank()))
     predicted = weights_of(engine)
     with engine.optimizer.exact_weights():
         exact = weights_of(engine)
@@ -138,7 +138,7 @@ def exact_and_back(config: dict) -> list[bool]:
 @pytest.mark.parametrize("zenflow", [{"update_interval": 1}, SELECTIVE], ids=["predictive", "selective"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_exact_weights_are_the_masters_and_what_was_there_comes_back(stage: int, zenflow: dict) -> None:
-    """After five steps the update of the cold blocks that the fifth has handed over is not in the weights yet."""
+    """After three steps the update of the cold blocks that the third has handed over is not in the weights yet."""
     for found in run_ranks(2, exact_and_back, zenflow_config(stage, **zenflow)):
         assert found == [True] * 4
 

@@ -11,6 +11,7 @@ from tests.unit.test_hf_trainer import config_file, curve, train
 pytest.importorskip("transformers")
 
 INTERVAL_2 = {"update_interval": 2, "full_warm_up_rounds": 2}
+SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4, "overlap_step": True}
 
 
 def run(folder: str, *flags: str) -> list:
@@ -44,6 +45,8 @@ def resumed(folder: str, configs: dict[str, str], stops: list[int]) -> dict[str,
         (1, {3: INTERVAL_2}),
         pytest.param(1, {1: {"update_interval": 1}, 2: INTERVAL_2}, marks=pytest.mark.full),
         pytest.param(2, {3: INTERVAL_2}, marks=pytest.mark.full),
+        (1, {2: SELECTIVE}),
+        pytest.param(2, {3: SELECTIVE}, marks=pytest.mark.full),
     ],
 )
 def test_resumes_in_a_new_process_to_the_bit(ranks: int, stages: dict[int, dict], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.predict import (
     move_coefficient,
     publish_ahead,
 )
-from deepspeed_ext.zenflow.schedule import Schedule, WeightRule
+from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, WeightRule
 from tests.support.kernels import DTYPES, needs_native
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
@@ -250,7 +250,7 @@ def test_training_follows_adamw(interval: int, closed: float) -> None:
 
     reference = start.clone().requires_grad_()
     optimizer = torch.optim.AdamW([reference], lr=2e-2, betas=(0.9, 0.95), weight_decay=0.01)
-    simulation = Simulation(start, Schedule(interval, overlap=True, warm_up_steps=None), step, block=8)
+    simulation = Simulation(start, PredictiveSchedule(interval, overlap=True, warm_up_steps=None), step, block=8)
     late = start.clone().requires_grad_()
     late_optimizer = torch.optim.AdamW([late], lr=2e-2, betas=(0.9, 0.95), weight_decay=0.01)
     late_grad = torch.zeros_like(start)

@@ -1,4 +1,4 @@
-"""What ZenFlow is not built for is refused at `initialize`, by name, with what to do; and nothing else slips through."""
+"""What ZenFlow is not built for is refused at `initialize`, by name."""
 
 from typing import Any
 

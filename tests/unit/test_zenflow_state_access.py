@@ -52,8 +52,8 @@ def state_of(engine: Any) -> dict[tuple, torch.Tensor]:
 
 
 def scale_state(engine: Any, factor: float) -> None:
-    """Multiply what `state_of` returns. At stage 3 rank by rank: there DeepSpeed's functions for whole parameters refuse
-    those that do not divide by the ranks."""
+    """Multiply what `state_of` returns. At stage 3 rank by rank: DeepSpeed's functions that set whole parameters
+    cannot set those that do not divide by the ranks."""
     local = engine.zero_optimization_stage() == 3
     get, put = (
         (safe_get_local_fp32_param, safe_set_local_fp32_param)
@@ -93,7 +93,9 @@ def looking_on(config: dict) -> tuple[bool, bool, bool]:
 
     def same(mine: tuple, theirs: tuple) -> bool:
         return mine[0] == theirs[0] and all(
-            torch.equal(value, there[name]) for here, there in zip(mine[1:], theirs[1:]) for name, value in here.items()
+            torch.equal(value, there[name])
+            for here, there in zip(mine[1:], theirs[1:], strict=True)
+            for name, value in here.items()
         )
 
     return same(outcomes[0], outcomes[1]), same(outcomes[0], outcomes[2]), saved

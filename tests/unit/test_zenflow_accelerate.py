@@ -1,0 +1,142 @@
+"""ZenFlow in the loops of the Hugging Face Trainer and of Accelerate: evaluation, generation, boundaries of steps."""
+
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import deepspeed_ext
+from tests.support.ranks import ROOT, run_ranks
+from tests.support.zenflow import zenflow_config
+from tests.unit.test_hf_trainer import config_file
+
+pytest.importorskip("transformers")
+
+SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4, "overlap_step": True}
+
+
+class Windows(torch.utils.data.Dataset):
+    """Sixteen sequences of sixteen tokens."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(16) * (index % 4 + 1)) % 64
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_hidden_layers=2, num_attention_heads=2))
+
+
+def with_everything(config: str, folder: str) -> dict[str, Any]:
+    """Evaluates, generates and saves every second step, with two micro-steps a step; resumes for the second half."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from accelerate.state import AcceleratorState
+    from hf_trainer import accelerator_config
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Generating(TrainerCallback):
+        """Greedy continuations between steps."""
+
+        lengths: ClassVar[list[int]] = []
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            tokens = torch.arange(4).view(1, 4)
+            made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False)
+            self.lengths.append(made.shape[1])
+
+    deepspeed_ext.enable()
+    try:
+        for steps, resume in ((4, False), (8, True)):
+            AcceleratorState._reset_state(reset_partial_state=True)
+            arguments = TrainingArguments(
+                output_dir=folder,
+                deepspeed=config,
+                max_steps=steps,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=2,
+                learning_rate=3e-3,
+                lr_scheduler_type="constant",
+                eval_strategy="steps",
+                eval_steps=2,
+                save_steps=2,
+                logging_steps=1,
+                report_to="none",
+                accelerator_config=accelerator_config(),
+            )
+            data = {"train_dataset": Windows(), "eval_dataset": Windows()}
+            trainer = Trainer(model=tiny_llama(), args=arguments, callbacks=[Generating()], **data)
+            trainer.train(resume_from_checkpoint=resume)
+    finally:
+        deepspeed_ext.disable()
+    updates = trainer.deepspeed.optimizer.zenflow_adam.updates
+    return {"log": trainer.state.log_history, "lengths": Generating.lengths, "updates": updates}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zenflow"),
+    [(2, SELECTIVE), (3, {"update_interval": 1}), pytest.param(3, SELECTIVE, marks=pytest.mark.full)],
+)
+def test_evaluation_generation_accumulation_and_resume(stage: int, zenflow: dict, tmp_path: Path) -> None:
+    config = config_file(tmp_path, stage=stage, zenflow=zenflow)
+    found = run_ranks(1, with_everything, config, str(tmp_path / "run"))[0]
+    assert found["updates"] == 8
+    assert [log["step"] for log in found["log"] if "loss" in log] == list(range(1, 9))
+    evaluations = [log["eval_loss"] for log in found["log"] if "eval_loss" in log]
+    assert len(evaluations) == 4
+    assert evaluations == sorted(evaluations, reverse=True)
+    assert found["lengths"] == [7] * 4
+
+
+def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
+    """Accelerate's own loop: `accumulate`, `backward`, `step`; it tells DeepSpeed where a step ends."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+    from hf_trainer import accelerator_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator_config()
+    deepspeed_ext.enable()
+    try:
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=4)
+        model = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        loader = torch.utils.data.DataLoader(Windows(), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses, boundaries = [], []
+        for _ in range(3):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+                boundaries.append(model.global_steps)
+        updates = model.optimizer.zenflow_adam.updates
+        model.destroy()
+    finally:
+        deepspeed_ext.disable()
+    return {"losses": losses, "steps": boundaries, "updates": updates}
+
+
+@pytest.mark.parametrize("zenflow", [{"update_interval": 1}, SELECTIVE], ids=["predictive", "selective"])
+def test_accelerate_sets_the_boundaries(zenflow: dict) -> None:
+    """24 micro-steps, four a step."""
+    config = zenflow_config(2, torch.float32, accumulation=4, **zenflow)
+    del config["optimizer"]
+    config["train_micro_batch_size_per_gpu"] = 2
+    found = run_ranks(1, boundaries_of_accelerate, config)[0]
+    assert found["updates"] == 6
+    assert found["steps"] == [n // 4 for n in range(1, 25)]
+    assert found["losses"][-1] < found["losses"][0]
