@@ -178,7 +178,7 @@ def test_nan_gradient_gives_nan_and_infinity_the_bound(way: str, monkeypatch: py
 class Simulation:
     """One partition trained by the scheme: `step` takes the gradient at `weights`."""
 
-    def __init__(self, start: torch.Tensor, schedule: Schedule, step: AdamStep, block: int = 32) -> None:
+    def __init__(self, start: torch.Tensor, schedule: PredictiveSchedule, step: AdamStep, block: int = 32) -> None:
         n = start.numel()
         self.p, self.m, self.v = start.clone(), torch.zeros(n), torch.zeros(n)
         self.y, self.means = start.clone(), torch.zeros(-(-n // block))
