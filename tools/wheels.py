@@ -110,15 +110,15 @@ def main() -> int:
         roots = [*RUNTIME, *TESTS, *(TRANSFORMERS if args.transformers else ())]
         wheels = collect(roots, args.folder, args.python_version)
     except WheelsError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 1
     sizes = {wheel: wheel.stat().st_size / 2**20 for wheel in wheels}
     for wheel, size in sizes.items():
-        print(f"{size:7.2f} MiB  {wheel.name}")
+        sys.stdout.write(f"{size:7.2f} MiB  {wheel.name}\n")
     total = sum(sizes.values())
-    print(f"{total:7.2f} MiB  in {args.folder}, for Python {args.python_version}; torch is not among them")
+    sys.stdout.write(f"{total:7.2f} MiB  in {args.folder}, for Python {args.python_version}; without torch\n")
     if total > LIMIT_MIB:
-        print(f"error: more than {LIMIT_MIB} MiB: something has pulled in what does not belong here", file=sys.stderr)
+        sys.stderr.write(f"error: more than {LIMIT_MIB} MiB: something has pulled in what does not belong here\n")
         return 1
     return 0
 
