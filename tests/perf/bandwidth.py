@@ -1,6 +1,6 @@
 """What this machine's memory and link can carry: the ceilings that copies are held against.
 
-    python -m tests.perf.bandwidth [--mib 512] [--device cpu|accelerator]
+python -m tests.perf.bandwidth [--mib 512] [--device cpu|accelerator]
 """
 
 from __future__ import annotations

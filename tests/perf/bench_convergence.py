@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.perf import report, sides
-from tests.perf.language_model import SHAPES, Corpus
+from tests.perf.language_model import Corpus
 from tests.perf.sides import Side
 from tests.perf.training import Training, changed_by_initialize, train, untrained
 from tests.support.ranks import RankError, run_ranks

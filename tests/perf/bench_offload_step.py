@@ -280,7 +280,9 @@ def alone(side: Side, args: argparse.Namespace) -> dict[str, Any]:
         if not args.no_memory:
             row |= {f"{name} GiB": b and b / 2**30 for name, b in contestant.call(bytes_now)[0].items()}
             moved = contestant.call(link_bytes, 4)[0] or (None, None)
-            row |= {f"link {way} B/parameter": b and b / contestant.parameters for way, b in zip(WAYS, moved)}
+            row |= {
+                f"link {way} B/parameter": b and b / contestant.parameters for way, b in zip(WAYS, moved, strict=True)
+            }
             row |= _profiled(contestant.call(use_of_device, PROFILED_STEPS)[0], contestant.parameters)
     return row
 

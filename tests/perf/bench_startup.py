@@ -49,7 +49,9 @@ class Blocks(nn.Module):
         count = max(1, millions * 10**6 // sum(torch.Size(shape).numel() for shape in shapes))
         device = get_accelerator().current_device_name()
         self.blocks = nn.ParameterList(
-            nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device)) for _ in range(count) for shape in shapes
+            nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device))
+            for _ in range(count)
+            for shape in shapes
         )
 
 

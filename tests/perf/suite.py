@@ -34,7 +34,16 @@ NAME = "gpu"
 SEQUENCES = {"0.5b": (512, 2048, 8192), "1.5b": (512, 2048, 8192), "3b": (512, 2048, 8192)}
 LEAST_SECONDS = 20.0
 SHOWN_LINES = 40
-STEP_COLUMNS = ("variant", "median ms", "p95 ms", "max ms", "wait ms", "idle share, no kernel", "device GiB", "host GiB")
+STEP_COLUMNS = (
+    "variant",
+    "median ms",
+    "p95 ms",
+    "max ms",
+    "wait ms",
+    "idle share, no kernel",
+    "device GiB",
+    "host GiB",
+)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ def untrained(corpus: Corpus, seed: int, steps: int, start: str) -> list[float]:
 def changed_by_initialize(side: Side, stage: int) -> int:
     """Body of a rank: how many elements of the model's weights `initialize` alone changes."""
     before = {name: value.detach().bfloat16() for name, value in new_model().named_parameters()}
-    with engine_of(side, new_model(), micro_batch=SHAPES["tiny"].batch, lr=1e-3, weight_decay=0.1, stage=stage) as engine:
+    with engine_of(
+        side, new_model(), micro_batch=SHAPES["tiny"].batch, lr=1e-3, weight_decay=0.1, stage=stage
+    ) as engine:
         after = {name: value.cpu() for name, value in parameters_of(engine)}
     return sum(int((after[name].view(torch.int16) != value.view(torch.int16)).sum()) for name, value in before.items())

@@ -89,7 +89,7 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
 
             def poisoning(submitted: Any) -> None:  # the worker is idle, and all that it wrote must have been read
                 for task in submitted:
-                    partition = adam.partitions[task.index]
+                    partition = adam.partitions[task.partition]
                     partition.published.fill_(float("nan"))
                     counts["published"] += 1
                     if hasattr(partition, "block_means"):

@@ -149,5 +149,3 @@ def test_heavy_transfer_shows_a_copy_that_does_not_wait() -> None:
     waiting = run_ranks(1, heavy, 64, zenflow, STEPS, ["synchronous"], device="accelerator")[0]
     broken = run_ranks(1, heavy, 64, zenflow, STEPS, ["without waiting", "late and poisoned"], device="accelerator")[0]
     assert not same(waiting, broken)
-
-
