@@ -45,10 +45,10 @@ def interpreter(wheels: Path, folder: Path) -> Path:
         return Path(sys.executable)
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if not list(wheels.glob("deepspeed-*.whl")):
+        missing = ", ".join(name for name in NEEDED if find_spec(name) is None)
         raise OfflineError(
-            f"{sys.executable} has torch, but not {', '.join(n for n in NEEDED if find_spec(n) is None)}, and there "
-            f"are no wheels in {wheels}: run `make wheels PYTHON_VERSION={running}` on a machine with network, and copy "
-            "the folder here"
+            f"{sys.executable} has torch, but not {missing}, and there are no wheels in {wheels}: run `make wheels "
+            f"PYTHON_VERSION={running}` on a machine with network, and copy the folder here"
         )
     python = folder / "bin" / "python"
     stamp = folder / ".complete"

@@ -34,16 +34,8 @@ NAME = "gpu"
 SEQUENCES = {"0.5b": (512, 2048, 8192), "1.5b": (512, 2048, 8192), "3b": (512, 2048, 8192)}
 LEAST_SECONDS = 20.0
 SHOWN_LINES = 40
-STEP_COLUMNS = (
-    "variant",
-    "median ms",
-    "p95 ms",
-    "max ms",
-    "wait ms",
-    "idle share, no kernel",
-    "device GiB",
-    "host GiB",
-)
+TIMES = ("median ms", "p95 ms", "max ms", "wait ms")
+STEP_COLUMNS = ("variant", *TIMES, "idle share, no kernel", "device GiB", "host GiB")
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ class Part:
         module: of this folder.
         arguments, toy: its command line at real sizes and at toy sizes, without ``--device``.
         limit: seconds.
-        result: name of the file that it writes; rows of several parts may be in one.
+        result, toy_result: names of the files that it writes; rows of several parts may be in one.
     """
 
     name: str
@@ -63,6 +55,7 @@ class Part:
     toy: tuple[str, ...]
     limit: float
     result: str = ""
+    toy_result: str = ""
 
     def is_in(self, names: Sequence[str]) -> bool:
         """Whether one of `names` is this part's or the beginning of it."""
@@ -78,21 +71,25 @@ def parts() -> list[Part]:
     """All of them, the short ones first."""
     found = [
         Part("operators", "tools.build_operators", (), (), 300),
-        Part("bandwidth", "tests.perf.bandwidth", ("--mib", "1024"), ("--mib", "4"), 120, "bandwidth"),
+        Part("bandwidth", "tests.perf.bandwidth", ("--mib", "1024"), ("--mib", "4"), 120, "bandwidth", "bandwidth"),
     ]
     for millions, ranks, limit in ((1000, 1, 240), (1000, 2, 300), (3000, 1, 300), (3000, 2, 400), (7000, 1, 500)):
         name = f"startup/{millions // 1000}b/{ranks}-rank"
         real = ("--millions", str(millions), "--ranks", str(ranks), "--repeats", "3")
         toy = ("--millions", "1", "--ranks", str(ranks), "--repeats", "1")
-        found.append(Part(name, "tests.perf.bench_startup", real, toy, limit, f"startup_{millions}m_{ranks}ranks"))
+        found.append(
+            Part(name, "tests.perf.bench_startup", real, toy, limit, f"startup_{millions}m_{ranks}ranks", "startup")
+        )
     gather = ("--ranks", "2", "--dtype", "bfloat16")
     real = (*gather, "--sizes", "medium", "large", "huge", "--repeats", "5", "--steps", "3")
     toy = (*gather, "--sizes", "tiny", "--repeats", "1", "--steps", "1")
-    found.append(Part("gather", "tests.perf.bench_gather", real, toy, 400, "gather"))
+    found.append(Part("gather", "tests.perf.bench_gather", real, toy, 400, "gather", "gather"))
     found += _steps()
     real = ("--rows", "adamw", "predictive", "--seeds", "1", "--model", "100m", "--steps", "300", "--reuse")
     toy = ("--rows", "adamw", "--seeds", "1", "--quick", "--reuse")
-    found.append(Part("convergence", "tests.perf.bench_convergence", real, toy, 540, "convergence_100m"))
+    found.append(
+        Part("convergence", "tests.perf.bench_convergence", real, toy, 540, "convergence_100m", "convergence_quick")
+    )
     return found
 
 
@@ -106,7 +103,7 @@ def _steps() -> list[Part]:
                 real += ("--turns", "4", "--steps", "8")
                 toy = ("--model", "toy", "--sequence", "32", "--only", side.name, "--turns", "1", "--steps", "4")
                 result = f"offload_step_{model}_{sequence}"
-                found.append(Part(name, "tests.perf.bench_offload_step", real, toy, 300, result))
+                found.append(Part(name, "tests.perf.bench_offload_step", real, toy, 300, result, "offload_step_toy_32"))
     return found
 
 
@@ -177,7 +174,8 @@ class Record:
     def add(self, outcome: Outcome, settings: dict[str, Any]) -> None:
         """Keep it, and write everything."""
         self.outcomes[outcome.part] = outcome
-        names = {part.result for part in parts() if part.result}
+        toy = settings["toy"]
+        names = {part.toy_result if toy else part.result for part in parts()} - {""}
         results = {name: _read(report.path_of(name)) for name in sorted(names) if report.path_of(name).exists()}
         report.write(NAME, settings | {"results": results}, [vars(o) for o in self.outcomes.values()])
 
@@ -189,10 +187,11 @@ def _read(path: Path) -> Any:
         return None
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[Outcome], toy: bool) -> str:
     """The step tables of what was measured, and last, what became of each part."""
     blocks = []
-    for name in dict.fromkeys(part.result for part in parts() if part.name.startswith("step/")):
+    steps = [part for part in parts() if part.name.startswith("step/")]
+    for name in dict.fromkeys(part.toy_result if toy else part.result for part in steps):
         kept = _read(report.path_of(name)) if report.path_of(name).exists() else None
         rows = kept["rows"] if kept else []
         if rows:
@@ -256,7 +255,7 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
             outcome = run(part, args.device, args.toy, min(part.limit, left))
             print(f"{outcome.output}\n{part.name}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
         record.add(outcome, vars(args))
-    print(summary([record.outcomes[part.name] for part in chosen]))
+    print(summary([record.outcomes[part.name] for part in chosen], args.toy))
     print(f"\nwritten to {record.path}")
     return int(any(not record.is_done(part) for part in chosen))
 

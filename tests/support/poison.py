@@ -46,11 +46,26 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
     Yields:
         How often each kind of copy was poisoned.
     """
-    counts = dict.fromkeys(("gradients", "published", "block means", "hot state"), 0)
+    poison = _Poison()
+    with ExitStack() as stack:
+        _patch(stack, Transfers, "to_host", poison.to_host)
+        _patch(stack, Estimator, "predict", poison.predict)
+        _patch(stack, OffloadedAdam, "_take_published", poison.take_published)
+        _patch(stack, PredictiveAdam, "_read_results", poison.read_results)
+        _patch(stack, OffloadedAdam, "_send", poison.send)
+        _patch(stack, AdamBlocks, "step", poison.step_hot)
+        yield poison.counts
 
-    def to_host(original: Callable[..., None]) -> Callable[..., None]:
+
+class _Poison:
+    """Methods that take a method of the package and return one that is late and poisoned."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(("gradients", "published", "block means", "hot state"), 0)
+
+    def to_host(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(transfers: Transfers, source: torch.Tensor, target: torch.Tensor) -> None:
-            counts["gradients"] += 1
+            self.counts["gradients"] += 1
             produced = source.clone()
             target.fill_(float("nan"))
             source.fill_(float("nan"))
@@ -60,7 +75,7 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
 
         return method
 
-    def predict(original: Callable[..., None]) -> Callable[..., None]:
+    def predict(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(estimator: Estimator, weights: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             weights.fill_(float("nan"))
             delay()
@@ -68,7 +83,7 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
 
         return method
 
-    def take_published(original: Callable[..., None]) -> Callable[..., None]:
+    def take_published(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(adam: OffloadedAdam[Any], index: int) -> None:
             adam._weights(index).fill_(float("nan"))
             delay()
@@ -76,25 +91,20 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
 
         return method
 
-    def read_results(original: Callable[..., None]) -> Callable[..., None]:
+    def read_results(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(adam: PredictiveAdam) -> None:
             delay()
             original(adam)
 
         return method
 
-    def send(original: Callable[..., None]) -> Callable[..., None]:
+    def send(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(adam: OffloadedAdam[Any], tasks: Any, gradients: int) -> None:
             submit = adam.process.submit
 
             def poisoning(submitted: Any) -> None:  # the worker is idle, and all that it wrote must have been read
                 for task in submitted:
-                    partition = adam.partitions[task.partition]
-                    partition.published.fill_(float("nan"))
-                    counts["published"] += 1
-                    if hasattr(partition, "block_means"):
-                        partition.block_means.fill_(float("nan"))
-                        counts["block means"] += 1
+                    self._poison_results(adam.partitions[task.partition])
                 submit(submitted)
 
             with patch.object(adam.process, "submit", poisoning):
@@ -102,22 +112,20 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
 
         return method
 
-    def step_hot(original: Callable[..., None]) -> Callable[..., None]:
+    def step_hot(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(blocks: AdamBlocks, *args: Any, **kwargs: Any) -> None:
-            counts["hot state"] += 1
+            self.counts["hot state"] += 1
             delay()
             original(blocks, *args, **kwargs)
 
         return method
 
-    with ExitStack() as stack:
-        _patch(stack, Transfers, "to_host", to_host)
-        _patch(stack, Estimator, "predict", predict)
-        _patch(stack, OffloadedAdam, "_take_published", take_published)
-        _patch(stack, PredictiveAdam, "_read_results", read_results)
-        _patch(stack, OffloadedAdam, "_send", send)
-        _patch(stack, AdamBlocks, "step", step_hot)
-        yield counts
+    def _poison_results(self, partition: Any) -> None:
+        partition.published.fill_(float("nan"))
+        self.counts["published"] += 1
+        if hasattr(partition, "block_means"):
+            partition.block_means.fill_(float("nan"))
+            self.counts["block means"] += 1
 
 
 @contextmanager

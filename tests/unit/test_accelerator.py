@@ -63,10 +63,9 @@ def test_zenflow_without_overlap_is_zero_offload(stage: int, ranks: int) -> None
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_predicted_run_stays_with_adamw(stage: int, ranks: int, interval: int, tolerance: float) -> None:
-    config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=2)
+    config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=interval, lr=1e-2)
     for expected, actual in on(ranks, training.with_and_without, config, 40):
-        last, reference = (sum(run.losses[-10:]) / 10 for run in (actual, expected))
-        assert last == pytest.approx(reference, rel=tolerance)
+        assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -114,5 +113,4 @@ def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int, ranks: int) -> None:
     for found in on(ranks, composition.exact_and_back, zenflow_config(stage, update_interval=1)):
-        assert found
-        assert all(found)
+        assert found == [True] * 4
