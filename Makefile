@@ -9,11 +9,19 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 # What pip installs as torch when .venv has none; e.g. TORCH_SPEC="torch==2.9.1 --index-url https://..." for another build.
 TORCH_SPEC ?= torch==2.13.0
+PYTHON_ORIGIN := $(origin PYTHON)
 # The first supported interpreter that can make virtual environments; PYTHON=/path/to/python3.12 names another.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3,$(if $(call usable,$(name)),$(name))))
 usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 14) and print("yes")' 2>/dev/null))
 # Ranks of `make train`: one an accelerator, or two on a machine without.
 RANKS ?= $(shell $(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)')
+# The interpreter of `make test-gpu` and `make bench-gpu`: PYTHON if it was given, .venv's if there is one, else python3.
+GPU_PYTHON = $(if $(filter-out file undefined,$(PYTHON_ORIGIN)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
+# Of `make bench-gpu`: which parts (all), seconds for all of them, and what else `python -m tests.perf.suite` takes.
+PARTS ?=
+BUDGET ?= 570
+# Of `make wheels`: the Python of the machine that they are for.
+PYTHON_VERSION ?= 3.12
 MODE ?= zenflow
 SOAK_MINUTES ?= 30
 ARGS ?=
@@ -23,9 +31,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 export PATH := $(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
+# Processes of an environment that is not .venv: DeepSpeed finds ninja beside the interpreter, and operators of its torch.
+OFFLINE = PATH="$$(dirname "$$python"):$$PATH" TORCH_EXTENSIONS_DIR="$$(dirname "$$(dirname "$$python")")/torch_extensions"
+
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu check format soak bench docs clean
+.PHONY: help train test test-full test-gpu check format soak bench bench-gpu wheels docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -39,8 +50,8 @@ test: $(VENV)/.stamp-operators  ## run the tests, a few minutes on two cores
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
 	python -m pytest --full $(ARGS)
 
-test-gpu: $(VENV)/.stamp-dev  ## run the tests that need a GPU; skips, and says so, where there is none
-	python -m pytest -m gpu $(ARGS)
+test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
+	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, format and types
 	ruff check .
@@ -57,11 +68,19 @@ soak: $(VENV)/.stamp-operators  ## train with faults at random times for SOAK_MI
 bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed, side by side
 	for file in tests/perf/bench_*.py; do python -m "tests.perf.$$(basename "$$file" .py)" $(ARGS); done
 
+bench-gpu:  ## measure all that needs a GPU, without network (PARTS="startup step/1.5b" BUDGET=570)
+	@python=$$($(GPU_PYTHON) tools/offline.py); \
+	$(OFFLINE) "$$python" -m tests.perf.suite --budget $(BUDGET) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
+
+wheels: $(VENV)/.stamp-python  ## collect what a machine without network needs beside torch (PYTHON_VERSION=3.12)
+	@$(PIP) packaging
+	python -m tools.wheels --python-version $(PYTHON_VERSION) $(ARGS)
+
 docs: $(VENV)/.stamp-dev  ## write docs/config_reference.md and configs/schema.json from the config models
 	python -m tools.config_reference
 
 clean:  ## remove .venv, build products and outputs
-	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-offline build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-python:

@@ -2,6 +2,7 @@
 
     python -m tests.perf.bench_convergence [--rows adamw predictive ...] [--seeds 3] [--steps 400] [--quick]
                                            [--device cpu|accelerator] [--reuse] [--plot FILE.png]
+                                           [--model tiny|100m] [--rates 1e-3 ...]
 
 A small Llama learns to continue bytes of Python source (tests/perf/language_model.py), through DeepSpeed itself, once
 for each row, learning rate and seed of the data. The table at the end holds the means over seeds against what the
@@ -23,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.perf import report, sides
+from tests.perf.language_model import Corpus
 from tests.perf.sides import Side
 from tests.perf.training import Training, changed_by_initialize, train, untrained
 from tests.support.ranks import RankError, run_ranks
 
 NAME = "convergence"
 LEARNING_RATES = (5e-4, 1e-3)
+LARGE_RATES = (3e-4,)
 WINDOW = 50
 BASE_RATE = 1e-3
 TUNING_RATE = 3e-5
@@ -66,6 +69,7 @@ class Scale:
     base_steps: int = 300
     tuning_steps: int = 100
     stage_steps: int = 200
+    model: str = "tiny"
 
 
 QUICK = Scale(steps=40, seeds=1, rates=(1e-3,), base_steps=30, tuning_steps=20, stage_steps=20)
@@ -173,7 +177,8 @@ def make(rows: Sequence[str], scale: Scale, results: Results) -> None:
 
 def plain(side: Side, rate: float, seed: int, scale: Scale) -> Training:
     """A training from the initial weights."""
-    return Training(side, rate, seed, scale.steps)
+    corpus: Corpus = "standard library" if scale.model == "tiny" else "whole standard library"
+    return Training(side, rate, seed, scale.steps, corpus=corpus, model=scale.model)
 
 
 def stage_seeds(side: Side, scale: Scale) -> range:
@@ -218,6 +223,7 @@ class Figures:
     def __init__(self, results: Results, scale: Scale) -> None:
         self._rows = {json.dumps(row["key"], sort_keys=True): row for row in results.rows if "error" not in row}
         self._scale = scale
+        self.rates = scale.rates
         self.seeds = range(scale.seeds)
 
     def find(self, kind: str, **key: Any) -> dict[str, Any] | None:
@@ -291,7 +297,7 @@ def acceptance(figures: Figures) -> list[dict[str, Any]]:
 
     ours = ((sides.PREDICTIVE_1, 0.01), (sides.PREDICTIVE_4, 0.015))
     for side, limit in ours:
-        for rate in LEARNING_RATES:
+        for rate in figures.rates:
             values = figures.excess(side, rate), figures.excess(sides.UPSTREAM_OVERLAPPED, rate)
             must = f"loss within {limit:.1%} of AdamW's"
             add(f"{side.name}, lr {rate:g}", must, "+.2%", partial(operator.ge, limit), *values)
@@ -375,13 +381,17 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=names, default=names, help="what to train (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="data seeds (default 3)")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--model", choices=("tiny", "100m"), default="tiny", help="what is trained (default tiny)")
+    parser.add_argument("--rates", type=float, nargs="+", help=f"{LEARNING_RATES}, of the large model {LARGE_RATES}")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a minute's look; its figures mean nothing")
     parser.add_argument("--reuse", action="store_true", help="do not repeat trainings that the JSON file holds")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the losses by step and by second")
     args = parser.parse_args()
-    scale = QUICK if args.quick else Scale(args.steps, args.seeds)
-    results = Results(scale, args.reuse, NAME + ("_quick" if args.quick else ""), args.device)
+    rates = tuple(args.rates or (LEARNING_RATES if args.model == "tiny" else LARGE_RATES))
+    scale = replace(QUICK if args.quick else Scale(args.steps, args.seeds, rates), model=args.model)
+    name = "_".join([NAME, *(["quick"] if args.quick else []), *([args.model] if args.model != "tiny" else [])])
+    results = Results(scale, args.reuse, name, args.device)
     make(args.rows, scale, results)
     checks = show(results, scale)
     if args.plot:

@@ -2,12 +2,17 @@
 
     python -m tests.perf.bench_offload_step [--millions 32] [--ranks 1] [--stage 2] [--turns 6] [--steps 8]
                                             [--device cpu|accelerator] [--device-ms MS ...] [--no-memory]
+    python -m tests.perf.bench_offload_step --model 1.5b [--sequence 2048] [--only NAME ...] [--device accelerator]
 
 Each way to train has its own process (one a rank), so that its memory can be metered; they take turns of a few steps.
 Where the CPU is the accelerator, the time that an accelerator would need is SIMULATED by a sleep in forward and in
 backward: once longer than the worker's pass, once shorter (see tests/perf/simulated_device.py for what that cannot
 show). Memory is the growth from a quarter of the parameters to all of them, in separate processes: what a process
 takes at any size (libraries, the worker's interpreter) is given apart.
+
+With ``--model`` a Llama is trained instead of a stack of linear layers, and nothing is simulated. Its optimizers do not
+fit beside each other, so the ways to train run one after the other, each in turn with nobody; every row is kept as soon
+as it is measured, in a file that later runs of other ways add to. Practicality is ZeRO's median step over the row's.
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from tests.perf import report, sides
+from tests.perf.language_model import SHAPES
 from tests.perf.sides import Side
-from tests.perf.stepping import StepFigures, bytes_now, link_bytes, open_bench, steps
+from tests.perf.stepping import StepFigures, Workload, bytes_now, link_bytes, open_bench, steps, use_of_device
 from tests.support.ranks import RankPool
 
 SIDES = (
@@ -35,19 +41,37 @@ SIDES = (
     sides.SELECTIVE_4_LAG,
     sides.PREDICTIVE_1_SLOW,
 )
+ALONE_SIDES = (
+    sides.ZERO,
+    sides.OFFLOAD_DEEPSPEED,
+    sides.UPSTREAM_SEQUENTIAL,
+    sides.UPSTREAM_OVERLAPPED,
+    sides.PREDICTIVE_1,
+    sides.PREDICTIVE_1_PREVIOUS,
+    sides.PREDICTIVE_4,
+    sides.PREDICTIVE_4_PREVIOUS,
+    sides.SELECTIVE_4_LAG,
+)
+"""What a Llama is trained with."""
+PROFILED_STEPS = 8
 WARM_UP_STEPS = 28  # five intervals of 4 are synchronous, two more settle
 TIMEOUT_SECONDS = 1200.0
 LONGER, SHORTER = 2.0, 0.25
+WAYS = ("down", "up")
 
 
 class Contestant:
     """One way to train, in processes of its own."""
 
-    def __init__(self, side: Side, millions: float, args: argparse.Namespace) -> None:
+    def __init__(self, side: Side, workload: Workload, args: argparse.Namespace, warm_up: int = WARM_UP_STEPS) -> None:
         self.side = side
         self._pool = RankPool(args.ranks, args.device)
-        self.parameters: int = self.call(open_bench, side, millions, args.stage, args.rows, args.threads)[0]
-        self.call(steps, WARM_UP_STEPS, 0.0)
+        try:
+            self.parameters: int = self.call(open_bench, side, workload, args.stage, args.threads)[0]
+            self.call(steps, warm_up, 0.0)
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         """What `body` returns on each rank.
@@ -76,7 +100,7 @@ def memory(side: Side, args: argparse.Namespace) -> dict[str, float | None]:
     """Bytes a parameter of this rank's partition: between a quarter of the parameters and all of them."""
     points = []
     for millions in (args.millions / 4, args.millions):
-        with closing(Contestant(side, millions, args)) as contestant:
+        with closing(Contestant(side, Workload(millions=millions, rows=args.rows), args)) as contestant:
             figures = contestant.call(bytes_now)[0]
             points.append((contestant.parameters / args.ranks, figures))
     (few, small), (many, large) = points
@@ -183,9 +207,11 @@ def compare(contestants: Sequence[Contestant], args: argparse.Namespace) -> dict
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    names = [side.name for side in SIDES]
+    names = list(dict.fromkeys(side.name for side in (*SIDES, *ALONE_SIDES)))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=32, help="million parameters (default 32)")
+    parser.add_argument("--model", choices=SHAPES, help="train this Llama, each way alone (default: linear layers)")
+    parser.add_argument("--sequence", type=int, help="tokens of a Llama's sequence (default: its shape's)")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2))
     parser.add_argument("--rows", type=int, default=4, help="rows of the batch: the real work of a step (default 4)")
@@ -201,6 +227,8 @@ def arguments() -> argparse.ArgumentParser:
 
 def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """All tables by title."""
+    if args.model:
+        return {f"{args.model}, sequence {sequence_of(args)}": measure_alone(args)}
     chosen = [side for side in SIDES if side.name in args.only]
     tables: dict[str, list[dict[str, Any]]] = {}
     memories: list[dict[str, Any]] = (
@@ -209,7 +237,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     with ExitStack() as stack:
         contestants = []
         for side in chosen:
-            contestant = Contestant(side, args.millions, args)
+            contestant = Contestant(side, Workload(millions=args.millions, rows=args.rows), args)
             contestants.append(stack.enter_context(closing(contestant)))
         tables |= compare(contestants, args)
         links = {contestant.side.name: contestant.call(link_bytes, 4)[0] for contestant in contestants}
@@ -226,12 +254,57 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return tables
 
 
+def sequence_of(args: argparse.Namespace) -> int:
+    """Tokens of a sequence."""
+    return args.sequence or SHAPES[args.model].sequence
+
+
+def measure_alone(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of the ways to train a Llama, those that earlier runs have left in the file included."""
+    name, rows = f"offload_step_{args.model}_{sequence_of(args)}", []
+    for side in (side for side in ALONE_SIDES if side.name in args.only):
+        rows = report.merge(name, vars(args), [alone(side, args)], key="variant")
+    shown = [{name: value for name, value in row.items() if name != "made"} for row in rows]
+    zero = next((row["median ms"] for row in rows if row["variant"] == sides.ZERO.name), None)
+    return [row if zero is None else row | {"practicality": zero / row["median ms"]} for row in shown]
+
+
+def alone(side: Side, args: argparse.Namespace) -> dict[str, Any]:
+    """One way to train a Llama: the times of its steps, the memory that it takes and what the profiler says."""
+    workload = Workload(model=args.model, sequence=sequence_of(args))
+    warm_up = 7 * side.interval if side.zenflow else 3  # five intervals are synchronous, two more settle
+    with closing(Contestant(side, workload, args, warm_up)) as contestant:
+        row = step_row(side, contestant.steps(args.turns * args.steps, 0.0), 0.0)
+        del row["simulated device ms"]
+        row["million parameters"] = contestant.parameters / 1e6
+        if not args.no_memory:
+            row |= {f"{name} GiB": b and b / 2**30 for name, b in contestant.call(bytes_now)[0].items()}
+            moved = contestant.call(link_bytes, 4)[0] or (None, None)
+            row |= {
+                f"link {way} B/parameter": b and b / contestant.parameters for way, b in zip(WAYS, moved, strict=True)
+            }
+            row |= _profiled(contestant.call(use_of_device, PROFILED_STEPS)[0], contestant.parameters)
+    return row
+
+
+def _profiled(use: dict[str, float | None] | None, parameters: int) -> dict[str, float | None]:
+    """Columns of what the profiler says; none of it is known where there is no device."""
+    names = {"compute_idle": "idle share, no kernel", "idle": "idle share, no kernel or copy"}
+    columns = {text: use and use[name] for name, text in names.items()}
+    for way in WAYS:
+        nbytes = use and use[f"bytes_{way}"]
+        columns[f"profiled {way} B/parameter"] = None if not nbytes else nbytes / PROFILED_STEPS / parameters
+    return columns
+
+
 def main() -> None:
     args = arguments().parse_args()
     tables = measure(args)
     for title, rows in tables.items():
         names = dict.fromkeys(name for row in rows for name in row)
         print(f"\n{title}\n\n{report.table(rows, {name: show for name in names})}")
+    if args.model:  # written row by row
+        return
     rows = [{"table": title, **row} for title, rows in tables.items() for row in rows]
     print(f"\nwritten to {report.write('offload_step', vars(args), rows)}")
 

@@ -1,11 +1,14 @@
 """Start-up of the ZeRO-1/2 optimizer: upstream's two paths and each flatten tier, side by side in one run.
 
     python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--repeats 5] [--offload] [--device cpu|accelerator]
+                                       [--only VARIANT ...]
 
 Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating between variants.
 Peak bytes of accelerator memory, relative to P, the bytes of the parameters: of the whole construction by the
 accelerator's allocator; where the CPU is the accelerator, of the flattening alone by a byte-exact meter in separate,
-untimed turns.
+untimed turns. Peak bytes of host memory are the growth of the process's resident pages during the construction, and
+what torch's allocator has page-locked, both relative to P. GB/s are P over the time of the construction, and over that
+of the flattening in it where that is known, beside the speed of plain copies measured in the same run.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch import nn
 import deepspeed_ext
 from deepspeed_ext.engine import Engine
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
-from tests.perf import report
+from tests.perf import bandwidth, host_peak, report
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
 
@@ -39,14 +42,16 @@ VARIANTS = ("upstream host path", "upstream accelerator path", "accelerator", "d
 class Blocks(nn.Module):
     """Parameters in the shapes of a transformer, in bf16 on the accelerator; it is never run."""
 
-    def __init__(self, millions: int, hidden: int = 1024) -> None:
+    def __init__(self, millions: int) -> None:
         super().__init__()
+        hidden = 1024 if millions < 1000 else 2048 if millions < 3000 else 4096
         shapes = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden), (hidden,), (hidden,)]
         count = max(1, millions * 10**6 // sum(torch.Size(shape).numel() for shape in shapes))
         device = get_accelerator().current_device_name()
-        make = torch.empty if millions > 1000 else torch.randn
         self.blocks = nn.ParameterList(
-            nn.Parameter(make(shape, dtype=torch.bfloat16, device=device)) for _ in range(count) for shape in shapes
+            nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device))
+            for _ in range(count)
+            for shape in shapes
         )
 
 
@@ -76,7 +81,7 @@ class Clock:
     def __init__(self, meter: LiveBytes | None) -> None:
         self.meter = meter
         self.seconds = self.cpu_seconds = 0.0
-        self.peak_bytes = 0
+        self.peak_bytes = self.host_bytes = self.pinned_bytes = 0
 
     def around(self, original: Any) -> Any:
         """A method that times `original`, the engine's construction of its ZeRO optimizer."""
@@ -85,12 +90,15 @@ class Clock:
             accelerator = get_accelerator()
             accelerator.synchronize()
             accelerator.reset_peak_memory_stats()
+            host_peak.forget_pinned()
             dist.barrier()
+            host = host_peak.HostPeak()
             wall, cpu = time.perf_counter(), time.process_time()
             result = original(engine, optimizer)
             accelerator.synchronize()
             self.seconds, self.cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
             self.peak_bytes = self.meter.peak["accelerator"] if self.meter else accelerator.max_memory_allocated()
+            self.host_bytes, self.pinned_bytes = host.nbytes or 0, host_peak.pinned() or 0
             return result
 
         return functools.wraps(original)(method)
@@ -135,6 +143,10 @@ def one_turn(variant: str, millions: int, offload: bool, metered: bool) -> dict[
         "cpu seconds": clock.cpu_seconds,
         "flatten seconds": flatten,
         "peak / P": clock.peak_bytes / parameter_bytes,
+        "host peak / P": clock.host_bytes / parameter_bytes,
+        "pinned peak / P": clock.pinned_bytes / parameter_bytes,
+        "GB/s": parameter_bytes / clock.seconds / 1e9,
+        "flatten GB/s": parameter_bytes / flatten / 1e9 if flatten else 0.0,
     }
 
 
@@ -152,15 +164,21 @@ def body(variants: list[str], millions: int, offload: bool, repeats: int) -> dic
     return turns
 
 
+COLUMNS = ("seconds", "cpu seconds", "flatten seconds", "peak / P", "host peak / P", "pinned peak / P")
+SPEEDS = ("GB/s", "flatten GB/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, default=64, help="million parameters (default 64)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--offload", action="store_true", help="with the optimizer offloaded to the CPU")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     args = parser.parse_args()
-    variants = [variant for variant in VARIANTS if variant != "distributed" or args.ranks > 1]
+    variants = [v for v in VARIANTS if v in args.only and (v != "distributed" or args.ranks > 1)]
+    copies = run_ranks(1, bandwidth.measure, 512 if args.device == "accelerator" else 64, device=args.device)[0]
     ranks = run_ranks(
         args.ranks, body, variants, args.millions, args.offload, args.repeats, device=args.device, timeout_seconds=3000
     )
@@ -168,7 +186,7 @@ def main() -> None:
     for variant in variants:
         slowest = [max(turns, key=lambda r: r["seconds"]) for turns in zip(*(r[variant] for r in ranks), strict=True)]
         row: dict[str, Any] = {"variant": variant}
-        for name in ("seconds", "cpu seconds", "flatten seconds", "peak / P"):
+        for name in (*COLUMNS, *SPEEDS):
             row[name] = report.summary([result[name] for result in slowest])
         rows.append(row)
     base = rows[0]["seconds"]["median"]
@@ -178,9 +196,16 @@ def main() -> None:
     def spread(value: dict[str, float]) -> str:
         return f"{value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})"
 
-    columns = {"variant": "", "seconds": spread, "ratio": ".3f", "cpu seconds": spread, "flatten seconds": spread}
-    print(report.table(rows, {**columns, "peak / P": lambda value: f"{value['median']:.3f}"}))
-    print(f"\nwritten to {report.write('startup', vars(args), rows)}")
+    def median(value: dict[str, float]) -> str:
+        return f"{value['median']:.3f}"
+
+    columns: dict[str, Any] = {"variant": "", "seconds": spread, "ratio": ".3f"}
+    columns |= {name: spread if "seconds" in name else median for name in (*COLUMNS[1:], *SPEEDS)}
+    print(report.table(rows, columns))
+    print("copies, GB/s: " + ", ".join(f"{name} {speed:.1f}" for name, speed in copies.items()))
+    name = "startup" if args.device == "cpu" else f"startup_{args.millions}m_{args.ranks}ranks"
+    name += "_offload" if args.offload and args.device != "cpu" else ""
+    print(f"\nwritten to {report.write(name, vars(args) | {'copies GB/s': copies}, rows)}")
 
 
 if __name__ == "__main__":

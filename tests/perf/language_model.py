@@ -1,9 +1,10 @@
-"""The reference task of the convergence benchmark: a small Llama that learns to continue bytes of Python source."""
+"""The models of the benchmarks, Llamas of several sizes, and a task for them: to continue bytes of Python source."""
 
 from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -11,12 +12,38 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-Corpus = Literal["standard library", "torch.nn"]
+Corpus = Literal["standard library", "whole standard library", "torch.nn"]
 
-VOCABULARY = 256
-SEQUENCE = 128
-BATCH = 8
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and of what it is trained on.
+
+    Attributes:
+        sequence, batch: tokens of a sequence, and sequences of an optimizer step over all ranks.
+        recompute: activations inside a block are computed again in backward instead of kept.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocabulary: int = 256
+    sequence: int = 128
+    batch: int = 8
+    recompute: bool = False
+
+
+SHAPES = {
+    "tiny": Shape(128, 4, 4, 344),  # 0.86 million parameters: the reference task of the convergence benchmark
+    "toy": Shape(64, 2, 2, 172, vocabulary=512, sequence=32, batch=1, recompute=True),
+    "100m": Shape(768, 14, 12, 2048, sequence=512, batch=16),
+    "0.5b": Shape(1280, 21, 10, 3456, vocabulary=32000, sequence=2048, batch=1, recompute=True),
+    "1.5b": Shape(2048, 27, 16, 5504, vocabulary=32000, sequence=2048, batch=1, recompute=True),
+    "3b": Shape(2560, 36, 20, 6912, vocabulary=32000, sequence=2048, batch=1, recompute=True),
+}
 
 
 class Attention(nn.Module):
@@ -51,19 +78,21 @@ class Block(nn.Module):
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
-class TinyLlama(nn.Module):
-    """0.86 million parameters, embedding and head untied; the forward pass returns the mean loss of a batch.
+class Llama(nn.Module):
+    """A decoder, embedding and head untied; the forward pass returns the mean loss of a batch.
 
     The initial weights depend on torch's default generator only.
     """
 
-    def __init__(self, hidden: int = 128, layers: int = 4, heads: int = 4, intermediate: int = 344) -> None:
+    def __init__(self, shape: Shape = SHAPES["tiny"]) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, heads, intermediate) for _ in range(layers))
+        hidden = shape.hidden
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocabulary, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, shape.heads, shape.intermediate) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(hidden, 1e-6)
-        self.head = nn.Linear(hidden, VOCABULARY, bias=False)
-        self.half_head_size = hidden // heads // 2
+        self.head = nn.Linear(hidden, shape.vocabulary, bias=False)
+        self.half_head_size = hidden // shape.heads // 2
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -73,7 +102,7 @@ class TinyLlama(nn.Module):
         x = self.embed(tokens)
         cos, sin = self._rotation(x)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = checkpoint(block, x, cos, sin, use_reentrant=False) if self.shape.recompute else block(x, cos, sin)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -91,20 +120,26 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @cache
 def text(corpus: Corpus) -> torch.Tensor:
-    """The bytes of a corpus, 1-D uint8: the first 60 files of the standard library, or all of torch.nn, by name."""
+    """The bytes of a corpus, 1-D uint8: 60 files of the standard library, all but its tests, or all of torch.nn."""
+    library = Path(sysconfig.get_path("stdlib"))
     if corpus == "standard library":
-        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
+        paths = sorted(library.glob("*.py"))[:60]
+    elif corpus == "whole standard library":
+        left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+        paths = [p for p in sorted(library.rglob("*.py")) if left_out.isdisjoint(p.relative_to(library).parts)]
     else:
         paths = sorted(Path(nn.__file__).parent.rglob("*.py"))
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
 
 
-def batches(corpus: Corpus, seed: int, steps: int, rank: int = 0, world_size: int = 1) -> Iterator[torch.Tensor]:
-    """This rank's share of the same `steps` batches, int64: all ranks together see `BATCH` sequences a step."""
+def batches(
+    corpus: Corpus, seed: int, steps: int, rank: int = 0, world_size: int = 1, shape: Shape = SHAPES["tiny"]
+) -> Iterator[torch.Tensor]:
+    """This rank's share of the same `steps` batches, int64: all ranks together see `shape.batch` sequences a step."""
     source = text(corpus)
     generator = torch.Generator().manual_seed(seed)
-    share = BATCH // world_size
+    share = shape.batch // world_size
     for _ in range(steps):
-        starts = torch.randint(0, source.numel() - SEQUENCE, (BATCH,), generator=generator)
+        starts = torch.randint(0, source.numel() - shape.sequence, (shape.batch,), generator=generator)
         mine = starts[rank * share : (rank + 1) * share]
-        yield torch.stack([source[start : start + SEQUENCE] for start in mine]).long()
+        yield torch.stack([source[start : start + shape.sequence] for start in mine]).long()

@@ -45,21 +45,30 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str | Callable[[Any
 
 def provenance() -> dict[str, Any]:
     """Versions, hardware, commit, command and date."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.get_device_module(accelerator).get_device_name() if accelerator is not None else "none"
     return {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "versions": {name: version(name) for name in ("torch", "deepspeed")} | {"python": platform.python_version()},
+        "commit": commit(),
+        "versions": {name: version(name) for name in ("torch", "deepspeed")}
+        | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"},
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "accelerator": device,
         "load_at_end": os.getloadavg()[0],
     }
+
+
+def commit() -> str:
+    """The commit that is measured; of a copy without its history, what DSEXT_COMMIT says."""
+    if given := os.environ.get("DSEXT_COMMIT"):
+        return given
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def cpu_model() -> str:
@@ -71,8 +80,9 @@ def cpu_model() -> str:
 
 
 def path_of(name: str) -> Path:
-    """Where the result `name` is kept: ``outputs/bench/<name>.json``."""
-    return ROOT / "outputs" / "bench" / f"{name}.json"
+    """Where the result `name` is kept: ``outputs/bench/<name>.json``, or in the folder that the variable OUT names."""
+    folder = os.environ.get("OUT")
+    return (Path(folder) if folder else ROOT / "outputs" / "bench") / f"{name}.json"
 
 
 def write(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
@@ -81,3 +91,16 @@ def write(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance(), "settings": settings, "rows": list(rows)}, indent=2) + "\n")
     return path
+
+
+def merge(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Write `rows` beside those that the file holds from earlier runs, in place of any with the same `key`.
+
+    Each row carries the provenance of its own run. Returns all rows of the file.
+    """
+    path, made = path_of(name), provenance()
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    fresh = {row[key] for row in rows}
+    merged = [row for row in kept if row[key] not in fresh] + [{**row, "made": made} for row in rows]
+    write(name, settings, merged)
+    return merged

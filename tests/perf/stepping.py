@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +16,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from tests.perf import host_peak
+from tests.perf.idle import profiled
+from tests.perf.language_model import SHAPES, Llama
 from tests.perf.link_meter import LinkBytes
 from tests.perf.sides import Side, initialize, rank_and_size
 from tests.perf.simulated_device import SimulatedDevice
 
 BUCKET_NUMEL = 1 << 22
+LLAMA_BUCKET_NUMEL = 1 << 27
 
 
 class Linears(nn.Module):
@@ -36,6 +40,46 @@ class Linears(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x.float().pow(2).mean()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is computed in a step.
+
+    Attributes:
+        model: "linears", or one of `language_model.SHAPES`.
+        millions, rows: of the linears: their parameters, and the rows that they see.
+        sequence: of a Llama: tokens; None: its shape's.
+    """
+
+    model: str = "linears"
+    millions: float = 32
+    rows: int = 4
+    sequence: int | None = None
+
+    @property
+    def bucket_numel(self) -> int:
+        """Elements that are reduced together."""
+        return BUCKET_NUMEL if self.model == "linears" else LLAMA_BUCKET_NUMEL
+
+    def build(self, device: str) -> nn.Module:
+        """The model: linears in fp32 on the host, a Llama in bf16 on `device`, where it is made."""
+        if self.model == "linears":
+            return Linears(self.millions)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(device):
+                return Llama(SHAPES[self.model])
+        finally:
+            torch.set_default_dtype(default)
+
+    def batch(self, device: str) -> torch.Tensor:
+        """The same input for every step, on `device`."""
+        if self.model == "linears":
+            return torch.randn(self.rows, 1024, dtype=torch.bfloat16, device=device)
+        shape = SHAPES[self.model]
+        return torch.randint(0, shape.vocabulary, (shape.batch, self.sequence or shape.sequence), device=device)
 
 
 @dataclass(frozen=True)
@@ -58,16 +102,17 @@ class StepFigures:
 class Bench:
     """An engine in the making or at work on this rank."""
 
-    def __init__(self, side: Side, millions: float, stage: int, rows: int, threads: int | None) -> None:
+    def __init__(self, side: Side, workload: Workload, stage: int, threads: int | None) -> None:
         self.side, self.waited = side, 0.0
         self._use_threads(threads)
         self.device = get_accelerator().current_device_name()
         self.baseline = tree_bytes()
-        self.model = SimulatedDevice(Linears(millions))
+        host_peak.forget_pinned()
+        self.model = SimulatedDevice(workload.build(self.device))
         self.parameters = sum(p.numel() for p in self.model.parameters())
         settings = {"stage": stage, "micro_batch": 1, "lr": 1e-4, "weight_decay": 0.1}
-        self.engine = initialize(side, self.model, **settings, reduce_bucket_size=BUCKET_NUMEL)
-        self.input = torch.randn(rows, 1024, dtype=torch.bfloat16, device=self.device)
+        self.engine = initialize(side, self.model, **settings, reduce_bucket_size=workload.bucket_numel)
+        self.input = workload.batch(self.device)
         self._time_upstreams_wait()
 
     def _use_threads(self, threads: int | None) -> None:
@@ -92,6 +137,12 @@ class Bench:
 
         return method
 
+    def plain_steps(self, count: int) -> None:
+        """Steps as a training loop makes them: nothing waits for the accelerator but what has to."""
+        for _ in range(count):
+            self.engine.backward(self.engine(self.input))
+            self.engine.step()
+
     def step(self) -> StepFigures:
         synchronize = get_accelerator().synchronize
         synchronize()
@@ -114,10 +165,10 @@ class Bench:
 _bench: Bench | None = None
 
 
-def open_bench(side: Side, millions: float, stage: int, rows: int, threads: int | None = None) -> int:
+def open_bench(side: Side, workload: Workload, stage: int, threads: int | None = None) -> int:
     """Body of a rank: build the engine, keep it for the next calls, and return its number of parameters."""
     global _bench
-    _bench = Bench(side, millions, stage, rows, threads)
+    _bench = Bench(side, workload, stage, threads)
     return _bench.parameters
 
 
@@ -134,7 +185,8 @@ def bytes_now() -> dict[str, float | None]:
     ``tree``: by which this process and its children have grown since before the engine, shared pages counted once;
     ``device``: by the accelerator's allocator at its peak, or where the CPU is the accelerator, the 16-bit weights and
     what our estimate keeps beside them (without offload: everything); ``host``: the tree, less the device's bytes where
-    they are in it; ``arena``: touched pages of ours.
+    they are in it; ``arena``: touched pages of ours; ``pinned``: what torch's allocator has page-locked, which may be
+    in the tree or not.
     """
     assert _bench is not None
     accelerator = get_accelerator()
@@ -149,7 +201,8 @@ def bytes_now() -> dict[str, float | None]:
     if on_cpu:
         device = sum(storages.values()) if _bench.side.offload else tree
     arena = None if adam is None else adam.resident_bytes()
-    return {"tree": tree, "device": device, "host": tree - device if on_cpu else tree, "arena": arena}
+    host = tree - device if on_cpu else tree
+    return {"tree": tree, "device": device, "host": host, "arena": arena, "pinned": host_peak.pinned()}
 
 
 def link_bytes(count: int) -> tuple[float, float] | None:
@@ -167,6 +220,13 @@ def link_bytes(count: int) -> tuple[float, float] | None:
         figures = _bench.engine.optimizer.measurements()
         moved.append((figures["zenflow_bytes_down"], figures["zenflow_bytes_up"]))
     return sum(down for down, _ in moved) / count, sum(up for _, up in moved) / count
+
+
+def use_of_device(count: int) -> dict[str, float | None] | None:
+    """Body of a rank: what the profiler says of the device over `count` steps; None where it says nothing."""
+    assert _bench is not None
+    use = profiled(lambda: _bench.plain_steps(count))
+    return None if use is None else asdict(use)
 
 
 def tree_bytes() -> int:

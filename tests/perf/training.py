@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from tests.perf.language_model import BATCH, Corpus, TinyLlama, batches
+from tests.perf.language_model import SHAPES, Corpus, Llama, batches
 from tests.perf.sides import Side, engine_of, parameters_of, rank_and_size
 
 
@@ -21,6 +21,7 @@ class Training:
 
     Attributes:
         seed: of the data; the initial weights are the same for every seed.
+        model: one of `language_model.SHAPES`.
         start: file of weights to start from; None: from the initial ones.
         keep: file to which the weights after `keep_after` steps go, if given.
     """
@@ -36,22 +37,25 @@ class Training:
     start: str | None = None
     keep: str | None = None
     keep_after: int = 0
+    model: str = "tiny"
 
     def key(self) -> dict[str, Any]:
         """What identifies the training in a stored result."""
         values = dataclasses.asdict(self)
         del values["keep"], values["keep_after"]
         del values["side"]["native"]  # the kernels agree to rounding
+        if self.model == "tiny":
+            del values["model"]
         return values | {"start": self.start and Path(self.start).name}
 
 
-def new_model(start: str | None = None) -> TinyLlama:
-    """The model with its initial weights, or those of a file."""
+def new_model(start: str | None = None, model: str = "tiny") -> Llama:
+    """A model with its initial weights, or those of a file."""
     torch.manual_seed(0)
-    model = TinyLlama()
+    llama = Llama(SHAPES[model])
     if start is not None:
-        model.load_state_dict(torch.load(start))
-    return model
+        llama.load_state_dict(torch.load(start))
+    return llama
 
 
 def train(training: Training) -> dict[str, list[float]]:
@@ -60,9 +64,10 @@ def train(training: Training) -> dict[str, list[float]]:
     device = get_accelerator().current_device_name()
     losses, seconds = [], []
     settings = {"lr": training.lr, "weight_decay": training.weight_decay, "stage": training.stage}
-    with engine_of(training.side, new_model(training.start), micro_batch=BATCH // world_size, **settings) as engine:
+    shape, model = SHAPES[training.model], new_model(training.start, training.model)
+    with engine_of(training.side, model, micro_batch=shape.batch // world_size, **settings) as engine:
         begin = time.perf_counter()
-        data = batches(training.corpus, training.seed, training.steps, rank, world_size)
+        data = batches(training.corpus, training.seed, training.steps, rank, world_size, shape)
         for step, tokens in enumerate(data, start=1):
             loss = engine(tokens.to(device))
             engine.backward(loss)
@@ -86,6 +91,8 @@ def untrained(corpus: Corpus, seed: int, steps: int, start: str) -> list[float]:
 def changed_by_initialize(side: Side, stage: int) -> int:
     """Body of a rank: how many elements of the model's weights `initialize` alone changes."""
     before = {name: value.detach().bfloat16() for name, value in new_model().named_parameters()}
-    with engine_of(side, new_model(), micro_batch=BATCH, lr=1e-3, weight_decay=0.1, stage=stage) as engine:
+    with engine_of(
+        side, new_model(), micro_batch=SHAPES["tiny"].batch, lr=1e-3, weight_decay=0.1, stage=stage
+    ) as engine:
         after = {name: value.cpu() for name, value in parameters_of(engine)}
     return sum(int((after[name].view(torch.int16) != value.view(torch.int16)).sum()) for name, value in before.items())

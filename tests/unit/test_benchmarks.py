@@ -21,6 +21,7 @@ TINY = Scale(steps=6, seeds=1, rates=(1e-3,), base_steps=4, tuning_steps=4, stag
 @pytest.fixture(autouse=True)
 def _own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.delenv("OUT", raising=False)
 
 
 def test_convergence_trains_keeps_and_reuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,180 @@
+"""What makes a missing synchronisation of ZenFlow's copies visible: late producers, poisoned targets, waiting copies.
+
+All of it is about the copies between an accelerator and the arena. Where the CPU is the accelerator there are no
+streams and everything happens in order: then `late_and_poisoned` shows only that nothing is read before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.zenflow.blocks import AdamBlocks
+from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zenflow.predict import Estimator
+from deepspeed_ext.zenflow.predictive import PredictiveAdam
+from deepspeed_ext.zenflow.transfers import Transfers
+
+DELAY_WIDTH, DELAY_PRODUCTS = 4096, 8  # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
+
+
+def delay() -> None:
+    """Keep the current stream busy for a while with a chain of matrix products; the host does not wait."""
+    accelerator = get_accelerator()
+    on_cpu = accelerator.is_synchronized_device()
+    width, products = (16, 1) if on_cpu else (DELAY_WIDTH, DELAY_PRODUCTS)
+    x = torch.full((width, width), 1.0 / width, device=accelerator.current_device_name())
+    for _ in range(products):
+        x = x @ x
+
+
+@contextmanager
+def late_and_poisoned() -> Iterator[dict[str, int]]:
+    """Let every copy's source be late and every copy's target hold NaN before; correct code notices nothing.
+
+    Down: a gradient is NaN until a long chain on its stream has ended, and so is the place it is copied to. Up: what
+    the worker published, and its block means, turn into NaN when the next submission begins, by when they must have
+    been read, while the reads themselves are held up by a long chain; the weights they go to are NaN before. Hot state
+    is stepped behind such a chain.
+
+    Yields:
+        How often each kind of copy was poisoned.
+    """
+    poison = _Poison()
+    with ExitStack() as stack:
+        _patch(stack, Transfers, "to_host", poison.to_host)
+        _patch(stack, Estimator, "predict", poison.predict)
+        _patch(stack, OffloadedAdam, "_take_published", poison.take_published)
+        _patch(stack, PredictiveAdam, "_read_results", poison.read_results)
+        _patch(stack, OffloadedAdam, "_send", poison.send)
+        _patch(stack, AdamBlocks, "step", poison.step_hot)
+        yield poison.counts
+
+
+class _Poison:
+    """Methods that take a method of the package and return one that is late and poisoned."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(("gradients", "published", "block means", "hot state"), 0)
+
+    def to_host(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(transfers: Transfers, source: torch.Tensor, target: torch.Tensor) -> None:
+            self.counts["gradients"] += 1
+            produced = source.clone()
+            target.fill_(float("nan"))
+            source.fill_(float("nan"))
+            delay()
+            source.copy_(produced)
+            original(transfers, source, target)
+
+        return method
+
+    def predict(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(estimator: Estimator, weights: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            weights.fill_(float("nan"))
+            delay()
+            original(estimator, weights, *args, **kwargs)
+
+        return method
+
+    def take_published(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(adam: OffloadedAdam[Any], index: int) -> None:
+            adam._weights(index).fill_(float("nan"))
+            delay()
+            original(adam, index)
+
+        return method
+
+    def read_results(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(adam: PredictiveAdam) -> None:
+            delay()
+            original(adam)
+
+        return method
+
+    def send(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(adam: OffloadedAdam[Any], tasks: Any, gradients: int) -> None:
+            submit = adam.process.submit
+
+            def poisoning(submitted: Any) -> None:  # the worker is idle, and all that it wrote must have been read
+                for task in submitted:
+                    self._poison_results(adam.partitions[task.partition])
+                submit(submitted)
+
+            with patch.object(adam.process, "submit", poisoning):
+                original(adam, tasks, gradients)
+
+        return method
+
+    def step_hot(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(blocks: AdamBlocks, *args: Any, **kwargs: Any) -> None:
+            self.counts["hot state"] += 1
+            delay()
+            original(blocks, *args, **kwargs)
+
+        return method
+
+    def _poison_results(self, partition: Any) -> None:
+        partition.published.fill_(float("nan"))
+        self.counts["published"] += 1
+        if hasattr(partition, "block_means"):
+            partition.block_means.fill_(float("nan"))
+            self.counts["block means"] += 1
+
+
+@contextmanager
+def synchronous() -> Iterator[None]:
+    """Let the whole device come to rest before and after everything that starts a copy."""
+
+    def resting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            get_accelerator().synchronize()
+            result = original(*args, **kwargs)
+            get_accelerator().synchronize()
+            return result
+
+        return method
+
+    with ExitStack() as stack:
+        for owner, name in (
+            (Transfers, "to_host"),
+            (Transfers, "finish"),
+            (Estimator, "predict"),
+            (Estimator, "move"),
+            (OffloadedAdam, "_take_published"),
+            (PredictiveAdam, "_read_results"),
+            (AdamBlocks, "step"),
+        ):
+            _patch(stack, owner, name, resting)
+        yield
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Leave out that a gradient's copy waits for the gradient: the mistake that the tests must be able to see."""
+
+    def to_host(original: Callable[..., None]) -> Callable[..., None]:
+        def method(transfers: Transfers, source: torch.Tensor, target: torch.Tensor) -> None:
+            if transfers._stream is None:
+                original(transfers, source, target)
+                return
+            with get_accelerator().stream(transfers._stream):
+                target.copy_(source, non_blocking=True)
+                source.record_stream(transfers._stream)
+
+        return method
+
+    with ExitStack() as stack:
+        _patch(stack, Transfers, "to_host", to_host)
+        yield
+
+
+def _patch(stack: ExitStack, owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))

@@ -1,0 +1,116 @@
+"""Tests that run on the CPU everywhere, the same bodies on a real accelerator: one rank, and two that share a device.
+
+One rank talks through the accelerator's own backend (NCCL), two ranks on one device through gloo. Tiered flattening
+has its own file, ``test_flatten_gpu.py``; copies have theirs, ``test_zenflow_copies.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import zenflow_config
+from tests.unit import test_gather_parity as gather
+from tests.unit import test_zenflow_composition as composition
+from tests.unit import test_zenflow_resume as resume
+from tests.unit import test_zenflow_selective as selective
+from tests.unit import test_zenflow_streaming as streaming
+from tests.unit import test_zenflow_training as training
+
+pytestmark = pytest.mark.gpu
+RANKS = [1, 2]
+STAGES = [1, 2, 3]
+
+
+def on(ranks: int, body: Any, *args: Any) -> list[Any]:
+    return run_ranks(ranks, body, *args, device="accelerator", timeout_seconds=280)
+
+
+def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("way", gather.WAYS)
+@pytest.mark.parametrize("dtype", gather.DTYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gather_equals_upstream(ranks: int, dtype: str, way: str) -> None:
+    for losses, _, _ in on(ranks, gather.body, dtype, 1, 600, way):
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_initialize_changes_no_weight(stage: int, ranks: int) -> None:
+    expected = {name: p.detach().bfloat16().float() for name, p in training._start().named_parameters()}
+    for found in on(ranks, training.initial_weights, stage, torch.bfloat16):
+        assert same_weights(expected, found)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_zenflow_without_overlap_is_zero_offload(stage: int, ranks: int) -> None:
+    config = zenflow_config(stage, torch.float32, overlap_step=False)
+    for expected, actual in on(ranks, training.with_and_without, config, training.STEPS):
+        assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert training.difference(expected, actual) < 1e-4
+
+
+@pytest.mark.parametrize(("interval", "tolerance"), [(1, 0.02), (4, 0.06)])  # as on the CPU
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_predicted_run_stays_with_adamw(stage: int, ranks: int, interval: int, tolerance: float) -> None:
+    config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=interval, lr=1e-2)
+    for expected, actual in on(ranks, training.with_and_without, config, 40):
+        assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_leave_during_backward_change_nothing(stage: int, ranks: int, interval: int) -> None:
+    config = zenflow_config(stage, update_interval=interval, predict_clip="previous", full_warm_up_rounds=2)
+    streamed = on(ranks, streaming.copies_and_result, config, 8, True)
+    whole = on(ranks, streaming.copies_and_result, config, 8, False)
+    for ours, theirs in zip(streamed, whole, strict=True):
+        assert ours["copied"]["outside"] > 0
+        assert ours["losses"] == theirs["losses"]
+        assert same_weights(ours["weights"], theirs["weights"])
+
+
+@pytest.mark.parametrize("zenflow", [{"update_interval": 1}, {"update_interval": 2}], ids=["1", "2"])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_continues_to_the_bit(stage: int, ranks: int, zenflow: dict[str, Any], tmp_path: Path) -> None:
+    config = zenflow_config(stage, full_warm_up_rounds=2, **zenflow)
+    assert on(ranks, resume.resume_at_every_step, config, 2, 5, str(tmp_path)) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_selective_is_zero_offload_where_nothing_is_deferred(stage: int, ranks: int) -> None:
+    config = selective.selective_config(stage, update_interval=1)
+    for expected, actual in on(ranks, selective.with_and_without, config, 12):
+        assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(actual.weights[name], weight, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
+    config = selective.selective_config(stage, torch.bfloat16, overlap_step=True)
+    plain = on(1, selective.losses_of, config, 14)[0]
+    config["zero_optimization"]["zenflow"]["offload"] = True
+    offloaded = on(1, selective.losses_of, config, 14)[0]
+    assert plain[0] == offloaded[0]
+    assert same_weights(plain[1]["weights"], offloaded[1]["weights"])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int, ranks: int) -> None:
+    for found in on(ranks, composition.exact_and_back, zenflow_config(stage, update_interval=1)):
+        assert found == [True] * 4

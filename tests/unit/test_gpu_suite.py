@@ -1,0 +1,216 @@
+"""The measurements for a GPU run at toy sizes without one, and no part of the suite can harm another."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.perf import bandwidth, bench_offload_step, bench_startup, sides, suite
+from tests.perf.idle import covered, device_use, profiled
+from tests.perf.language_model import SHAPES, Llama
+from tests.perf.suite import Part
+from tests.support.ranks import run_ranks
+from tools import offline, wheels
+
+
+@pytest.fixture(autouse=True)
+def _own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+
+
+# -- the suite ------------------------------------------------------------------------------------------------------
+
+
+def fake(name: str, statement: str, limit: float = 60) -> Part:
+    arguments = ("-n", "1", "-r", "1", statement)
+    return Part(name, "timeit", arguments, arguments, limit)
+
+
+def test_a_part_that_fails_or_overruns_loses_nothing_of_the_others(tmp_path: Path) -> None:
+    chosen = [
+        fake("good", "print('measured')"),
+        fake("bad", "raise SystemExit('broken')"),
+        fake("slow", "import time; print('begun', flush=True); time.sleep(60)", limit=3),
+        fake("last", "pass"),
+    ]
+    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--budget", "200"])
+    assert suite.measure(chosen, args) == 1
+    rows = {row["part"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
+    assert {part: row["state"] for part, row in rows.items()} == {
+        "good": "done",
+        "bad": "failed",
+        "slow": "overran",
+        "last": "done",
+    }
+    assert "measured" in rows["good"]["output"]
+    assert "broken" in rows["bad"]["output"]
+    assert "begun" in rows["slow"]["output"]
+    assert rows["slow"]["seconds"] < 30
+
+
+def test_what_is_done_is_not_repeated_and_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--toy", "--resume", "--budget"]
+    assert suite.measure([fake("one", "pass")], suite.arguments().parse_args([*arguments, "100"])) == 0
+    both = [fake("one", "raise SystemExit(1)"), fake("two", "pass")]
+    assert suite.measure(both, suite.arguments().parse_args([*arguments, "1"])) == 1
+    rows = {row["part"]: row["state"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
+    assert rows == {"one": "done", "two": "left out"}
+
+
+def test_without_an_accelerator_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert suite.main(["--parts", "startup"]) == 1
+    assert "sees no accelerator" in capsys.readouterr().err
+    assert suite.main(["--parts", "step/9b"]) == 2
+    assert "step/9b" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_pick_a_part_and_all_below_it() -> None:
+    names = [part.name for part in suite.parts()]
+    assert len(names) == len(set(names))
+    below = [part.name for part in suite.parts() if part.is_in(["step/1.5b/2048"])]
+    assert len(below) == len(bench_offload_step.ALONE_SIDES)
+    assert all(name.startswith("step/1.5b/2048/") for name in below)
+    assert not any(part.is_in(["step/1.5b/204"]) for part in suite.parts())
+
+
+def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
+    for part in suite.parts():
+        if part.module == "tests.perf.bench_offload_step":
+            for arguments in (part.arguments, part.toy):
+                args = bench_offload_step.arguments().parse_args([*arguments, "--device", "cpu"])
+                assert len(args.only) == 1
+
+
+# -- what the parts measure -----------------------------------------------------------------------------------------
+
+
+def test_a_decoder_is_measured_one_way_after_the_other_and_rows_add_up(tmp_path: Path) -> None:
+    def measured(side: sides.Side) -> list[dict[str, Any]]:
+        command = ["--model", "toy", "--sequence", "16", "--turns", "1", "--steps", "2", "--only", side.name]
+        (rows,) = bench_offload_step.measure(bench_offload_step.arguments().parse_args(command)).values()
+        return rows
+
+    (first,) = measured(sides.ZERO)
+    assert first["practicality"] == 1.0
+    rows = measured(sides.PREDICTIVE_1_PREVIOUS)
+    assert [row["variant"] for row in rows] == ["ZeRO", "predictive, interval 1, clip previous"]
+    assert rows[1]["practicality"] == pytest.approx(rows[0]["median ms"] / rows[1]["median ms"])
+    assert rows[1]["link down B/parameter"] == rows[1]["link up B/parameter"] == 2
+    assert rows[1]["idle share, no kernel"] is None, "no device, no idle share"
+    kept = json.loads((tmp_path / "offload_step_toy_16.json").read_text())["rows"]
+    assert all(row["made"]["versions"]["torch"] == torch.__version__ for row in kept)
+
+
+def test_startup_gives_time_and_memory_of_both_sides() -> None:
+    variants = ["upstream host path", "host"]
+    (found,) = run_ranks(1, bench_startup.body, variants, 1, False, 1)
+    for name in variants:
+        (result,) = found[name]
+        assert result["seconds"] > 0
+        assert result["GB/s"] > 0
+        assert result["host peak / P"] >= 2, "the fp32 masters alone"
+    assert found["host"][0]["peak / P"] < found["upstream host path"][0]["peak / P"]
+
+
+def test_copies_are_measured() -> None:
+    assert list(run_ranks(1, bandwidth.measure, 4)[0]) == ["host"]
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("100m", 1e8), ("0.5b", 5e8), ("1.5b", 1.5e9), ("3b", 3e9)])
+def test_models_have_the_size_that_they_are_called_by(name: str, parameters: float) -> None:
+    with torch.device("meta"):
+        model = Llama(SHAPES[name])
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.02)
+
+
+def test_recomputed_activations_change_no_gradient() -> None:
+    shape = SHAPES["toy"]
+    grads = []
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        model = Llama(replace(shape, recompute=recompute))
+        model(torch.arange(shape.sequence)[None]).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+# -- the idle share -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=12))
+def test_covered_is_the_length_of_the_union(spans: list[tuple[int, int]]) -> None:
+    marked = {moment for begin, length in spans for moment in range(begin, begin + length)}
+    assert covered((begin, begin + length) for begin, length in spans) == len(marked)
+
+
+def test_use_of_a_device_is_read_from_its_trace() -> None:
+    events = [
+        {"cat": "kernel", "ts": 100, "dur": 20},
+        {"cat": "kernel", "ts": 110, "dur": 20},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 120, "dur": 40, "args": {"bytes": 64}},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 190, "dur": 10, "args": {"bytes": 32}},
+        {"cat": "cpu_op", "ts": 0, "dur": 1000},
+        {"ph": "M", "name": "process_name"},
+    ]
+    use = device_use(events)
+    assert use is not None
+    assert (use.seconds, use.bytes_down, use.bytes_up) == (pytest.approx(100e-6), 64, 32)
+    assert (use.compute_idle, use.idle) == (pytest.approx(0.7), pytest.approx(0.3))
+    assert device_use([event for event in events if event.get("cat") == "cpu_op"]) is None
+
+
+def test_on_the_cpu_nothing_is_said_of_a_device() -> None:
+    done = []
+    assert profiled(lambda: done.append(1)) is None
+    assert done == [1]
+
+
+# -- wheels and the interpreter -------------------------------------------------------------------------------------
+
+
+def test_wheels_are_closed_under_needs_and_never_hold_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {
+        "top": ["middle>=1", "torch>=2", 'old; python_version < "3.11"', 'extra-thing; extra == "more"'],
+        "middle": ["bottom", "nvidia-nccl-cu13"],
+        "bottom": ["top"],
+    }
+
+    def wheel(requirement: Any, folder: Path, python_version: str) -> Path:
+        path = folder / f"{requirement.name}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            lines = [f"Requires-Dist: {need}" for need in needs[requirement.name]]
+            archive.writestr(f"{requirement.name}-1.0.dist-info/METADATA", "\n".join(["Name: x", *lines]) + "\n")
+        return path
+
+    monkeypatch.setattr(wheels, "_wheel", wheel)
+    (tmp_path / "stale-0.1-py3-none-any.whl").touch()
+    found = wheels.collect(["top"], tmp_path, "3.12")
+    assert [path.name.split("-")[0] for path in found] == ["bottom", "middle", "top"]
+    assert sorted(tmp_path.glob("*.whl")) == found
+    needs["bottom"] = ["middle>=2"]
+    with pytest.raises(wheels.WheelsError, match="middle>=2"):
+        wheels.collect(["top"], tmp_path, "3.12")
+
+
+def test_an_interpreter_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert offline.interpreter(tmp_path, tmp_path / "venv").name.startswith("python"), "this one has everything"
+    known = offline.find_spec
+    monkeypatch.setattr(offline, "find_spec", lambda name: None if name == "deepspeed" else known(name))
+    with pytest.raises(offline.OfflineError, match="make wheels PYTHON_VERSION"):
+        offline.interpreter(tmp_path, tmp_path / "venv")
+    monkeypatch.setattr(offline, "find_spec", lambda name: None)
+    with pytest.raises(offline.OfflineError, match="has no torch"):
+        offline.interpreter(tmp_path, tmp_path / "venv")
+    assert not (tmp_path / "venv").exists()

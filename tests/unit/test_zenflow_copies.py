@@ -1,0 +1,151 @@
+"""Every copy between accelerator and arena waits for what it copies, and is waited for by whoever needs it.
+
+On a machine without an accelerator, where copies happen in order, the same bodies show that no buffer is read before
+it has been written.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+import deepspeed_ext
+from deepspeed_ext.zenflow.transfers import Transfers
+from tests.perf.stepping import Linears
+from tests.support.poison import delay, late_and_poisoned, synchronous, without_waiting
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import masters_of, run, zenflow_config
+
+STEPS = 14
+WAYS = {"late and poisoned": late_and_poisoned, "synchronous": synchronous, "without waiting": without_waiting}
+RULES: dict[str, dict[str, Any]] = {
+    "predictive 1": {"update_interval": 1},
+    "predictive 3": {"update_interval": 3, "full_warm_up_rounds": 2},
+    "previous clip": {"update_interval": 1, "predict_clip": "previous"},
+    "selective": {"topk_ratio": 0.1, "select_block_size": 32, "update_interval": 2, "select_interval": 4},
+    "selective, hot state on the host": {
+        "topk_ratio": 0.1,
+        "select_block_size": 32,
+        "update_interval": 2,
+        "select_interval": 4,
+        "offload": True,
+    },
+}
+DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
+
+
+def as_is_and_poisoned(config: dict[str, Any], steps: int) -> tuple[Any, Any, dict[str, int]]:
+    rank = dist.get_rank()
+    expected = run(config, steps, rank=rank)
+    with late_and_poisoned() as counts:
+        actual = run(config, steps, rank=rank)
+    return expected, actual, counts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_arrives_is_what_was_produced(stage: int, rule: str, device: str) -> None:
+    config = zenflow_config(stage, overlap_step=True, **RULES[rule])
+    for expected, actual, counts in run_ranks(1, as_is_and_poisoned, config, STEPS, device=device):
+        assert counts["gradients"] > 0 or device == "cpu"  # where gradients may be laid out in their slot
+        assert counts["published"] > 0
+        assert (counts["hot state"] > 0) == rule.startswith("selective")
+        assert (counts["block means"] > 0) != rule.startswith("selective")
+        assert actual.losses == expected.losses
+        assert all(torch.equal(actual.weights[name], value) for name, value in expected.weights.items())
+        assert all(torch.equal(a, b) for a, b in zip(actual.masters, expected.masters, strict=True))
+
+
+def copied_down(numel: int, way: str | None) -> tuple[bool, bool]:
+    """Whether a late gradient arrives, and whether it does after its memory was given to somebody else."""
+    accelerator = get_accelerator()
+    device = accelerator.current_device_name()
+    target = accelerator.pin_memory(torch.full((numel,), float("nan")))
+    arrived = []
+    with WAYS[way]() if way else nullcontext():
+        transfers = Transfers()
+        for reuses in (False, True):
+            produced = torch.randn(numel, device=device)
+            source = torch.full_like(produced, float("nan"))
+            expected = produced.cpu()
+            accelerator.synchronize()
+            target.fill_(float("nan"))
+            delay()
+            source.copy_(produced)
+            transfers.to_host(source, target)
+            if reuses:
+                del source
+                other = torch.full((numel,), float("nan"), device=device)  # where the allocator has just got room
+            transfers.finish()
+            arrived.append(torch.equal(target, expected))
+            accelerator.synchronize()
+            if reuses:
+                del other
+    return arrived[0], arrived[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_late_gradient_arrives_whole(device: str) -> None:
+    assert run_ranks(1, copied_down, 1 << 24, None, device=device) == [(True, True)]
+
+
+@pytest.mark.gpu
+def test_a_copy_that_does_not_wait_is_seen() -> None:
+    assert run_ranks(1, copied_down, 1 << 24, "without waiting", device="accelerator")[0][0] is False
+
+
+def heavy(millions: float, zenflow: dict[str, Any], steps: int, ways: list[str]) -> dict[str, Any]:
+    """Train matrices that see one row: little compute, many bytes over the link in every step."""
+    torch.manual_seed(1234)
+    model = Linears(millions)
+    with ExitStack() as stack:
+        for way in ways:
+            stack.enter_context(WAYS[way]())
+        config = zenflow_config(2, lr=1e-3, **zenflow)
+        engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        row = torch.randn(1, 1024, dtype=torch.bfloat16).to(get_accelerator().current_device_name())
+        losses = []
+        for _ in range(steps):  # no loss is read before the end: nothing but the optimizer waits for the device
+            loss = engine(row)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        found = {
+            "losses": [float(loss) for loss in losses],
+            "weights": [p.detach().cpu().clone() for p in engine.module.parameters()],
+            "masters": masters_of(engine),
+        }
+        engine.destroy()
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Equal to the bit, NaN being equal to nothing."""
+    tensors = zip(one["weights"] + one["masters"], other["weights"] + other["masters"], strict=True)
+    return one["losses"] == other["losses"] and all(torch.equal(a, b) for a, b in tensors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", RULES)
+def test_heavy_transfer_equals_the_synchronous_run(rule: str, device: str) -> None:
+    millions = 64 if device == "accelerator" else 1
+    zenflow = {"overlap_step": True, **RULES[rule]}
+    free = run_ranks(1, heavy, millions, zenflow, STEPS, [], device=device)[0]
+    waiting = run_ranks(1, heavy, millions, zenflow, STEPS, ["synchronous"], device=device)[0]
+    assert free["losses"][-1] == free["losses"][-1]
+    assert same(free, waiting)
+
+
+@pytest.mark.gpu
+def test_heavy_transfer_shows_a_copy_that_does_not_wait() -> None:
+    """The tests above can fail: without one wait, and with late gradients, the run is another."""
+    zenflow = {"overlap_step": True, **RULES["predictive 1"]}
+    waiting = run_ranks(1, heavy, 64, zenflow, STEPS, ["synchronous"], device="accelerator")[0]
+    broken = run_ranks(1, heavy, 64, zenflow, STEPS, ["without waiting", "late and poisoned"], device="accelerator")[0]
+    assert not same(waiting, broken)
