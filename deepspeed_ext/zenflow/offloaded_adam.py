@@ -174,6 +174,10 @@ class OffloadedAdam(ABC, Generic[P]):
         """Hand over what the schedule says and advance it."""
 
     @abstractmethod
+    def state_beside_weights(self, index: int) -> list[torch.Tensor]:
+        """What the rule keeps of a partition beside its weights, wherever that is."""
+
+    @abstractmethod
     def collected_gradients(self, index: int) -> list[torch.Tensor]:
         """The gradients of a partition that are not handed over, in the arena, in order."""
 

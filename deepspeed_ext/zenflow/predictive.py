@@ -235,6 +235,11 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
+    def state_beside_weights(self, index: int) -> list[torch.Tensor]:
+        partition = self.partitions[index]
+        kept = [partition.drift, None if partition.estimator is None else partition.estimator.inverse]
+        return [tensor for tensor in kept if tensor is not None]
+
     def collected_gradients(self, index: int) -> list[torch.Tensor]:
         partition = self.partitions[index]
         return partition.slots[self.schedule.state.slot][: len(partition.collected)]

@@ -250,6 +250,10 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         in_flight = schedule["in_flight"]
         return in_flight is None or (self._settings.overlapped and in_flight < self._settings.overlap_lag)
 
+    def state_beside_weights(self, index: int) -> list[torch.Tensor]:
+        hot = self.partitions[index].hot
+        return [] if hot is None else [hot.p, hot.m, hot.v, hot.updates, hot.blocks.ids]
+
     def collected_gradients(self, index: int) -> list[torch.Tensor]:
         partition, written = self.partitions[index], self.schedule.state.written
         count = len(partition.collected)

@@ -193,8 +193,8 @@ def bytes_now() -> dict[str, float | None]:
     tree = tree_bytes() - _bench.baseline
     adam = getattr(_bench.engine.optimizer, "zenflow_adam", None)
     tensors: list[torch.Tensor] = list(_bench.model.parameters())
-    for partition in adam.partitions if adam is not None else ():
-        tensors += [t for t in (partition.drift, partition.estimator and partition.estimator.inverse) if t is not None]
+    for index in range(len(adam.partitions) if adam is not None else 0):
+        tensors += adam.state_beside_weights(index)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     on_cpu = accelerator.device_name() == "cpu"
     device = accelerator.max_memory_allocated()
