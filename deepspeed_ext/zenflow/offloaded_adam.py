@@ -58,6 +58,7 @@ class PartitionState:
         group: index of its parameter group.
         master, exp_avg, exp_avg_sq: p, m, v in the arena, 1-D fp32; the worker's while a submission is in flight.
         published: y in the arena.
+        ring: room for gradients in the arena, as the schedule says.
         collected: constants of the gradients that have not been handed over.
         streamed: what of the coming step's gradient is on its way.
     """
@@ -67,6 +68,7 @@ class PartitionState:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     published: torch.Tensor
+    ring: list[torch.Tensor]
     collected: list[AdamStep] = field(default_factory=list, kw_only=True)
     streamed: Streamed = field(default_factory=Streamed, kw_only=True)
 
@@ -165,9 +167,9 @@ class OffloadedAdam(ABC, Generic[P]):
             factor: what it is to be multiplied with.
         """
 
-    @abstractmethod
     def coming_slot(self, index: int) -> torch.Tensor:
-        """Where the coming step's gradient of a partition belongs; 1-D, n elements, in the arena."""
+        """Where the step's gradient of a partition belongs; 1-D, n elements, in the arena. Free after `begin_step`."""
+        return self.partitions[index].ring[self.schedule.coming]
 
     @abstractmethod
     def _finish_step(self) -> None:
@@ -177,9 +179,17 @@ class OffloadedAdam(ABC, Generic[P]):
     def state_beside_weights(self, index: int) -> list[torch.Tensor]:
         """What the rule keeps of a partition beside its weights, wherever that is."""
 
-    @abstractmethod
     def collected_gradients(self, index: int) -> list[torch.Tensor]:
-        """The gradients of a partition that are not handed over, in the arena, in order."""
+        """Between steps: the gradients of a partition that are not handed over, in the arena, in order."""
+        partition = self.partitions[index]
+        return [partition.ring[place] for place in self.schedule.latest(len(partition.collected))]
+
+    def _places(self, count: int) -> tuple[int, ...]:
+        """Inside a step: the places in the ring of the last `count` gradients, this step's the last of them."""
+        return (*self.schedule.latest(count - 1), self.schedule.coming)
+
+    def _ring(self, index: int, room: int) -> list[torch.Tensor]:
+        return [self.arena.tensor(array_name("g", index, 0, place)) for place in range(room)]
 
     @abstractmethod
     def saved_partition(self, index: int) -> dict[str, Any]:

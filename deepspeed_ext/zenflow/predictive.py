@@ -12,15 +12,13 @@ from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.arena import ArraySpec
 from deepspeed_ext.zenflow.figures import PredictionProbe
 from deepspeed_ext.zenflow.kernel import Publish
-from deepspeed_ext.zenflow.messages import PartitionPass, array_name, partition_specs
+from deepspeed_ext.zenflow.messages import PartitionPass, partition_specs
 from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
 from deepspeed_ext.zenflow.predict import Estimator, drift_coefficient, move_coefficient, publish_ahead
-from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, StepPlan, WeightRule
+from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, StepPlan, WeightRule, ring_of
 from deepspeed_ext.zenflow.schedule import is_overloaded, smallest_interval
 
 __all__ = ["PredictedPartition", "PredictiveAdam"]
-
-SLOTS = 2
 
 
 @dataclass
@@ -29,14 +27,12 @@ class PredictedPartition(PartitionState):
 
     Attributes:
         block_means: means of v over blocks, in the arena.
-        slots: gradients in the arena, by slot and position.
         publish: how y follows or will follow from p, m, v.
         estimator: made from the newest block means; None before the first result.
         drift: D, 16 bit, accelerator; None at interval 1.
     """
 
     block_means: torch.Tensor
-    slots: list[list[torch.Tensor]]
     publish: Publish
     estimator: Estimator | None = None
     drift: torch.Tensor | None = None
@@ -54,7 +50,8 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = kwargs["settings"]
-        self.schedule = PredictiveSchedule(settings.update_interval, settings.overlapped, settings.warm_up_steps)
+        early = settings.predict_clip == "previous"
+        self.schedule = PredictiveSchedule(settings.update_interval, settings.overlapped, settings.warm_up_steps, early)
         self.last_clip: float | None = None
         self._clip: float | None = None
         self._plan: StepPlan | None = None
@@ -68,8 +65,9 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
 
     @property
     def _room(self) -> int:
-        """Gradients that a slot has room for."""
-        return (self._settings.update_interval or MEASURED_INTERVAL_LIMIT) if self._settings.overlapped else 1
+        """Gradients that there is room for; an interval that is measured may need all of it."""
+        longest = self._settings.update_interval or MEASURED_INTERVAL_LIMIT
+        return ring_of(longest, self._settings.predict_clip == "previous") if self._settings.overlapped else 1
 
     def _arrays(self, index: int, numel: int, published_dtype: str, grad_dtype: str) -> list[ArraySpec]:
         return partition_specs(
@@ -78,19 +76,15 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
             block_size=self.block_size,
             publish_dtype=published_dtype,
             grad_dtype=grad_dtype,
-            slots=SLOTS,
+            slots=1,
             interval=self._room,
         )
 
     def _partition(self, index: int, group: int) -> PredictedPartition:
         p, m, v, y, means = (self._array(kind, index) for kind in ("p", "m", "v", "y", "block_means"))
-        slots = [[self.arena.tensor(array_name("g", index, s, k)) for k in range(self._room)] for s in range(SLOTS)]
         exact = Publish.exact(1.0, float(self._optimizer.param_groups[group]["eps"]))
-        return PredictedPartition(group, p.requires_grad_(), m, v, y, block_means=means, slots=slots, publish=exact)
-
-    def coming_slot(self, index: int) -> torch.Tensor:
-        plan = self.schedule.plan()
-        return self.partitions[index].slots[plan.slot][plan.position]
+        ring = self._ring(index, self._room)
+        return PredictedPartition(group, p.requires_grad_(), m, v, y, ring, block_means=means, publish=exact)
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
@@ -196,7 +190,7 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
             steps = tuple(partition.collected)
             partition.collected.clear()
             partition.publish = publish or publish_ahead(steps[-1], self._interval)
-            passes.append(PartitionPass(index, self._plan.slot, tuple(range(len(steps))), steps, partition.publish))
+            passes.append(PartitionPass(index, 0, self._places(len(steps)), steps, partition.publish))
         self._unread = True
         self._send(passes, gradients=len(passes[0].steps) if passes else 0)
 
@@ -239,10 +233,6 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         partition = self.partitions[index]
         kept = [partition.drift, None if partition.estimator is None else partition.estimator.inverse]
         return [tensor for tensor in kept if tensor is not None]
-
-    def collected_gradients(self, index: int) -> list[torch.Tensor]:
-        partition = self.partitions[index]
-        return partition.slots[self.schedule.state.slot][: len(partition.collected)]
 
     def saved_partition(self, index: int) -> dict[str, Any]:
         partition = self.partitions[index]

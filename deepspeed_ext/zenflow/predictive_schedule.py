@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, Schedule, State
 
-__all__ = ["PredictiveSchedule", "ScheduleState", "StepPlan", "WeightRule"]
+__all__ = ["PredictiveSchedule", "StepPlan", "WeightRule", "ring_of"]
 
 
 class WeightRule(enum.Enum):
@@ -36,9 +36,8 @@ class StepPlan:
     """What one optimizer step does."""
 
     rule: WeightRule
-    slot: int
     position: int
-    """Where this step's gradient goes: its place within the slot."""
+    """This step's place in its interval, from 0."""
     handed_over: int
     """How many gradients go to the worker at this step: 0, 1 or the interval."""
     publish_ahead: bool
@@ -50,15 +49,16 @@ class StepPlan:
         return self.rule is not WeightRule.DRIFTED
 
 
-@dataclass(frozen=True)
-class ScheduleState(State):
-    """The position in the schedule; goes into checkpoints."""
+def ring_of(interval: int, early: bool) -> int:
+    """For how many gradients there must be room at `interval`, overlapped.
 
-    slot: int = 0
-    """Which of the two halves of the gradients' room is being filled."""
+    Those of an interval are in flight while the next is collected. Its last one may take the place of one in flight,
+    because its step waits for the worker first; not so if it is written `early`, before the step.
+    """
+    return 2 * interval - 1 + early
 
 
-class PredictiveSchedule(Schedule[StepPlan, ScheduleState]):
+class PredictiveSchedule(Schedule[StepPlan, State]):
     """Walks through the steps.
 
     Args:
@@ -66,10 +66,12 @@ class PredictiveSchedule(Schedule[StepPlan, ScheduleState]):
             `choose_interval`.
         overlap: False makes every step synchronous.
         warm_up_steps: synchronous steps at the start; None: one, or five intervals when the interval is not 1.
+        early: gradients are written before their step, while the worker may still read those in flight.
     """
 
-    def __init__(self, interval: int | None, overlap: bool, warm_up_steps: int | None) -> None:
-        super().__init__(ScheduleState(interval=interval))
+    def __init__(self, interval: int | None, overlap: bool, warm_up_steps: int | None, early: bool = False) -> None:
+        super().__init__(State(interval=interval))
+        self._early = early
         self._overlap = overlap
         self._warm_up_steps = warm_up_steps
 
@@ -83,15 +85,20 @@ class PredictiveSchedule(Schedule[StepPlan, ScheduleState]):
             return 1 if interval == 1 else 5 * interval
         return max(self._warm_up_steps, interval)
 
+    @property
+    def ring(self) -> int:
+        interval = self.state.interval
+        return ring_of(interval, self._early) if self._overlap and interval is not None else 1
+
     def plan(self) -> StepPlan:
         """What the coming step does."""
         state = self.state
         if not self._overlap or state.steps < self.warm_up_steps or state.interval is None:
             ahead = self._overlap and state.interval is not None and state.steps + 1 >= self.warm_up_steps
-            return StepPlan(WeightRule.EXACT, state.slot, 0, 1, ahead)
+            return StepPlan(WeightRule.EXACT, 0, 1, ahead)
         last = state.position == state.interval - 1
         rule = WeightRule.PREDICTED if last else WeightRule.DRIFTED
-        return StepPlan(rule, state.slot, state.position, state.interval if last else 0, True)
+        return StepPlan(rule, state.position, state.interval if last else 0, True)
 
     def advance(self, plan: StepPlan) -> None:
         """The step that `plan` describes has been carried out."""
@@ -100,8 +107,8 @@ class PredictiveSchedule(Schedule[StepPlan, ScheduleState]):
         self.state = replace(
             state,
             steps=state.steps + 1,
-            slot=1 - state.slot if handed_over else state.slot,
             position=0 if handed_over else state.position + 1,
+            written=state.written + 1,
         )
 
     @property

@@ -24,6 +24,8 @@ class State:
     """Optimizer steps handed over together; None: not yet chosen."""
     position: int = 0
     """Gradients collected and not yet handed over."""
+    written: int = 0
+    """Gradients so far; they go into a ring."""
 
 
 PlanT = TypeVar("PlanT")
@@ -43,6 +45,20 @@ class Schedule(ABC, Generic[PlanT, StateT]):
     @abstractmethod
     def advance(self, plan: PlanT) -> None:
         """The step that `plan` describes has been carried out."""
+
+    @property
+    @abstractmethod
+    def ring(self) -> int:
+        """For how many gradients there must be room: the worker may read those in flight while others are collected."""
+
+    @property
+    def coming(self) -> int:
+        """The place in the ring of the coming step's gradient; free once that step has waited."""
+        return self.state.written % self.ring
+
+    def latest(self, count: int) -> tuple[int, ...]:
+        """The places in the ring of the last `count` gradients, the oldest first."""
+        return tuple((self.state.written - count + k) % self.ring for k in range(count))
 
     @property
     def interval(self) -> int | None:

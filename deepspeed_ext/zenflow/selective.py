@@ -17,11 +17,12 @@ from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.zenflow.arena import ArraySpec
 from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, scores, select
-from deepspeed_ext.zenflow.messages import MeanPartitionPass, array_name, partition_specs
+from deepspeed_ext.zenflow.messages import MeanPartitionPass, partition_specs
 from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
 from deepspeed_ext.zenflow.selective_schedule import (
     SelectivePlan,
     SelectiveSchedule,
+    ring_of,
     steps_between_selections,
     warn_of_unknown_epoch,
 )
@@ -38,13 +39,11 @@ class SelectedPartition(PartitionState):
 
     Attributes:
         updates: how many each block has had; int32, in the arena; `AWAY` for a hot one.
-        ring: room for gradients, in the arena.
         hot: p, m, v and update counts of the hot blocks; None before the first selection.
         scores: by which hot blocks are being selected in this step; None in most steps.
     """
 
     updates: torch.Tensor
-    ring: list[torch.Tensor]
     hot: AdamBlocks | None = None
     scores: torch.Tensor | None = None
 
@@ -58,8 +57,8 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = kwargs["settings"]
         lag = settings.overlap_lag if settings.overlapped else 0
-        self._room = (settings.update_interval or max(MEASURED_INTERVAL_LIMIT, lag)) + lag
-        self.schedule = SelectiveSchedule(settings, self._room)
+        self._room = ring_of(settings.update_interval or max(MEASURED_INTERVAL_LIMIT, lag), lag)
+        self.schedule = SelectiveSchedule(settings)
         warn_of_unknown_epoch(settings)
         self._plan: SelectivePlan | None = None
         self._sums = [0.0, 0.0]  # of absolute gradients, a block: hot, cold
@@ -83,11 +82,7 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
 
     def _partition(self, index: int, group: int) -> SelectedPartition:
         p, m, v, y, updates = (self._array(kind, index) for kind in ("p", "m", "v", "y", "updates"))
-        ring = [self.arena.tensor(array_name("g", index, 0, k)) for k in range(self._room)]
-        return SelectedPartition(group, p.requires_grad_(), m, v, y, updates=updates, ring=ring)
-
-    def coming_slot(self, index: int) -> torch.Tensor:
-        return self.partitions[index].ring[self.schedule.plan().position]
+        return SelectedPartition(group, p.requires_grad_(), m, v, y, self._ring(index, self._room), updates=updates)
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
@@ -126,11 +121,8 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         """The step of the cold blocks with what has been collected, which is thereby handed over."""
         assert self._plan is not None
         collected = self.partitions[index].collected
-        count = len(collected)
-        last = self._plan.position
-        positions = tuple((last - k) % self._room for k in reversed(range(count)))
-        scales = tuple(step.grad_scale / count for step in collected)
-        task = MeanPartitionPass(index, positions, scales, collected[-1])
+        scales = tuple(step.grad_scale / len(collected) for step in collected)
+        task = MeanPartitionPass(index, self._places(len(collected)), scales, collected[-1])
         collected.clear()
         return task
 
@@ -253,11 +245,6 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
     def state_beside_weights(self, index: int) -> list[torch.Tensor]:
         hot = self.partitions[index].hot
         return [] if hot is None else [hot.p, hot.m, hot.v, hot.updates, hot.blocks.ids]
-
-    def collected_gradients(self, index: int) -> list[torch.Tensor]:
-        partition, written = self.partitions[index], self.schedule.state.written
-        count = len(partition.collected)
-        return [partition.ring[(written - count + k) % self._room] for k in range(count)]
 
     def saved_partition(self, index: int) -> dict[str, Any]:
         partition = self.partitions[index]

@@ -22,7 +22,7 @@ from deepspeed_ext._logging import logger
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.schedule import Schedule, State
 
-__all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState", "steps_between_selections"]
+__all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState", "ring_of", "steps_between_selections"]
 
 _AUTO_SELECT_STEPS = 16
 
@@ -33,8 +33,6 @@ class SelectivePlan:
 
     exact: bool
     """All blocks step on the host, and the step waits for them; else hot blocks step on the accelerator."""
-    position: int
-    """Where this step's gradient goes in the ring."""
     applies: bool
     """The result of an earlier hand-over is taken over."""
     handed_over: int
@@ -49,12 +47,16 @@ class SelectivePlan:
 class SelectiveState(State):
     """The position in the schedule; goes into checkpoints."""
 
-    written: int = 0
-    """Gradients that were put into the ring."""
     in_flight: int | None = None
     """Steps since the hand-over whose result is not taken over yet; None: there is none."""
     since_selection: int = 0
     """Optimizer steps since the hot blocks were chosen."""
+
+
+def ring_of(interval: int, lag: int) -> int:
+    """For how many gradients there must be room: an interval's are in flight for `lag` steps, of which the last waits
+    before it writes its own."""
+    return interval + max(0, lag - 1)
 
 
 class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
@@ -63,18 +65,16 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
     Args:
         settings: the ``zenflow`` section. An interval that it leaves open is settled with `choose_interval` at the end
             of the warm-up, of which at least one step is made.
-        ring: how many gradients there is room for.
 
     Raises:
         ConfigError: intervals that contradict one another.
     """
 
-    def __init__(self, settings: ZenFlowConfig, ring: int) -> None:
+    def __init__(self, settings: ZenFlowConfig) -> None:
         super().__init__(SelectiveState(interval=settings.update_interval))
         self._settings = settings
         self._lag = settings.overlap_lag if settings.overlapped else None
         self._warm_up_steps = max(1, settings.full_warm_up_rounds)
-        self._ring = ring
         steps_between_selections(settings, settings.update_interval or 1)
         if self._lag and settings.update_interval and self._lag > settings.update_interval:
             raise ConfigError(
@@ -82,19 +82,22 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
                 f"{settings.update_interval}: a result must be taken over before the next is handed over"
             )
 
+    @property
+    def ring(self) -> int:
+        return 1 if self.state.interval is None else ring_of(self.state.interval, self._lag or 0)
+
     def plan(self) -> SelectivePlan:
         """What the coming step does."""
         state = self.state
-        position = state.written % self._ring
         if state.steps < self._warm_up_steps:
-            return SelectivePlan(True, position, False, 1, True, state.steps + 1 == self._warm_up_steps)
+            return SelectivePlan(True, False, 1, True, state.steps + 1 == self._warm_up_steps)
         assert state.interval is not None, "the interval is settled at the end of the warm-up"
         last = state.position == state.interval - 1
         every = steps_between_selections(self._settings, state.interval)
         selects = last and every > 0 and state.since_selection + 1 >= every
         applies = state.in_flight is not None and state.in_flight + 1 == self._lag
         return SelectivePlan(
-            False, position, applies, state.interval if last else 0, last and (self._lag is None or selects), selects
+            False, applies, state.interval if last else 0, last and (self._lag is None or selects), selects
         )
 
     def advance(self, plan: SelectivePlan) -> None:

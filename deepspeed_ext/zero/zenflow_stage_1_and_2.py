@@ -151,7 +151,12 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self._factor.forget()
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
-        """The flat gradient, where DeepSpeed need not make one: laid out in its slot, if that is in reach."""
+        """The flat gradient, where DeepSpeed need not make one: laid out in its slot, if that is in reach.
+
+        DeepSpeed asks for it first of all, once it knows that the step is made; slots are free once it has begun.
+        """
+        if group_idx == 0:
+            self.zenflow_adam.begin_step()
         flat = super()._get_preflattened_grad_partition(group_idx)
         slot = self.zenflow_adam.coming_slot(group_idx)
         if flat is not None or slot.device != torch.device(self.device):
@@ -169,8 +174,6 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self._factor.get(lambda one: upstream([one], total_norm), self.loss_scale)
 
     def _optimizer_step(self, group_no: int) -> None:
-        if group_no == 0:
-            self.zenflow_adam.begin_step()
         grad = self.single_partition_of_fp32_groups[group_no].grad
         self.zenflow_adam.step_partition(group_no, grad, self._factor.value)
 

@@ -19,7 +19,6 @@ def walk(schedule: PredictiveSchedule, steps: int) -> list:
 def test_interval_one_is_synchronous_once_and_then_one_step_late() -> None:
     plans = walk(PredictiveSchedule(1, overlap=True, warm_up_steps=None), 4)
     assert [p.rule for p in plans] == [WeightRule.EXACT] + [WeightRule.PREDICTED] * 3
-    assert [p.slot for p in plans] == [0, 1, 0, 1]
     assert [p.handed_over for p in plans] == [1] * 4
     assert all(p.publish_ahead for p in plans)
 
@@ -36,24 +35,39 @@ def test_interval_two_as_drawn_in_the_module() -> None:
     assert [p.publish_ahead for p in plans] == [False, True, True, True, True, True]
 
 
-@given(interval=st.integers(1, 9), warm_up=st.one_of(st.none(), st.integers(0, 30)), steps=st.integers(0, 120))
-def test_every_gradient_is_handed_over_once_and_slots_alternate(interval: int, warm_up: int | None, steps: int) -> None:
-    schedule = PredictiveSchedule(interval, overlap=True, warm_up_steps=warm_up)
-    collected: list[tuple[int, int]] = []
-    handed_over, last_slot = 0, None
-    for number, plan in enumerate(walk(schedule, steps)):
+@given(
+    interval=st.integers(1, 9),
+    warm_up=st.one_of(st.none(), st.integers(0, 30)),
+    steps=st.integers(0, 120),
+    early=st.booleans(),
+)
+def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
+    interval: int, warm_up: int | None, steps: int, early: bool
+) -> None:
+    """`early` gradients are written before their step waits for the worker, others after."""
+    schedule = PredictiveSchedule(interval, True, warm_up, early)
+    assert schedule.ring == 2 * interval - (not early)
+    collected: list[int] = []
+    in_flight: list[int] = []
+    handed_over = 0
+    for number in range(steps):
+        plan = schedule.plan()
         assert plan.position == len(collected)
-        collected.append((plan.slot, plan.position))
+        assert schedule.latest(len(collected)) == tuple(collected)
+        if plan.waits_first and not early:
+            in_flight = []
+        collected.append(schedule.coming)
+        assert len({*collected, *in_flight}) == len(collected) + len(in_flight), "a gradient is overwritten"
         if plan.handed_over:
             assert plan.handed_over == len(collected)
-            assert len({slot for slot, _ in collected}) == 1
-            assert plan.slot != last_slot  # the slot handed over before may still be read
-            last_slot, handed_over = plan.slot, handed_over + len(collected)
-            collected.clear()
+            handed_over += len(collected)
+            in_flight = [] if plan.rule is WeightRule.EXACT else collected
+            collected = []
         if number < schedule.warm_up_steps:
             assert plan.rule is WeightRule.EXACT
         else:
             assert plan.rule is (WeightRule.PREDICTED if plan.handed_over else WeightRule.DRIFTED)
+        schedule.advance(plan)
     assert handed_over + len(collected) == steps
     assert schedule.state.position == len(collected)
     assert schedule.warm_up_steps >= interval

@@ -20,7 +20,7 @@ def make(interval: int, lag: int | None, select_interval: int | None, warm_up: i
         select_interval=select_interval,
         full_warm_up_rounds=warm_up,
     )
-    return SelectiveSchedule(settings, ring=interval + (lag or 0))
+    return SelectiveSchedule(settings)
 
 
 def walk(schedule: SelectiveSchedule, steps: int) -> list[SelectivePlan]:
@@ -53,18 +53,19 @@ schedules = st.integers(1, 6).flatmap(
 @given(schedules, st.integers(0, 80))
 def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(settings: tuple, steps: int) -> None:
     interval, lag, _, warm_up = settings
-    ring = interval + (lag or 0)
+    schedule = make(*settings)
+    assert schedule.ring == interval + max(0, (lag or 0) - 1)
     collected: list[int] = []
     in_flight: tuple[int, list[int]] | None = None
     last_selection = -1
-    for number, plan in enumerate(walk(make(*settings), steps)):
+    for number in range(steps):
+        plan = schedule.plan()
         assert plan.exact == (number < max(1, warm_up))
         if plan.applies:
             assert in_flight is not None
             assert number == in_flight[0] + (lag or 0)
             in_flight = None
-        assert plan.position == number % ring
-        collected.append(plan.position)
+        collected.append(schedule.coming)
         busy = in_flight[1] if in_flight else []
         assert len({*collected, *busy}) == len(collected) + len(busy), "a gradient is overwritten"
         if plan.handed_over:
@@ -81,6 +82,7 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(settings: 
         if lag is None:
             assert not plan.applies
             assert plan.waits == bool(plan.handed_over)
+        schedule.advance(plan)
 
 
 def test_a_saved_position_continues() -> None:
@@ -118,4 +120,4 @@ def test_selections_come_after_whole_intervals(settings: dict, interval: int, ex
 )
 def test_intervals_that_contradict_one_another_are_refused(settings: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        SelectiveSchedule(ZenFlowConfig(topk_ratio=0.1, **settings), ring=9)
+        SelectiveSchedule(ZenFlowConfig(topk_ratio=0.1, **settings))
