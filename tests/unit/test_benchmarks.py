@@ -67,7 +67,7 @@ def _stored(scale: Scale, loss: dict[str, float], tuned_loss: dict[str, float]) 
                 put(plain(side, rate, 0, scale), loss[side.name])
         if side.name in tuned_loss:
             put(tuned(side, 0, scale), tuned_loss[side.name])
-    for training in stages_of(sides.PREDICTIVE_1, scale):
+    for training in stages_of(sides.PREDICTIVE_1, 0, scale):
         put(training, 2.0 + 0.005 * training.stage * training.ranks)
     results.rows.append({"key": {"kind": "not tuned", "seed": 0}, "value": [2.5] * scale.tuning_steps})
     return results

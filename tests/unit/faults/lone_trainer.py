@@ -41,6 +41,7 @@ def announce_at_launch() -> None:
 def main(end: str) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     if end == "starting":
         announce_at_launch()
     elif end == "without operators":  # DeepSpeed's CPU accelerator, and no other, cannot do without this one
