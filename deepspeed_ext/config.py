@@ -59,7 +59,7 @@ class ZenFlowConfig(_Section):
     update_interval: Annotated[int, Field(ge=1)] | None = None
     """``predictive``: optimizer steps whose gradients the worker carries out in one pass. Not given: the smallest that
     the worker keeps up with, measured at the start. 1 follows AdamW most closely; more need less of the host's memory
-    bandwidth and ``2 x interval - 1`` 16-bit gradients in host memory. ``selective``: optimizer steps whose mean gradient
+    bandwidth, and room for ``2 x interval - 1`` 16-bit gradients. ``selective``: optimizer steps whose mean gradient
     makes one step of the cold blocks. Not given: chosen at the first selection (see ``auto_ratio``). Never changes
     ``gradient_accumulation_steps``."""
 
