@@ -74,7 +74,7 @@ def test_universal_checkpoint_resumes_with_other_ranks(tmp_path: Path) -> None:
     folders = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
     converted = subprocess.run([*tool, *folders], capture_output=True, text=True, timeout=120, check=False)
     assert converted.returncode == 0, converted.stdout + converted.stderr
-    on_two, on_three = run_ranks(2, universal_body, str(tmp_path)), run_ranks(3, universal_body, str(tmp_path))
+    on_two, on_three = (run_ranks(ranks, universal_body, str(tmp_path), pool="universal") for ranks in (2, 3))
     for loaded, _ in on_two + on_three:
         for name, value in expected.items():
             assert torch.equal(loaded[name].view(torch.int32), value.view(torch.int32)), name
