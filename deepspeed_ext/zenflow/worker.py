@@ -34,7 +34,7 @@ from deepspeed_ext.zenflow.messages import (
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_WATCH_SECONDS = 0.5
+_WATCH_SECONDS = 0.2
 
 
 def main() -> None:

@@ -56,8 +56,8 @@ def test_resumes_in_a_new_process_to_the_bit(ranks: int, stages: dict[int, dict]
         (tmp_path / str(stage)).mkdir()
         configs[str(stage)] = config_file(tmp_path / str(stage), stage=stage, zenflow=zenflow)
     stops = [1, 2, 3, 4, 5] if ranks == 1 else [2, 3]
-    logs = run_ranks(ranks, whole_and_stopped, str(tmp_path), configs, stops)[0]
-    again = run_ranks(ranks, resumed, str(tmp_path), configs, stops, pool="resume")[0]
+    logs = run_ranks(ranks, whole_and_stopped, str(tmp_path), configs, stops, pool="Trainer")[0]
+    again = run_ranks(ranks, resumed, str(tmp_path), configs, stops, pool="resumed Trainer")[0]
     for name, whole in logs.items():
         assert [step for step, *_ in curve(whole)] == [1, 2, 3, 4, 5, 6]
         for log in again[name]:

@@ -68,8 +68,8 @@ def failed_resumes(ranks: int, config: dict, first: int, last: int, folder: str)
     Both run the same settings in the same order and nothing else: DeepSpeed's stage 3 leaves another
     ``torch.nn.functional.linear`` behind in its process, which rounds differently."""
     steps = (config, first, last, folder)
-    unchanged = run_ranks(ranks, train_and_save, *steps, pool="save", timeout_seconds=280)
-    failed = run_ranks(ranks, resume_from_each, *steps, pool="resume", timeout_seconds=280)
+    unchanged = run_ranks(ranks, train_and_save, *steps, pool="to save", timeout_seconds=280)
+    failed = run_ranks(ranks, resume_from_each, *steps, pool="to resume", timeout_seconds=280)
     return sorted({step for steps in failed for step in steps} | ({0} if not all(unchanged) else set()))
 
 
