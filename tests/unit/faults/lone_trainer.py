@@ -41,7 +41,6 @@ def announce_at_launch() -> None:
 def main(end: str) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     if end == "starting":
         announce_at_launch()
     elif end == "without operators":  # DeepSpeed's CPU accelerator, and no other, cannot do without this one
@@ -68,6 +67,7 @@ def main(end: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     if sys.argv[1] == "in a thread":
         thread = threading.Thread(target=main, args=["idle"])
         thread.start()
