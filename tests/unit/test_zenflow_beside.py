@@ -4,6 +4,7 @@ Both rules, in the modes in which nothing is deferred.
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_ext
+from tests.support import ranks as rank_pools
 from tests.support.matrix import cover
 from tests.support.models import OddModel, batches, two_groups
-from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
+
+# DeepSpeed keeps topologies and groups of some of these features for the whole process.
+run_ranks = functools.partial(rank_pools.run_ranks, pool="beside")
 
 RULES: dict[str, dict[str, Any]] = {
     "predictive": {"overlap_step": False},
