@@ -21,6 +21,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
@@ -52,6 +53,7 @@ __all__ = [
     "Swap",
     "TensorFragment",
     "TorchCheckpointEngine",
+    "ZeROOptimizer",
     "accelerator_branch_only",
     "all_gather_of_partitions",
     "check",

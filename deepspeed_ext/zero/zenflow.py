@@ -9,6 +9,7 @@ except that the fp32 partition is the worker's. So for the length of a step each
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,16 +17,16 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError
-from deepspeed_ext._upstream import get_accelerator, local_world_size
+from deepspeed_ext._upstream import ZeROOptimizer, dist, get_accelerator, host_offload_config, local_world_size
 from deepspeed_ext.affinity.worker import WorkerPlace
-from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.offloaded_adam import GradFactor, OffloadedAdam
 from deepspeed_ext.zenflow.predictive import PredictiveAdam
 from deepspeed_ext.zenflow.seat import planned_seat, unplanned_seat
 from deepspeed_ext.zenflow.selective import SelectiveAdam
 
-__all__ = ["PartitionStandIn", "StepFactor", "build_adam", "grad_dtype", "require_supported", "streaming"]
+__all__ = ["ZenFlowStepping", "streaming"]
 
 
 class PartitionStandIn:
@@ -101,6 +102,124 @@ def grad_dtype(weights_dtype: torch.dtype, accumulation_dtype: torch.dtype) -> t
     return accumulation_dtype if weights_dtype == torch.float16 else weights_dtype
 
 
+class ZenFlowStepping(ZeROOptimizer, ABC):
+    """What both ZenFlow optimizers do in the same way; a base before DeepSpeed's optimizer of a stage.
+
+    Attributes:
+        zenflow_adam: the optimizer proper.
+    """
+
+    zenflow_adam: OffloadedAdam[Any]
+    _grad_dtype: torch.dtype
+
+    def _prepare(
+        self, settings: ZeroFields, place: WorkerPlace | None, groups: Sequence[dict[str, Any]], kwargs: dict[str, Any]
+    ) -> None:
+        """Before DeepSpeed's construction: check, and change its keyword arguments to those of CPU offload.
+
+        Raises:
+            ConfigError: see `require_supported`.
+        """
+        assert settings.zenflow is not None
+        require_supported(kwargs, groups)
+        self._settings = settings.zenflow
+        self._place = place
+        self._factor = StepFactor()
+        kwargs["offload_optimizer_config"] = host_offload_config()
+        if kwargs["gradient_accumulation_steps"] > 1:
+            kwargs["gradient_accumulation_dtype"] = torch.float32
+
+    def _start_adam(self, groups: Sequence[int]) -> None:
+        """Start the worker with DeepSpeed's masters; `groups` has the index of the parameter group of each."""
+        self._grad_dtype = grad_dtype(self.dtype, self.gradient_accumulation_dtype)
+        self.zenflow_adam = build_adam(
+            self._settings,
+            self.optimizer,
+            self._masters,
+            groups,
+            self._weights,
+            self._grad_dtype,
+            self.dp_process_group,
+            self._place,
+        )
+
+    @property
+    @abstractmethod
+    def _masters(self) -> list[Any]:
+        """DeepSpeed's list of fp32 partitions."""
+
+    @_masters.setter
+    @abstractmethod
+    def _masters(self, partitions: list[Any]) -> None: ...
+
+    @abstractmethod
+    def _weights(self, index: int) -> torch.Tensor:
+        """The 16-bit weights of a partition, 1-D, on the accelerator."""
+
+    # -- stepping -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        masters = self._masters
+        self._masters = [PartitionStandIn(self._weights(index), self._grad_dtype) for index in range(len(masters))]
+        try:
+            super().step(closure)
+            if not self.overflow:
+                self.zenflow_adam.end_step()
+        finally:
+            self._masters = masters
+            self._factor.forget()
+
+    def _optimizer_step(self, index: int) -> None:
+        self.zenflow_adam.step_partition(index, self._masters[index].grad, self._factor.value)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v in their usual places, and the ZenFlow section."""
+        self.zenflow_adam.drain()
+        self.zenflow_adam.bind_state()
+        return {**super().state_dict(), checkpoint.SECTION: checkpoint.section(self.zenflow_adam)}
+
+    def load_state_dict(
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        self.zenflow_adam.drain()
+        rank = dist.get_rank(group=self.dp_process_group)
+        saved = None if checkpoint_folder else _saved_section(state_dict_list, rank)
+        super().load_state_dict(
+            state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
+        )
+        if not (load_optimizer_states or checkpoint_folder):
+            self.zenflow_adam.masters_changed()
+            return
+        self._adopt_state()
+        exact = checkpoint.restore(self.zenflow_adam, saved, f"rank {rank}")
+        self._refresh_weights(saved if exact else None)
+
+    def _adopt_state(self) -> None:
+        """Take moments and step count that DeepSpeed has loaded over into the arena."""
+        checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
+
+    @abstractmethod
+    def _refresh_weights(self, saved: dict[str, Any] | None) -> None:
+        """Masters have been loaded: let the weights follow, as they were saved or else from the masters."""
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.zenflow_adam.drain()
+        super()._restore_from_bit16_weights()
+        self.zenflow_adam.masters_changed()
+
+    def destroy(self) -> None:
+        super().destroy()
+        self.zenflow_adam.close()
+
+
 def build_adam(
     zenflow: ZenFlowConfig,
     optimizer: torch.optim.Optimizer,
@@ -143,7 +262,7 @@ def streaming(adam: OffloadedAdam[Any]) -> PredictiveAdam | None:
     return adam if isinstance(adam, PredictiveAdam) and adam.streams_gradients else None
 
 
-def saved_section(state_dict_list: Any, rank: int) -> dict[str, Any] | None:
+def _saved_section(state_dict_list: Any, rank: int) -> dict[str, Any] | None:
     """The ZenFlow section that this rank saved, None if the checkpoint has none."""
     if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
         return None

@@ -8,20 +8,11 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, dist, get_accelerator, host_offload_config
+from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, get_accelerator
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
-from deepspeed_ext.zero.zenflow import (
-    PartitionStandIn,
-    StepFactor,
-    build_adam,
-    grad_dtype,
-    require_supported,
-    saved_section,
-    streaming,
-)
+from deepspeed_ext.zero.zenflow import ZenFlowStepping, streaming
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -29,14 +20,9 @@ _WEIGHTS = "weights"
 """Key of the ZenFlow section: the 16-bit partitions, which stage 3 saves nowhere else."""
 
 
-class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
-    """DeepSpeed's stage 3 optimizer on top of `OffloadedAdam`; a partition is a sub-group. See `ZenFlowZeroOptimizer`.
+class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
+    """DeepSpeed's stage 3 optimizer on top of `OffloadedAdam`; a partition is a sub-group. Else as stages 1 and 2."""
 
-    Attributes:
-        zenflow_adam: the optimizer proper.
-    """
-
-    zenflow_adam: OffloadedAdam[Any]
     fp32_partitioned_groups_flat: list[Any]
     inf_or_nan_tracker: torch.Tensor
 
@@ -49,30 +35,12 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         place: WorkerPlace | None = None,
         **kwargs: Any,
     ) -> None:
-        assert settings.zenflow is not None
-        require_supported(kwargs, init_optimizer.param_groups)
-        self._settings = settings.zenflow
-        self._place = place
-        self._factor = StepFactor()
-        kwargs["offload_optimizer_config"] = host_offload_config()
-        if kwargs["gradient_accumulation_steps"] > 1:
-            kwargs["gradient_accumulation_dtype"] = torch.float32
+        self._prepare(settings, place, init_optimizer.param_groups, kwargs)
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_optimizer_states(self) -> None:
         """Instead of host gradients and moments: the arena and the worker. From here on nothing is offloaded."""
-        self._grad_dtype = grad_dtype(self.dtype, self.gradient_accumulation_dtype)
-        count = len(self.fp32_partitioned_groups_flat)
-        self.zenflow_adam = build_adam(
-            self._settings,
-            self.optimizer,
-            self.fp32_partitioned_groups_flat,
-            [self.sub_group_to_group_id[index] for index in range(count)],
-            lambda index: self.fp16_partitioned_groups_flat[index].data,
-            self._grad_dtype,
-            self.dp_process_group,
-            self._place,
-        )
+        self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
         self.fp32_partitioned_groups_flat = [p.master for p in self.zenflow_adam.partitions]
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
@@ -83,6 +51,17 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self._clear_padding()
         self.device = get_accelerator().current_device_name()
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
+
+    @property
+    def _masters(self) -> list[Any]:
+        return self.fp32_partitioned_groups_flat
+
+    @_masters.setter
+    def _masters(self, partitions: list[Any]) -> None:
+        self.fp32_partitioned_groups_flat = partitions
+
+    def _weights(self, index: int) -> torch.Tensor:
+        return self.fp16_partitioned_groups_flat[index].data
 
     def _held_numel(self, param: Any) -> int:
         """Elements of `param` that this rank's partition of it holds; the rest of the partition is padding."""
@@ -102,19 +81,6 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
                     flat.data[begin + self._held_numel(param) : end].zero_()
 
     # -- stepping -------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Any = None) -> None:
-        masters = self.fp32_partitioned_groups_flat
-        self.fp32_partitioned_groups_flat = [
-            PartitionStandIn(flat.data, self._grad_dtype) for flat in self.fp16_partitioned_groups_flat
-        ]
-        try:
-            super().step(closure)
-            if not self.overflow:
-                self.zenflow_adam.end_step()
-        finally:
-            self.fp32_partitioned_groups_flat = masters
-            self._factor.forget()
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> Any:
         """DeepSpeed has reduced these gradients: let them leave for the host at once, if that is wanted."""
@@ -143,51 +109,26 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def _optimizer_step(self, sub_group_id: int) -> None:
         if sub_group_id == 0:
             self.zenflow_adam.begin_step()
-        grad = self.fp32_partitioned_groups_flat[sub_group_id].grad
-        self.zenflow_adam.step_partition(sub_group_id, grad, self._factor.value)
+        super()._optimizer_step(sub_group_id)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v in their usual places, and the ZenFlow section."""
-        self.zenflow_adam.drain()
-        self.zenflow_adam.bind_state()
-        section = checkpoint.section(self.zenflow_adam)
-        section[_WEIGHTS] = [flat.detach().cpu().clone() for flat in self.fp16_partitioned_groups_flat]
-        return {**super().state_dict(), checkpoint.SECTION: section}
+        state = super().state_dict()
+        state[checkpoint.SECTION][_WEIGHTS] = [
+            flat.detach().cpu().clone() for flat in self.fp16_partitioned_groups_flat
+        ]
+        return state
 
-    def load_state_dict(
-        self,
-        state_dict_list: Any,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-        checkpoint_folder: str | None = None,
-        load_serial: Any = None,
-        param_shapes: Any = None,
-    ) -> None:
-        self.zenflow_adam.drain()
-        rank = dist.get_rank(group=self.dp_process_group)
-        saved = None if checkpoint_folder else saved_section(state_dict_list, rank)
-        super().load_state_dict(
-            state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
-        )
-        if not (load_optimizer_states or checkpoint_folder):
-            self.zenflow_adam.masters_changed()
-            return
-        checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
+    def _adopt_state(self) -> None:
+        super()._adopt_state()
         self._clear_padding()
-        if checkpoint.restore(self.zenflow_adam, saved, f"rank {rank}"):
-            assert saved is not None
-            for flat, weights in zip(self.fp16_partitioned_groups_flat, saved[_WEIGHTS], strict=True):
-                flat.data.copy_(weights)
-        else:
-            for flat, partition in zip(self.fp16_partitioned_groups_flat, self.zenflow_adam.partitions, strict=True):
-                flat.data.copy_(partition.master.data)
 
-    def _restore_from_bit16_weights(self) -> None:
-        self.zenflow_adam.drain()
-        super()._restore_from_bit16_weights()
-        self.zenflow_adam.masters_changed()
+    def _refresh_weights(self, saved: dict[str, Any] | None) -> None:
+        masters = [partition.master for partition in self.zenflow_adam.partitions]
+        values = masters if saved is None else saved[_WEIGHTS]
+        for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
+            flat.data.copy_(value.data)
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
         self.zenflow_adam.expose()
@@ -217,7 +158,3 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def measurements(self) -> dict[str, float]:
         """Figures for a training log, by name; units are in the names."""
         return self.zenflow_adam.measurements()
-
-    def destroy(self) -> None:
-        super().destroy()
-        self.zenflow_adam.close()

@@ -14,26 +14,15 @@ from deepspeed_ext._upstream import (
     all_gather_of_partitions,
     dist,
     get_accelerator,
-    host_offload_config,
     partition_exchange,
     swapped,
 )
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZeroFields
-from deepspeed_ext.zenflow import checkpoint
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
 from deepspeed_ext.zenflow.selective import SelectiveAdam
 from deepspeed_ext.zero.hot_exchange import HotExchange
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.zero.zenflow import (
-    PartitionStandIn,
-    StepFactor,
-    build_adam,
-    grad_dtype,
-    require_supported,
-    saved_section,
-    streaming,
-)
+from deepspeed_ext.zero.zenflow import ZenFlowStepping, streaming
 
 __all__ = ["ZenFlowZeroOptimizer"]
 
@@ -53,7 +42,7 @@ class MasterFragment(TensorFragment):
         return super().get_hp_fragment(optim_state_key)
 
 
-class ZenFlowZeroOptimizer(ZeroOptimizer):
+class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     """DeepSpeed's stage 1/2 optimizer on top of `OffloadedAdam`.
 
     It is constructed as for CPU offload, which puts the masters on the host, and steps as without, which keeps the
@@ -62,41 +51,20 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     Args:
         args, kwargs, settings, check_replicas: as for `ZeroOptimizer`; ``settings.zenflow`` is given.
         place: the worker's place in the core plan; None: unbound.
-
-    Attributes:
-        zenflow_adam: the optimizer proper.
     """
 
-    zenflow_adam: OffloadedAdam[Any]
     _hot_exchange: HotExchange | None = None
     single_partition_of_fp32_groups: list[Any]
 
     def __init__(self, *args: Any, settings: ZeroFields, place: WorkerPlace | None = None, **kwargs: Any) -> None:
-        assert settings.zenflow is not None
-        require_supported(kwargs, args[0].param_groups)
-        self._settings = settings.zenflow
-        self._place = place
-        self._factor = StepFactor()
-        kwargs["offload_optimizer_config"] = host_offload_config()
-        if kwargs["gradient_accumulation_steps"] > 1:
-            kwargs["gradient_accumulation_dtype"] = torch.float32
+        self._prepare(settings, place, args[0].param_groups, kwargs)
         super().__init__(*args, settings=settings, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:
         """Instead of host gradients and moments: the arena and the worker. From here on nothing is offloaded."""
-        self._grad_dtype = grad_dtype(self.dtype, self.gradient_accumulation_dtype)
         with self.startup.phase("optimizer process"):
-            self.zenflow_adam = build_adam(
-                self._settings,
-                self.optimizer,
-                self.single_partition_of_fp32_groups,
-                list(range(len(self.single_partition_of_fp32_groups))),
-                self._weights_partition,
-                self._grad_dtype,
-                self.dp_process_group,
-                self._place,
-            )
+            self._start_adam(range(len(self.single_partition_of_fp32_groups)))
         if isinstance(self.zenflow_adam, SelectiveAdam):
             self._hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
@@ -114,7 +82,15 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             if param._hp_mapping is not None:
                 param._hp_mapping = MasterFragment(**vars(param._hp_mapping), expose=self.zenflow_adam.expose)
 
-    def _weights_partition(self, index: int) -> torch.Tensor:
+    @property
+    def _masters(self) -> list[Any]:
+        return self.single_partition_of_fp32_groups
+
+    @_masters.setter
+    def _masters(self, partitions: list[Any]) -> None:
+        self.single_partition_of_fp32_groups = partitions
+
+    def _weights(self, index: int) -> torch.Tensor:
         rank = dist.get_rank(group=self.real_dp_process_group[index])
         return self.parallel_partitioned_bit16_groups[index][rank].data
 
@@ -136,19 +112,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        masters = self.single_partition_of_fp32_groups
-        self.single_partition_of_fp32_groups = [
-            PartitionStandIn(self._weights_partition(index), self._grad_dtype) for index in range(len(masters))
-        ]
         exchange = [partition_exchange(self._hot_exchange)] if self._hot_exchange is not None else []
-        try:
-            with swapped(*exchange):
-                super().step(closure)
-            if not self.overflow:
-                self.zenflow_adam.end_step()
-        finally:
-            self.single_partition_of_fp32_groups = masters
-            self._factor.forget()
+        with swapped(*exchange):
+            super().step(closure)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
         """The flat gradient, where DeepSpeed need not make one: laid out in its slot, if that is in reach.
@@ -173,68 +139,30 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         upstream = super().unscale_and_clip_grads
         self._factor.get(lambda one: upstream([one], total_norm), self.loss_scale)
 
-    def _optimizer_step(self, group_no: int) -> None:
-        grad = self.single_partition_of_fp32_groups[group_no].grad
-        self.zenflow_adam.step_partition(group_no, grad, self._factor.value)
-
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v in their usual places, and the ZenFlow section."""
-        self.zenflow_adam.drain()
-        self.zenflow_adam.bind_state()
-        return {**super().state_dict(), checkpoint.SECTION: checkpoint.section(self.zenflow_adam)}
-
-    def load_state_dict(
-        self,
-        state_dict_list: Any,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-        checkpoint_folder: str | None = None,
-        load_serial: Any = None,
-        param_shapes: Any = None,
-    ) -> None:
-        self.zenflow_adam.drain()
-        super().load_state_dict(
-            state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
-        )
-        if not (load_optimizer_states or checkpoint_folder):
-            self.zenflow_adam.masters_changed()
-            return
-        checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
-        rank = dist.get_rank(group=self.dp_process_group)
-        saved = None if checkpoint_folder else saved_section(state_dict_list, rank)
-        exact = checkpoint.restore(self.zenflow_adam, saved, f"rank {rank}")
+    def _refresh_weights(self, saved: dict[str, Any] | None) -> None:
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
-        if not exact:
+        if saved is None:  # DeepSpeed has loaded the weights themselves
             self.update_lp_params()
-
-    def _restore_from_bit16_weights(self) -> None:
-        self.zenflow_adam.drain()
-        super()._restore_from_bit16_weights()
-        self.zenflow_adam.masters_changed()
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
         """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
         no step may be taken inside."""
         self.zenflow_adam.drain()
-        masters = self.single_partition_of_fp32_groups
-        predicted = [self._weights_partition(index).clone() for index in range(len(masters))]
+        masters = self._masters
+        predicted = [self._weights(index).clone() for index in range(len(masters))]
         self.update_lp_params()
         try:
             yield
         finally:
-            self.single_partition_of_fp32_groups = predicted
+            self._masters = predicted
             try:
                 self.update_lp_params()
             finally:
-                self.single_partition_of_fp32_groups = masters
+                self._masters = masters
 
     def measurements(self) -> dict[str, float]:
         return {**super().measurements(), **self.zenflow_adam.measurements()}
-
-    def destroy(self) -> None:
-        super().destroy()
-        self.zenflow_adam.close()
