@@ -237,7 +237,7 @@ class Engine(DeepSpeedEngine):
     def _settle_zenflow(self) -> None:
         """Wait on all ranks for updates in flight, so that no rank fails alone between DeepSpeed's collectives."""
         if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
-            self.optimizer.zenflow_adam.drain_together()
+            self.optimizer.zenflow_adam.link.wait_together()
 
     def zenflow_config(self) -> Any:
         """None where the section is served by us: DeepSpeed's own ZenFlow and its change of

@@ -10,7 +10,7 @@ partition      -                 -           this rank's flat slice of a paramet
 weights  W     16 bit            device      what the model computes with: trainer -> model
 master   p     fp32 [n]          host        the weights AdamW works on: worker -> checkpoint
 moments  m, v  fp32 [n]          host        Adam's moments: worker -> checkpoint
-gradient g     16 bit [n]        host slot   reduced gradient of one optimizer step, not unscaled: trainer -> worker
+gradient g     16 bit [n]        host ring   reduced gradient of one optimizer step, not unscaled: trainer -> worker
 factor   c     float             command     unscale and clip factor of that gradient: trainer -> worker
 published y    16 bit or fp32    host [n]    p after the update, extrapolated to where the estimate starts:
                                              worker -> trainer
@@ -27,10 +27,10 @@ updates        int32 [blocks]    host        how many updates each block has had
 =============  ================  ==========  ===============================================================
 
 *Optimizer step*: a boundary of the user's gradient accumulation. *Interval* S: optimizer steps handed over together.
-*Hand-over*: the gradients of an interval, in a slot, become the worker's. *In flight*: handed over, result not applied.
+*Hand-over*: an interval's gradients, in the ring, become the worker's. *In flight*: handed over, result not applied.
 
 Rooms: the schedules (which step does what), `predict` (the arithmetic of the estimate) and `blocks` (that of hot
-blocks) know nothing of processes; `arena` is the shared memory, `process` the trainer's end of the optimizer process,
-`worker` the process, `kernel` its pass over memory; `offloaded_adam` is what both rules share, `predictive` and
-`selective` are the rules; `checkpoint` is what is saved of them.
+blocks) know nothing of processes; `arena` is the shared memory, `worker` the optimizer process, `process` the trainer's
+end of it, `link` what is handed over and awaited, `kernel` the pass over memory; `offloaded_adam` is what both rules
+share, `predictive` and `selective` are the rules; `checkpoint` is what is saved of them.
 """

@@ -107,7 +107,7 @@ def restore(adam: OffloadedAdam[Any], saved: dict[str, Any] | None, where: str) 
             f"{where}: the optimizer process runs the {adam.kernel} kernel and ran the {saved['kernel']} one before: "
             "what follows equals the uninterrupted run to rounding, not to the bit"
         )
-    adam.schedule.load_state_dict(saved["schedule"])
+    adam.load_schedule(saved["schedule"])
     adam.adopt_update_count(saved["updates"])
     for index, (partition, values) in enumerate(zip(adam.partitions, saved["partitions"], strict=True)):
         partition.collected = [AdamStep(**step) for step in values["collected"]]

@@ -22,9 +22,9 @@ __all__ = [
 ]
 
 
-def array_name(kind: str, partition: int, slot: int = 0, position: int = 0) -> str:
-    """The arena's name of an array of a partition; `slot` and `position` tell gradients apart."""
-    return f"{kind}.{partition}.{slot}.{position}" if kind == "g" else f"{kind}.{partition}"
+def array_name(kind: str, partition: int, place: int = 0) -> str:
+    """The arena's name of an array of a partition; `place` tells the gradients of its ring apart."""
+    return f"{kind}.{partition}.{place}" if kind == "g" else f"{kind}.{partition}"
 
 
 def partition_specs(
@@ -34,25 +34,20 @@ def partition_specs(
     block_size: int,
     publish_dtype: str,
     grad_dtype: str,
-    slots: int,
-    interval: int,
-    per_block: tuple[str, str] = ("block_means", "float32"),
+    ring: int,
+    per_block: tuple[str, str],
 ) -> list[ArraySpec]:
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
 
     Args:
-        slots, interval: there is room for ``slots x interval`` gradients.
+        ring: how many gradients there is room for.
         per_block: kind and dtype of the array with an entry for every block.
     """
     state = [ArraySpec(array_name(kind, partition), "float32", numel) for kind in ("p", "m", "v")]
     published = ArraySpec(array_name("y", partition), publish_dtype, numel)
     kind, dtype = per_block
     blocks = ArraySpec(array_name(kind, partition), dtype, -(-numel // block_size))
-    gradients = [
-        ArraySpec(array_name("g", partition, slot, position), grad_dtype, numel)
-        for slot in range(slots)
-        for position in range(interval)
-    ]
+    gradients = [ArraySpec(array_name("g", partition, place), grad_dtype, numel) for place in range(ring)]
     return [*state, published, blocks, *gradients]
 
 
@@ -73,22 +68,21 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class PartitionPass:
-    """One pass over one partition: the gradients in ``slot`` at ``positions``, a step each, then publish."""
+    """One pass over one partition: the gradients at ``places`` of its ring, a step each, then publish."""
 
     partition: int
-    slot: int
-    positions: tuple[int, ...]
+    places: tuple[int, ...]
     steps: tuple[AdamStep, ...]
     publish: Publish
 
 
 @dataclass(frozen=True)
 class MeanPartitionPass:
-    """One step of the blocks of a partition that are at home on the host: the gradients at ``positions``, times
+    """One step of the blocks of a partition that are at home on the host: the gradients at ``places``, times
     ``scales``, added up. No gradients: only publish p again."""
 
     partition: int
-    positions: tuple[int, ...]
+    places: tuple[int, ...]
     scales: tuple[float, ...]
     step: AdamStep
 

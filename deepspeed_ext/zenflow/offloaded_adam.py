@@ -1,13 +1,12 @@
 """The optimizer as the ZeRO subclasses see it: gradients of partitions go in, weights come out.
 
 The subclass of DeepSpeed's optimizer owns parameters and communication. `OffloadedAdam` owns what both update rules
-share, that is the arena, the worker, every wait for it, and the figures; `PredictiveAdam` and `SelectiveAdam` are the
-rules. One optimizer step is `begin_step`, `step_partition` for each partition in order, `end_step`.
+share, that is the state of partitions, the link to the worker, and the figures; `PredictiveAdam` and `SelectiveAdam`
+are the rules. One optimizer step is `begin_step`, `step_partition` for each partition in order, `end_step`.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,21 +14,16 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from deepspeed_ext import memory
 from deepspeed_ext._agreement import RankGroup, require_same_plan
-from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
-from deepspeed_ext._logging import logger
-from deepspeed_ext._upstream import dist
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.adam_settings import adam_step, is_decoupled, step_value
-from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.figures import Figures
-from deepspeed_ext.zenflow.kernel import AdamStep, library_path
-from deepspeed_ext.zenflow.messages import WorkerPlan, WorkerTask, array_name
-from deepspeed_ext.zenflow.process import OptimizerProcess
+from deepspeed_ext.zenflow.kernel import AdamStep
+from deepspeed_ext.zenflow.link import WorkerLink
+from deepspeed_ext.zenflow.messages import array_name, partition_specs
 from deepspeed_ext.zenflow.schedule import Schedule
 from deepspeed_ext.zenflow.seat import WorkerSeat
-from deepspeed_ext.zenflow.transfers import Streamed, Transfers
+from deepspeed_ext.zenflow.transfers import Streamed
 
 __all__ = ["MEASURED_INTERVAL_LIMIT", "GradFactor", "OffloadedAdam", "PartitionState"]
 
@@ -93,7 +87,9 @@ class OffloadedAdam(ABC, Generic[P]):
     Attributes:
         partitions: their state, in order.
         updates: optimizer steps whose gradient has been taken so far (t of the newest).
-        schedule, figures: see there.
+        schedule, figures, link: see there.
+        rule: its name in configs and checkpoints.
+        per_block: kind and dtype of the array in which the rule keeps a value for every block.
 
     Raises:
         ConfigError: the optimizer is not an Adam.
@@ -102,6 +98,7 @@ class OffloadedAdam(ABC, Generic[P]):
     """
 
     rule: ClassVar[str]
+    per_block: ClassVar[tuple[str, str]]
     schedule: Schedule[Any, Any]
 
     def __init__(
@@ -122,17 +119,12 @@ class OffloadedAdam(ABC, Generic[P]):
         self._weights = weights
         self._settings = settings
         self._ranks = ranks
-        self._transfers = Transfers()
-        self._error: DeepSpeedExtError | None = None
-        self._in_flight_gradients = 0
         self._exposed = False
         self.figures = Figures()
         self.updates = 0
         agreed = (settings.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"}), list(groups))
         require_same_plan("ZenFlow", agreed, ranks)
-        dtypes = _name(settings.publish_dtype or weights_dtype), _name(grad_dtype)
-        specs = [spec for index, master in enumerate(masters) for spec in self._arrays(index, master.numel(), *dtypes)]
-        self._open(specs, seat)
+        self.link = self._open([master.numel() for master in masters], weights_dtype, grad_dtype, seat)
         self.partitions: list[P] = [self._partition(index, group) for index, group in enumerate(groups)]
         for partition, master in zip(self.partitions, masters, strict=True):
             partition.master.data.copy_(master)
@@ -145,9 +137,10 @@ class OffloadedAdam(ABC, Generic[P]):
     def block_size(self) -> int:
         """Elements of a block of the partition; ends of blocks are where the worker may cut."""
 
+    @property
     @abstractmethod
-    def _arrays(self, index: int, numel: int, published_dtype: str, grad_dtype: str) -> list[ArraySpec]:
-        """The arrays of a partition in the arena."""
+    def _room(self) -> int:
+        """For how many gradients of a partition there is room; an interval that is measured may need all of it."""
 
     @abstractmethod
     def _partition(self, index: int, group: int) -> P:
@@ -188,8 +181,8 @@ class OffloadedAdam(ABC, Generic[P]):
         """Inside a step: the places in the ring of the last `count` gradients, this step's the last of them."""
         return (*self.schedule.latest(count - 1), self.schedule.coming)
 
-    def _ring(self, index: int, room: int) -> list[torch.Tensor]:
-        return [self.arena.tensor(array_name("g", index, 0, place)) for place in range(room)]
+    def _ring(self, index: int) -> list[torch.Tensor]:
+        return [self.link.arena.tensor(array_name("g", index, place)) for place in range(self._room)]
 
     @abstractmethod
     def saved_partition(self, index: int) -> dict[str, Any]:
@@ -212,7 +205,7 @@ class OffloadedAdam(ABC, Generic[P]):
         self.figures.begin_step()
         if self._exposed:  # on this rank; an error is told to all at the next wait
             self._exposed = False
-            self._wait()
+            self.link.wait()
             self.resume()
         self._start_step()
 
@@ -226,32 +219,39 @@ class OffloadedAdam(ABC, Generic[P]):
 
     # -- for the rules --------------------------------------------------------------------------------------------
 
-    def _open(self, specs: Sequence[ArraySpec], seat: WorkerSeat) -> None:
-        """Make the arena and start the worker."""
-        layout = plan_layout(specs)
+    def _open(
+        self, numels: Sequence[int], weights_dtype: torch.dtype, grad_dtype: torch.dtype, seat: WorkerSeat
+    ) -> WorkerLink:
+        """Start the worker with the arrays of partitions of `numels` elements."""
+        of_partitions = [
+            partition_specs(
+                index,
+                numel,
+                block_size=self.block_size,
+                publish_dtype=_name(self._settings.publish_dtype or weights_dtype),
+                grad_dtype=_name(grad_dtype),
+                ring=self._room,
+                per_block=self.per_block,
+            )
+            for index, numel in enumerate(numels)
+        ]
+        names = [spec.name for specs in of_partitions for spec in specs]
         # Room for an interval that is not chosen yet is touched, and so takes memory, only once it is used.
         known = self._settings.update_interval is not None
-        touch = tuple(s.name for s in specs if known or not s.name.startswith("g.") or s.name.endswith(".0"))
-        needed = sum(spec.nbytes for spec in specs if spec.name in set(touch))
-        place = None if seat.place is None else str(seat.place)
-        plan = WorkerPlan(layout, self.block_size, touch, place, seat.threads, library_path())
-        error = None
-        try:
-            _require_room(needed)
-            self.arena = Arena.create(layout)
-            self.process = OptimizerProcess(
-                self.arena, plan, rank=dist.get_rank(), timeout_seconds=self._settings.worker_timeout_seconds
-            )
-        except DeepSpeedExtError as failure:
-            error = failure
-        self._require_all(error)
-        if self.process.ready.warning:
-            logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
-        exchanged = [name for name in touch if name.startswith(("y.", "g.", "block_means."))]
-        self._transfers.lock([self.arena.tensor(name) for name in exchanged])
+        touch = [name for name in names if known or not name.startswith("g.") or name.endswith(".0")]
+        return WorkerLink(
+            [spec for specs in of_partitions for spec in specs],
+            touch,
+            [name for name in touch if name.startswith(("y.", "g.", "block_means."))],
+            block_size=self.block_size,
+            seat=seat,
+            ranks=self._ranks,
+            timeout_seconds=self._settings.worker_timeout_seconds,
+            figures=self.figures,
+        )
 
     def _array(self, kind: str, index: int) -> torch.Tensor:
-        return self.arena.tensor(array_name(kind, index))
+        return self.link.arena.tensor(array_name(kind, index))
 
     def _collect(self, index: int, grad: torch.Tensor, factor: float) -> torch.Tensor:
         """Copy `grad` to its slot unless it is there; note its constants and return it in the slot's dtype."""
@@ -259,7 +259,7 @@ class OffloadedAdam(ABC, Generic[P]):
         if grad.dtype != slot.dtype:
             grad = grad.to(slot.dtype)
         if not partition.streamed.is_complete and grad.data_ptr() != slot.data_ptr():
-            self._transfers.to_host(grad, slot)
+            self.link.transfers.to_host(grad, slot)
         partition.streamed = Streamed()
         self.figures.bytes_down += slot.nbytes
         partition.collected.append(self._constants(partition.group, self.updates + 1, factor))
@@ -277,45 +277,14 @@ class OffloadedAdam(ABC, Generic[P]):
         self._weights(index).copy_(published, non_blocking=True)
         self.figures.bytes_up += published.nbytes
 
-    def _send(self, tasks: Sequence[WorkerTask], gradients: int) -> None:
-        """Hand `tasks` with that many gradients each to the worker, once what they read has arrived."""
-        self._transfers.finish()
-        self._in_flight_gradients = gradients
-        if self._error is None:
-            try:
-                self.process.submit(tasks)
-            except WorkerError as error:  # told to all ranks together, at the next wait
-                self._error = error
+    def _choose_interval(self, interval: int) -> None:
+        self.schedule.choose_interval(interval)
+        self._lock_ring()
 
-    def _receive(self) -> None:
-        """Wait for everything in flight, on all ranks."""
-        begin = time.perf_counter()
-        error = self._wait()
-        self.figures.wait_seconds += time.perf_counter() - begin
-        self._require_all(error)
-
-    def _wait(self) -> DeepSpeedExtError | None:
-        if self._error is not None:
-            return self._error
-        try:
-            busy = self.process.busy
-            done = self.process.wait()
-        except WorkerError as error:
-            self._error = error
-            return error
-        if busy:
-            self.figures.note_worker(done.seconds, self._in_flight_gradients)
-        return None
-
-    def _require_all(self, error: DeepSpeedExtError | None) -> None:
-        """Raise on every rank if any has an error, with the message of the one that has it."""
-        if self._ranks.all(error is None):
-            return
-        messages = self._ranks.gather(None if error is None else str(error))
-        self._error = error or WorkerError("; ".join(m for m in messages if m))
-        if hasattr(self, "process"):
-            self.process.close()
-        raise self._error
+    def _lock_ring(self) -> None:
+        """Page-lock what of the ring is in use, which is not known before the interval is."""
+        places = range(min(self._room, self.schedule.ring))
+        self.link.lock([array_name("g", index, place) for index in range(len(self.partitions)) for place in places])
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -325,7 +294,7 @@ class OffloadedAdam(ABC, Generic[P]):
         Raises:
             WorkerError: this rank's worker has failed.
         """
-        if (error := self._wait()) is not None:
+        if (error := self.link.wait()) is not None:
             raise error
 
     def expose(self) -> None:
@@ -339,14 +308,6 @@ class OffloadedAdam(ABC, Generic[P]):
         self.drain()
         self._exposed = True
 
-    def drain_together(self) -> None:
-        """`drain`, as a collective.
-
-        Raises:
-            WorkerError: on every rank, if the worker of any has failed.
-        """
-        self._require_all(self._wait())
-
     def bind_state(self) -> None:
         """Let the optimizer's state be the arena's p, m, v, under the masters as parameters."""
         for partition, updates in zip(self.partitions, self._bound_updates, strict=True):
@@ -356,13 +317,19 @@ class OffloadedAdam(ABC, Generic[P]):
                 "exp_avg_sq": partition.exp_avg_sq,
             }
 
+    def load_schedule(self, state: dict[str, Any]) -> None:
+        """Continue at the position that the schedule's `state_dict` holds."""
+        self.schedule.load_state_dict(state)
+        self._lock_ring()
+
     def adopt_update_count(self, updates: int) -> None:
         """p, m, v in the arena are those after that many updates."""
         self.updates = updates
 
     def can_use_interval(self, interval: int | None) -> bool:
-        """Whether a run at `interval` can continue under these settings."""
-        return self._settings.update_interval in (interval, None)
+        """Whether a run at `interval` can continue under these settings; where none is set, if there is room for it."""
+        here = self._settings.update_interval
+        return here == interval or (here is None and (interval or 1) <= MEASURED_INTERVAL_LIMIT)
 
     @abstractmethod
     def can_continue(self, schedule: dict[str, Any]) -> bool:
@@ -376,7 +343,7 @@ class OffloadedAdam(ABC, Generic[P]):
     @property
     def kernel(self) -> str:
         """What carries out the worker's pass, for people."""
-        return self.process.ready.kernel
+        return self.link.process.ready.kernel
 
     def device_of(self, index: int) -> torch.device:
         """Where the weights of a partition are."""
@@ -388,10 +355,6 @@ class OffloadedAdam(ABC, Generic[P]):
         for partition in self.partitions:
             partition.collected.clear()
 
-    def resident_bytes(self) -> int:
-        """Host memory that the arena takes now."""
-        return self.arena.resident_bytes()
-
     def measurements(self) -> dict[str, float]:
         """The last step's figures by name; units are in the names."""
         interval = self.schedule.interval or 1
@@ -399,18 +362,7 @@ class OffloadedAdam(ABC, Generic[P]):
 
     def close(self) -> None:
         """End the worker. Masters and moments stay readable. Idempotent."""
-        self.process.close()
-        self._transfers.unlock()
-        self.arena.close()
-
-
-def _require_room(nbytes: int) -> None:
-    available = memory.available_host_bytes()
-    if nbytes > available:
-        raise OutOfMemoryError(
-            f"rank {dist.get_rank()}: the optimizer's state takes {nbytes:,} bytes of host memory and "
-            f"{available:,} are available: use more ranks, a smaller zenflow.update_interval or more memory"
-        )
+        self.link.close()
 
 
 def _name(dtype: torch.dtype | str) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from deepspeed_ext._logging import logger
-from deepspeed_ext.zenflow.arena import ArraySpec
 from deepspeed_ext.zenflow.figures import PredictionProbe
 from deepspeed_ext.zenflow.kernel import Publish
-from deepspeed_ext.zenflow.messages import PartitionPass, partition_specs
+from deepspeed_ext.zenflow.messages import PartitionPass
 from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
 from deepspeed_ext.zenflow.predict import Estimator, drift_coefficient, move_coefficient, publish_ahead
 from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, StepPlan, WeightRule, ring_of
@@ -46,6 +45,7 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
     """
 
     rule = "predictive"
+    per_block = ("block_means", "float32")
     schedule: PredictiveSchedule
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,33 +65,22 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
 
     @property
     def _room(self) -> int:
-        """Gradients that there is room for; an interval that is measured may need all of it."""
         longest = self._settings.update_interval or MEASURED_INTERVAL_LIMIT
         return ring_of(longest, self._settings.predict_clip == "previous") if self._settings.overlapped else 1
-
-    def _arrays(self, index: int, numel: int, published_dtype: str, grad_dtype: str) -> list[ArraySpec]:
-        return partition_specs(
-            index,
-            numel,
-            block_size=self.block_size,
-            publish_dtype=published_dtype,
-            grad_dtype=grad_dtype,
-            slots=1,
-            interval=self._room,
-        )
 
     def _partition(self, index: int, group: int) -> PredictedPartition:
         p, m, v, y, means = (self._array(kind, index) for kind in ("p", "m", "v", "y", "block_means"))
         exact = Publish.exact(1.0, float(self._optimizer.param_groups[group]["eps"]))
-        ring = self._ring(index, self._room)
-        return PredictedPartition(group, p.requires_grad_(), m, v, y, ring, block_means=means, publish=exact)
+        return PredictedPartition(
+            group, p.requires_grad_(), m, v, y, self._ring(index), block_means=means, publish=exact
+        )
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
     def _start_step(self) -> None:
         self._plan = self.schedule.plan()
         if self._plan.waits_first:
-            self._receive()
+            self.link.receive()
         if self._plan.rule is WeightRule.PREDICTED:
             self._read_results()
 
@@ -111,7 +100,7 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
             wanted: elements of the partition without its padding.
         """
         streamed, slot = self.partitions[index].streamed, self.coming_slot(index)
-        self._transfers.to_host(piece.to(slot.dtype), slot[offset : offset + piece.numel()])
+        self.link.transfers.to_host(piece.to(slot.dtype), slot[offset : offset + piece.numel()])
         streamed.parts[offset], streamed.wanted = piece.numel(), wanted
 
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
@@ -130,7 +119,7 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         last = self.partitions[index].collected[-1]
         self._submit([index], Publish.exact(last.bias_correction2_sqrt, last.eps))
         if self._is_last(index):
-            self._receive()
+            self.link.receive()
             for each in range(len(self.partitions)):
                 self._take_published(each)
 
@@ -162,12 +151,12 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         elif plan.handed_over:
             self._submit(range(len(self.partitions)), None)
         else:
-            self._transfers.finish()
+            self.link.transfers.finish()
         self.last_clip = self._clip
         self.schedule.advance(plan)
         self._plan = None
         if self.schedule.wants_interval:
-            self._choose_interval()
+            self._measure_interval()
 
     def _publish_ahead(self) -> None:
         """Let the worker publish what the first predicted step builds on."""
@@ -179,7 +168,9 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
     def _publish_again(self) -> None:
         """Let the worker recompute y and the block means from p, m, v, by each partition's `publish`."""
         self._unread = True
-        self._send([PartitionPass(index, 0, (), (), p.publish) for index, p in enumerate(self.partitions)], gradients=0)
+        self.link.send(
+            [PartitionPass(index, (), (), p.publish) for index, p in enumerate(self.partitions)], gradients=0
+        )
 
     def _submit(self, indices: Sequence[int], publish: Publish | None) -> None:
         """Hand over the collected gradients of partitions; `publish` None: extrapolate over the next interval."""
@@ -190,9 +181,9 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
             steps = tuple(partition.collected)
             partition.collected.clear()
             partition.publish = publish or publish_ahead(steps[-1], self._interval)
-            passes.append(PartitionPass(index, 0, self._places(len(steps)), steps, partition.publish))
+            passes.append(PartitionPass(index, self._places(len(steps)), steps, partition.publish))
         self._unread = True
-        self._send(passes, gradients=len(passes[0].steps) if passes else 0)
+        self.link.send(passes, gradients=len(passes[0].steps) if passes else 0)
 
     def _read_results(self) -> None:
         """Take the block means of the newest result into the estimators, unless that has been done."""
@@ -205,11 +196,11 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
             partition.estimator = Estimator(means, self.block_size, publish.bias_correction2_sqrt, publish.eps)
         self._probe.arrived(self.partitions[0].master, self.figures)
 
-    def _choose_interval(self) -> None:
+    def _measure_interval(self) -> None:
         worker, device = self.figures.typical()
         mine = smallest_interval(worker, device, MEASURED_INTERVAL_LIMIT)
         interval = -self._ranks.minimum(-mine)[0]
-        self.schedule.choose_interval(interval)
+        self._choose_interval(interval)
         if self._ranks.rank == 0:
             logger.info(
                 f"zenflow.update_interval = {interval}: a pass of the optimizer process takes {worker * 1e3:.1f} ms, "

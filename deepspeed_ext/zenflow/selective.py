@@ -15,9 +15,8 @@ import torch
 
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import get_accelerator
-from deepspeed_ext.zenflow.arena import ArraySpec
 from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, scores, select
-from deepspeed_ext.zenflow.messages import MeanPartitionPass, partition_specs
+from deepspeed_ext.zenflow.messages import MeanPartitionPass
 from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
 from deepspeed_ext.zenflow.selective_schedule import (
     SelectivePlan,
@@ -52,12 +51,11 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
     """`OffloadedAdam` that steps some blocks on the accelerator and the others every interval on the host."""
 
     rule = "selective"
+    per_block = ("updates", "int32")
     schedule: SelectiveSchedule
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = kwargs["settings"]
-        lag = settings.overlap_lag if settings.overlapped else 0
-        self._room = ring_of(settings.update_interval or max(MEASURED_INTERVAL_LIMIT, lag), lag)
         self.schedule = SelectiveSchedule(settings)
         warn_of_unknown_epoch(settings)
         self._plan: SelectivePlan | None = None
@@ -68,28 +66,21 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
     def block_size(self) -> int:
         return self._settings.select_block_size
 
-    def _arrays(self, index: int, numel: int, published_dtype: str, grad_dtype: str) -> list[ArraySpec]:
-        return partition_specs(
-            index,
-            numel,
-            block_size=self.block_size,
-            publish_dtype=published_dtype,
-            grad_dtype=grad_dtype,
-            slots=1,
-            interval=self._room,
-            per_block=("updates", "int32"),
-        )
+    @property
+    def _room(self) -> int:
+        lag = self._settings.overlap_lag if self._settings.overlapped else 0
+        return ring_of(self._settings.update_interval or max(MEASURED_INTERVAL_LIMIT, lag), lag)
 
     def _partition(self, index: int, group: int) -> SelectedPartition:
         p, m, v, y, updates = (self._array(kind, index) for kind in ("p", "m", "v", "y", "updates"))
-        return SelectedPartition(group, p.requires_grad_(), m, v, y, self._ring(index, self._room), updates=updates)
+        return SelectedPartition(group, p.requires_grad_(), m, v, y, self._ring(index), updates=updates)
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
     def _start_step(self) -> None:
         self._plan = self.schedule.plan()
         if self._plan.applies:
-            self._receive()
+            self.link.receive()
 
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
         plan, partition = self._plan, self.partitions[index]
@@ -101,10 +92,10 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         if plan.selects:
             partition.scores = scores(grad, self.block_size)
         if plan.waits:  # the worker steps this partition while the next gradient is made ready
-            self._send([self._task(index)], gradients=plan.handed_over)
+            self.link.send([self._task(index)], gradients=plan.handed_over)
         if self._is_last(index):
             if plan.waits:
-                self._receive()
+                self.link.receive()
             for each in range(len(self.partitions)):
                 self._write_weights(each, arrived=plan.applies or plan.waits)
                 if plan.selects:
@@ -131,13 +122,13 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         assert plan is not None, "end_step without begin_step"
         if plan.handed_over and not plan.waits:
             tasks = [self._task(index) for index in range(len(self.partitions))]
-            self._send(tasks, gradients=plan.handed_over)
+            self.link.send(tasks, gradients=plan.handed_over)
         else:
-            self._transfers.finish()
+            self.link.transfers.finish()
         self.schedule.advance(plan)
         self._plan = None
         if self.schedule.interval is None and plan.selects:
-            self._choose_interval()
+            self._measure_interval()
 
     # -- selection ------------------------------------------------------------------------------------------------
 
@@ -197,7 +188,7 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
             updates[partition.hot.blocks.ids.cpu()] = partition.hot.updates.cpu()
         return updates
 
-    def _choose_interval(self) -> None:
+    def _measure_interval(self) -> None:
         """The interval after which cold gradients have added up to what a hot one has in a step."""
         hot = sum(len(p.hot.blocks) for p in self.partitions if p.hot is not None)
         cold = sum(p.updates.numel() for p in self.partitions) - hot
@@ -206,7 +197,7 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         lowest = self._settings.overlap_lag if self._settings.overlapped else 1
         highest = min(MEASURED_INTERVAL_LIMIT, steps_between_selections(self._settings, 1) or MEASURED_INTERVAL_LIMIT)
         interval = max(lowest, min(highest, -self._ranks.minimum(-mine)[0]))
-        self.schedule.choose_interval(interval)
+        self._choose_interval(interval)
         if self._ranks.rank == 0:
             logger.info(
                 f"zenflow.update_interval = {interval}: a cold block has {mean_cold / max(mean_hot, 1e-30):.2f} "
@@ -273,7 +264,7 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
                 MeanPartitionPass(index, (), (), self._constants(partition.group, 1, 1.0))
                 for index, partition in enumerate(self.partitions)
             ]
-            self._send(idle, gradients=0)
+            self.link.send(idle, gradients=0)
 
     def masters_changed(self) -> None:
         super().masters_changed()

@@ -41,7 +41,7 @@ class Transfers:
     def __init__(self) -> None:
         accelerator = get_accelerator()
         self._stream: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
-        self._locked: list[torch.Tensor] = []
+        self._locked: dict[int, torch.Tensor] = {}  # by address
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Start copying `source` (accelerator) to `target` (arena); both stay as they are until `finish`."""
@@ -61,13 +61,13 @@ class Transfers:
             get_accelerator().current_stream().synchronize()
 
     def lock(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Page-lock host tensors that exist already, so that copies of them run beside the computation.
+        """Page-lock host tensors that exist already, so that copies of them run beside the computation. Idempotent.
 
         Refusal (``ulimit -l``) is a warning: copies then go through pageable memory, slower and in step.
         """
         runtime = _host_registry()
         for tensor in tensors if runtime is not None else ():
-            if tensor.numel() == 0:
+            if tensor.numel() == 0 or tensor.data_ptr() in self._locked:
                 continue
             if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) != 0:
                 warn_once(
@@ -75,12 +75,12 @@ class Transfers:
                     "the accelerator are slower. Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1)"
                 )
                 return
-            self._locked.append(tensor)
+            self._locked[tensor.data_ptr()] = tensor
 
     def unlock(self) -> None:
         """Undo `lock`. Idempotent."""
         while self._locked:
-            _host_registry().cudaHostUnregister(self._locked.pop().data_ptr())
+            _host_registry().cudaHostUnregister(self._locked.popitem()[0])
 
 
 def _host_registry() -> Any:

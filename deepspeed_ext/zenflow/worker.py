@@ -104,7 +104,7 @@ def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
     p, m, v, published, means = (
         arena.array(array_name(kind, work.partition)) for kind in ("p", "m", "v", "y", "block_means")
     )
-    grads = tuple(arena.array(array_name("g", work.partition, work.slot, k)) for k in work.positions)
+    grads = tuple(arena.array(array_name("g", work.partition, place)) for place in work.places)
     return AdamPass(p, m, v, grads, work.steps, published, means, block_size, work.publish)
 
 
@@ -112,7 +112,7 @@ def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPa
     p, m, v, published, updates = (
         arena.array(array_name(kind, work.partition)) for kind in ("p", "m", "v", "y", "updates")
     )
-    grads = tuple(arena.array(array_name("g", work.partition, 0, k)) for k in work.positions)
+    grads = tuple(arena.array(array_name("g", work.partition, place)) for place in work.places)
     return MeanPass(p, m, v, grads, work.scales, work.step, updates, published, block_size)
 
 

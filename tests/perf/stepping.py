@@ -200,7 +200,7 @@ def bytes_now() -> dict[str, float | None]:
     device = accelerator.max_memory_allocated()
     if on_cpu:
         device = sum(storages.values()) if _bench.side.offload else tree
-    arena = None if adam is None else adam.resident_bytes()
+    arena = None if adam is None else adam.link.arena.resident_bytes()
     host = tree - device if on_cpu else tree
     return {"tree": tree, "device": device, "host": host, "arena": arena, "pinned": host_peak.pinned()}
 

@@ -16,6 +16,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.blocks import AdamBlocks
+from deepspeed_ext.zenflow.link import WorkerLink
+from deepspeed_ext.zenflow.messages import array_name
 from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
 from deepspeed_ext.zenflow.predict import Estimator
 from deepspeed_ext.zenflow.predictive import PredictiveAdam
@@ -52,7 +54,7 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
         _patch(stack, Estimator, "predict", poison.predict)
         _patch(stack, OffloadedAdam, "_take_published", poison.take_published)
         _patch(stack, PredictiveAdam, "_read_results", poison.read_results)
-        _patch(stack, OffloadedAdam, "_send", poison.send)
+        _patch(stack, WorkerLink, "send", poison.send)
         _patch(stack, AdamBlocks, "step", poison.step_hot)
         yield poison.counts
 
@@ -99,16 +101,16 @@ class _Poison:
         return method
 
     def send(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(adam: OffloadedAdam[Any], tasks: Any, gradients: int) -> None:
-            submit = adam.process.submit
+        def method(link: WorkerLink, tasks: Any, gradients: int) -> None:
+            submit = link.process.submit
 
             def poisoning(submitted: Any) -> None:  # the worker is idle, and all that it wrote must have been read
                 for task in submitted:
-                    self._poison_results(adam.partitions[task.partition])
+                    self._poison_results(link, task.partition)
                 submit(submitted)
 
-            with patch.object(adam.process, "submit", poisoning):
-                original(adam, tasks, gradients)
+            with patch.object(link.process, "submit", poisoning):
+                original(link, tasks, gradients)
 
         return method
 
@@ -120,12 +122,11 @@ class _Poison:
 
         return method
 
-    def _poison_results(self, partition: Any) -> None:
-        partition.published.fill_(float("nan"))
-        self.counts["published"] += 1
-        if hasattr(partition, "block_means"):
-            partition.block_means.fill_(float("nan"))
-            self.counts["block means"] += 1
+    def _poison_results(self, link: WorkerLink, partition: int) -> None:
+        for kind, counted in (("y", "published"), ("block_means", "block means")):
+            if (name := array_name(kind, partition)) in link.arena.layout.by_name():
+                link.arena.tensor(name).fill_(float("nan"))
+                self.counts[counted] += 1
 
 
 @contextmanager

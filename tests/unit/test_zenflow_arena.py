@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.messages import partition_specs
+from deepspeed_ext.zenflow.predictive_schedule import ring_of
 
 sizes = st.lists(
     st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(0, 10_000)), min_size=1, max_size=20
@@ -43,11 +44,11 @@ def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
 
 
 def test_host_bytes_a_parameter() -> None:
-    """12 (p, m, v) + 4 (two 16-bit gradient slots) + 2 (y) + 4/32 (block means), by the pages that are touched."""
+    """12 (p, m, v) + 2 a place of the ring + 2 (y) + 4/32 (block means), by the pages that are touched."""
     n = 1 << 20
-    how = {"block_size": 32, "grad_dtype": "bfloat16", "slots": 2}
-    for publish_dtype, interval, expected in (("bfloat16", 1, 18.125), ("float32", 1, 20.125), ("bfloat16", 4, 30.125)):
-        layout = plan_layout(partition_specs(0, n, publish_dtype=publish_dtype, interval=interval, **how))
+    how = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32")}
+    for publish_dtype, interval, expected in (("bfloat16", 1, 16.125), ("float32", 1, 18.125), ("bfloat16", 4, 28.125)):
+        layout = plan_layout(partition_specs(0, n, publish_dtype=publish_dtype, ring=ring_of(interval, False), **how))
         arena = Arena.create(layout)
         assert arena.resident_bytes() == 0
         for spec, _ in layout.places:

@@ -12,6 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import (
@@ -107,6 +108,7 @@ def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
     engine.load_checkpoint(folder, tag="t")
     adam = engine.optimizer.zenflow_adam
     found = {"updates": adam.updates, "weights": weights_of(engine), "masters": masters_of(engine)}
+    found["interval"] = adam.schedule.interval
     found["losses"] = train(engine, batches(6, dist.get_rank(), seed=3))
     close(engine)
     return found
@@ -127,6 +129,16 @@ def test_other_settings_go_on_from_the_exact_weights(stage: int, changes: dict, 
     assert found["losses"][-1] < found["losses"][0] + 1
 
 
+@pytest.mark.parametrize(("saved", "goes_on"), [(MEASURED_INTERVAL_LIMIT, True), (MEASURED_INTERVAL_LIMIT + 1, False)])
+def test_an_interval_left_open_takes_the_saved_one_if_its_gradients_find_room(
+    saved: int, goes_on: bool, tmp_path: Path
+) -> None:
+    run_ranks(1, save_mid_interval, zenflow_config(2, update_interval=saved), str(tmp_path))
+    found = run_ranks(1, load_other_settings, zenflow_config(2), str(tmp_path))[0]
+    assert found["updates"] == 7
+    assert found["interval"] == (saved if goes_on else None)
+
+
 def load_module_only(config: dict, folder: str) -> bool:
     engine = make_engine(config)
     train(engine, batches(3, 5))
@@ -137,7 +149,7 @@ def load_module_only(config: dict, folder: str) -> bool:
     adam.drain()
     equal = True
     for index, partition in enumerate(adam.partitions):
-        weights = flats[index] if flats else engine.optimizer._weights_partition(index)
+        weights = flats[index] if flats else engine.optimizer._weights(index)
         equal &= torch.equal(partition.master.detach(), weights.float())
     losses = train(engine, batches(3, 6))
     close(engine)

@@ -89,7 +89,7 @@ def publish_variants(config: dict) -> dict[str, Any]:
         "losses": losses,
         "published": str(adam.partitions[0].published.dtype),
         "figures": engine.optimizer.measurements(),
-        "bytes_a_parameter": adam.resident_bytes() / sum(p.master.numel() for p in adam.partitions),
+        "bytes_a_parameter": adam.link.arena.resident_bytes() / sum(p.master.numel() for p in adam.partitions),
     }
     engine.destroy()
     return found
@@ -163,7 +163,7 @@ def bound(config: dict) -> tuple[set, set, set, set]:
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
     plan = engine.core_binding.plan
-    worker = psutil.Process(engine.optimizer.zenflow_adam.process.pid).cpu_affinity()
+    worker = psutil.Process(engine.optimizer.zenflow_adam.link.process.pid).cpu_affinity()
     planned = set(plan.optimizer) if plan else before
     engine.destroy()
     return planned, set(worker), before, os.sched_getaffinity(0)

@@ -26,12 +26,12 @@ from deepspeed_ext.zenflow.process import OptimizerProcess
 ROOT = Path(__file__).resolve().parents[2]
 NUMEL = 10_000
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
-PASS = PartitionPass(0, 0, (0,), (STEP,), Publish.exact(STEP.bias_correction2_sqrt, STEP.eps))
+PASS = PartitionPass(0, (0,), (STEP,), Publish.exact(STEP.bias_correction2_sqrt, STEP.eps))
 
 
 def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
-    how = {"block_size": 32, "publish_dtype": "bfloat16", "grad_dtype": "bfloat16", "slots": 2, "interval": 1}
-    layout = plan_layout(partition_specs(0, numel, **how))
+    how = {"block_size": 32, "publish_dtype": "bfloat16", "grad_dtype": "bfloat16", "ring": 1}
+    layout = plan_layout(partition_specs(0, numel, per_block=("block_means", "float32"), **how))
     names = tuple(place.spec.name for place in layout.places)
     return replace(WorkerPlan(layout, 32, names, None, 1, library_path()), **changes)
 
@@ -67,7 +67,7 @@ def test_steps_are_carried_out_in_shared_memory(library: str | None) -> None:
         parameter = torch.randn(NUMEL).requires_grad_()
         arena.tensor("p.0").copy_(parameter.detach())
         parameter.grad = torch.randn(NUMEL).bfloat16().float()
-        arena.tensor("g.0.0.0").copy_(parameter.grad)
+        arena.tensor("g.0.0").copy_(parameter.grad)
         process.submit([PASS])
         done = process.wait()
         assert (done.number, done.seconds > 0, process.busy, process.poll()) == (1, True, False, True)
@@ -78,7 +78,7 @@ def test_steps_are_carried_out_in_shared_memory(library: str | None) -> None:
 
 def test_submissions_are_done_in_order_and_waited_for_together() -> None:
     with running() as (arena, process):
-        arena.tensor("g.0.0.0").fill_(1.0)
+        arena.tensor("g.0.0").fill_(1.0)
         for _ in range(3):
             process.submit([PASS])
         assert process.busy
@@ -98,7 +98,7 @@ def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
 
 @pytest.mark.skipif(library_path() is None, reason="no native kernel and no C++ compiler here")
 def test_worker_takes_no_memory_of_its_own_for_a_parameter() -> None:
-    """At most 18.5 bytes a parameter in all: what the arena has is 18.125 (see test_zenflow_arena.py)."""
+    """At most 16.5 bytes a parameter in all: what the arena has is 16.125 (see test_zenflow_arena.py)."""
     own = []
     for numel in (100_000, 8_100_000):
         with running(numel=numel) as (arena, process):
@@ -106,7 +106,7 @@ def test_worker_takes_no_memory_of_its_own_for_a_parameter() -> None:
             process.wait()
             memory = psutil.Process(process.pid).memory_info()
             own.append(memory.rss - memory.shared)  # without the arena and libraries
-            assert arena.resident_bytes() < numel * 18.125 + 10 * 4096
+            assert arena.resident_bytes() < numel * 16.125 + 10 * 4096
     assert own[1] - own[0] < 0.375 * 8_000_000
     assert own[1] < 64 * 2**20
 
@@ -131,8 +131,8 @@ def test_a_forgotten_process_ends() -> None:
 
 def test_exceptions_of_the_worker_come_back() -> None:
     with running() as (_, process):
-        process.submit([replace(PASS, positions=(7,))])
-        with pytest.raises(WorkerError, match=r"(?s)rank 3.*pid.*KeyError: 'g.0.0.7'.*checkpoint"):
+        process.submit([replace(PASS, places=(7,))])
+        with pytest.raises(WorkerError, match=r"(?s)rank 3.*pid.*KeyError: 'g.0.7'.*checkpoint"):
             process.wait()
         assert gone(process.pid, 1.0)
 
@@ -188,7 +188,7 @@ def test_orders_that_nobody_reads_run_into_the_timeout() -> None:
     with running(timeout_seconds=2.0) as (_, process):
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"did not read its orders within 2 s.*worker_timeout_seconds"):
-            process.submit([replace(PASS, slot=slot) for slot in range(20_000)])
+            process.submit([replace(PASS, partition=index) for index in range(20_000)])
         assert gone(process.pid, 1.0)
 
 

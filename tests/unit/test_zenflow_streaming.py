@@ -19,7 +19,7 @@ def copies_and_result(config: dict, micro_steps: int, streams: bool) -> dict[str
     where = ["outside"]
     with patch.object(PredictiveAdam, "streams_gradients", streams):
         engine = make_engine(config, groups=two_groups)
-        transfers, step = engine.optimizer.zenflow_adam._transfers, engine.step
+        transfers, step = engine.optimizer.zenflow_adam.link.transfers, engine.step
         to_host = transfers.to_host
 
         def counted(source: torch.Tensor, target: torch.Tensor) -> None:

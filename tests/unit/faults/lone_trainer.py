@@ -47,7 +47,7 @@ def main(end: str) -> None:
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     engine = make_engine(zenflow_config(2, update_interval=1))
     losses = train(engine, batches(STEPS, 0))
-    process = engine.optimizer.zenflow_adam.process
+    process = engine.optimizer.zenflow_adam.link.process
     if end in ("destroy", "without operators"):
         engine.destroy()
     announce(process.pid, kernel=process.ready.kernel, losses=losses)

@@ -40,9 +40,9 @@ def harm(process: OptimizerProcess, how: str) -> None:
     """Do to a worker that lives what `how` says."""
     if how == "stepping":  # it has work, and dies before it can answer
         os.kill(process.pid, signal.SIGSTOP)
-        process.submit([PartitionPass(0, 0, (), (), Publish.exact(1.0, 1e-8))])
+        process.submit([PartitionPass(0, (), (), Publish.exact(1.0, 1e-8))])
     if how == "raising":
-        process.submit([PartitionPass(0, 0, (7,), (), Publish.exact(1.0, 1e-8))])
+        process.submit([PartitionPass(0, (7,), (), Publish.exact(1.0, 1e-8))])
     elif how == "stopped":
         os.kill(process.pid, signal.SIGSTOP)
     else:
@@ -58,7 +58,7 @@ def suffer(config: dict, how: str) -> dict[str, Any]:
             launch, killed = kill_at_launch()
         engine = make_engine(config)
         train(engine, batches(4, rank))
-        process = engine.optimizer.zenflow_adam.process
+        process = engine.optimizer.zenflow_adam.link.process
         engine.optimizer.zenflow_adam.drain()
         dist.barrier()
         harmed = time.monotonic()
@@ -98,7 +98,7 @@ def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str
     timeout = TIMEOUT_SECONDS if how == "stopped" else 600.0
     config = zenflow_config(stage, **RULES[rule], worker_timeout_seconds=timeout)
     outcomes = run_ranks(2, suffer, config, how)
-    says = {"raising": "KeyError: 'g.0.0.7'", "stopped": "did not answer within 2 s"}.get(how, "SIGKILL")
+    says = {"raising": "KeyError: 'g.0.7'", "stopped": "did not answer within 2 s"}.get(how, "SIGKILL")
     for outcome in outcomes:
         assert "rank 0" in outcome["message"]
         assert says in outcome["message"]
@@ -111,7 +111,7 @@ def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str
 def train_and_destroy(config: dict) -> list[bool]:
     """Two engines at once, then none: are their workers gone?"""
     engines = [make_engine(config), make_engine(config)]
-    pids = [engine.optimizer.zenflow_adam.process.pid for engine in engines]
+    pids = [engine.optimizer.zenflow_adam.link.process.pid for engine in engines]
     for engine in engines:
         train(engine, batches(2, 0))
     for engine in engines:
