@@ -96,6 +96,7 @@ def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
 # -- what the parts measure -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_decoder_is_measured_one_way_after_the_other_and_rows_add_up(tmp_path: Path) -> None:
     def measured(side: sides.Side) -> list[dict[str, Any]]:
         command = ["--model", "toy", "--sequence", "16", "--turns", "1", "--steps", "2", "--only", side.name]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def test_six_rounds_see_every_stage_with_every_interval() -> None:
     assert {(plan.stage, plan.interval) for plan in rounds} == {(s, i) for s in (1, 2, 3) for i in (1, 4)}
 
 
+@pytest.mark.full
 def test_short_soak(tmp_path: Path) -> None:
     """The faults that end a run and the two that touch checkpoints, at stage 3, mid-interval."""
     plan = plan_round(seed=7, number=4, longest_delay_seconds=1.0)
