@@ -162,6 +162,8 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
         for member, parameters in {
             "step": ("self", "closure"),
             "_optimizer_step": ("self", group),
+            "check_overflow": ("self", "partition_gradients"),
+            "get_grad_norm_direct": ("self", "gradients", "params", "norm_type"),
             "initialize_optimizer_states": ("self",),
             "state_dict": ("self",),
             "_restore_from_bit16_weights": ("self",),

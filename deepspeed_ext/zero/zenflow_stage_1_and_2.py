@@ -116,6 +116,12 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         with swapped(*exchange):
             super().step(closure)
 
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        """Nothing: the norm that DeepSpeed takes next is invalid if any gradient is, and that is an overflow to it too.
+        Only with model parallelism does a rank's norm leave out some of its gradients."""
+        if self.mpu is not None:
+            super().check_overflow(partition_gradients)
+
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
         """The flat gradient, where DeepSpeed need not make one: laid out in its slot, if that is in reach.
 
