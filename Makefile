@@ -44,7 +44,7 @@ help:  ## list the commands
 train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 ARGS="--steps 100 --resume")
 	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
-test: $(VENV)/.stamp-operators  ## run the tests, a few minutes on two cores
+test: $(VENV)/.stamp-operators  ## run the tests, about a quarter of an hour on two cores
 	python -m pytest $(ARGS)
 
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings

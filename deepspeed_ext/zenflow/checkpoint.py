@@ -23,7 +23,7 @@ __all__ = ["SECTION", "adopt_optimizer_state", "restore", "section"]
 
 SECTION = "deepspeed_ext_zenflow"
 """The key of our section in an optimizer's state dict."""
-_VERSION = 3
+_VERSION = 4
 _CHUNK_BLOCKS = 1 << 14
 
 

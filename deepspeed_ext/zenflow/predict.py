@@ -67,15 +67,16 @@ def publish_ahead(last: AdamStep, interval: int) -> Publish:
     """How y follows from p, m, v after the update `last`, when `interval` steps are in flight until the next result."""
     ahead = range(interval)
     momentum = sum(_momentum(last.beta1, last.step, interval + k) for k in ahead) / interval
-    l2 = 0.0
-    if not last.decoupled:
-        # The gradients in flight have an L2 term each, which is known already: weight_decay p.
+    drift = 0.0
+    if not last.decoupled and last.weight_decay:
+        # The gradients in flight have an L2 term each, known already: weight_decay p. It is estimated as they are, with
+        # the block's d and clamped, because the two may cancel, and an element's own d is then next to nothing.
         drift = sum(drift_coefficient_of(last, last.step + j, j, interval) for j in range(1, interval + 1))
-        l2 = drift * last.weight_decay
     return Publish(
         p_factor=1.0 - interval * last.lr * last.weight_decay if last.decoupled else 1.0,
         m_factor=last.lr * momentum,
-        l2_factor=l2,
+        l2_factor=drift * last.weight_decay,
+        l2_bound=drift * CLAMP,
         bias_correction2_sqrt=last.bias_correction2_sqrt,
         eps=last.eps,
     )

@@ -47,7 +47,7 @@ def _pass_runner(kernel: Kernel, numel: int, steps: int, memory: Callable[..., t
         published=_array(published),
         block_means=_array(means),
         block_size=32,
-        publish=Publish(0.99, 1e-3, 0.0, adam[-1].bias_correction2_sqrt, 1e-8),
+        publish=Publish(0.99, 1e-3, 0.0, 0.0, adam[-1].bias_correction2_sqrt, 1e-8),
     )
     keep = (p, m, v, published, means, grads)
 

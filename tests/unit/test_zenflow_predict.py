@@ -21,7 +21,7 @@ from deepspeed_ext.zenflow.predict import (
     publish_ahead,
 )
 from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, WeightRule
-from tests.support.kernels import DTYPES, needs_native
+from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
 
@@ -67,13 +67,36 @@ def test_prediction_is_the_update_when_v_is_constant_in_blocks_and_time(decouple
     bias2 = last.bias_correction2_sqrt
     publish = publish_ahead(last, 1)
     d = v.sqrt() / bias2 + last.eps
-    y = publish.p_factor * p - (publish.m_factor * m + publish.l2_factor * p) / d
+    l2_term = (publish.l2_factor * p / d).clamp(-publish.l2_bound, publish.l2_bound)
+    y = publish.p_factor * p - publish.m_factor * m / d - l2_term
     weights = torch.empty(n)
     Estimator(means, block, bias2, last.eps).predict(weights, y, None, grad, 0.7, drift_coefficient(coming, 1, 1))
 
     g = 0.7 * grad + (0 if decoupled else 0.1 * p)
     expected = (p * (1 - 1e-3 * 0.1) if decoupled else p) - 1e-3 / (1 - 0.9**8) * (0.9 * m + 0.1 * g) / d
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("interval", [1, 4])
+def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(kernel: str, interval: int) -> None:
+    """Adam's v of such an element is next to nothing, while weight decay and gradient by themselves are not."""
+    n, block, lr = 64, 32, 1e-3
+    step = AdamStep(lr, 0.9, 0.999, 1e-8, 0.1, False, 1, 1.0)
+    p, grad = torch.randn(n), torch.randn(n) * 1e-2
+    grad[::2] = -0.1 * p[::2]
+    m, v, means, published = torch.zeros(n), torch.zeros(n), torch.zeros(n // block), torch.zeros(n)
+    publish = publish_ahead(step, interval)
+    arrays = (array(p), array(m), array(v), (array(grad),), (step,), array(published), array(means))
+    make_kernel(kernel).run(AdamPass(*arrays, block, publish))
+    far = lr * 2 * interval  # as far as Adam goes in the updates ahead
+    assert float((published - p).abs().max()) < far + publish.l2_bound
+    # The rest of the estimate: the gradient that comes, the same once more, cancels the L2 term again.
+    weights = torch.empty(n)
+    estimator = Estimator(means, block, step.bias_correction2_sqrt, step.eps)
+    drift = sum(drift_coefficient(replace(step, step=1 + j), j, interval) for j in range(1, interval + 1))
+    estimator.predict(weights, published, None, grad, 1.0, drift)
+    assert float((weights - p).abs()[::2].max()) < far
 
 
 @pytest.mark.usefixtures("torch_operations")

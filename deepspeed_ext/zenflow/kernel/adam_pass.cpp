@@ -12,14 +12,18 @@ struct AdamPass {
     float *block_means;
     int64_t numel, block_size;
     int32_t steps_count, grad_dtype, published_dtype, threads;
-    float p_factor, m_factor, l2_factor, publish_bias2_inverse, publish_eps;
+    float p_factor, m_factor, l2_factor, l2_bound, publish_bias2_inverse, publish_eps;
 };
 }
 
 namespace {
 
 INLINE float extrapolate(const AdamPass &a, float p, float m, float inverse) {
-    return a.p_factor * p - (a.m_factor * m + a.l2_factor * p) * inverse;
+    return a.p_factor * p - a.m_factor * m * inverse;
+}
+
+INLINE float inverse_of(const AdamPass &a, float v) {
+    return 1.0f / (std::sqrt(v) * a.publish_bias2_inverse + a.publish_eps);
 }
 
 typedef float Lanes __attribute__((vector_size(16)));
@@ -46,8 +50,11 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
     float *__restrict m = a.m;
     float *__restrict v = a.v;
     Published *__restrict published = static_cast<Published *>(a.published);
-    const int32_t last_step = a.steps_count - 1;
-    for (int32_t k = 0; k < last_step; ++k) {
+    const bool l2 = a.l2_factor != 0.0f;
+    // The last step publishes as it goes, unless y needs the block's mean of v.
+    const int32_t last_step = l2 ? -1 : a.steps_count - 1;
+    const int32_t plain_steps = l2 ? a.steps_count : last_step;
+    for (int32_t k = 0; k < plain_steps; ++k) {
         const AdamStep s = a.steps[k];
         const Gradient *__restrict gradient = static_cast<const Gradient *>(a.grads[k]);
         for (int64_t i = first; i < last; ++i) {
@@ -69,15 +76,21 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
             v[i] = vi;
             published[i] = Element<Y>::store(extrapolate(a, pi, mi, inverse));
         }
-    } else {
+    } else if (!l2) {
         for (int64_t i = first; i < last; ++i) {
-            const float inverse = 1.0f / (std::sqrt(v[i]) * a.publish_bias2_inverse + a.publish_eps);
-            published[i] = Element<Y>::store(extrapolate(a, p[i], m[i], inverse));
+            published[i] = Element<Y>::store(extrapolate(a, p[i], m[i], inverse_of(a, v[i])));
         }
     }
     for (int64_t begin = first; begin < last; begin += a.block_size) {
         const int64_t numel = begin + a.block_size < last ? a.block_size : last - begin;
-        a.block_means[begin / a.block_size] = sum(v + begin, numel) / static_cast<float>(numel);
+        const float mean = sum(v + begin, numel) / static_cast<float>(numel);
+        a.block_means[begin / a.block_size] = mean;
+        if (!l2) continue;
+        const float factor = a.l2_factor * inverse_of(a, mean);
+        for (int64_t i = begin; i < begin + numel; ++i) {
+            const float l2_term = std::fmin(std::fmax(factor * p[i], -a.l2_bound), a.l2_bound);
+            published[i] = Element<Y>::store(extrapolate(a, p[i], m[i], inverse_of(a, v[i])) - l2_term);
+        }
     }
 }
 
@@ -112,7 +125,7 @@ Tile select_tile(int32_t grad_dtype, int32_t published_dtype) {
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 3; }
+extern "C" int32_t dsext_adam_pass_version() { return 4; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;

@@ -8,9 +8,10 @@ Adam and AdamW as ``torch.optim`` defines them, for every step k of a pass, elem
     d = sqrt(v) / sqrt(1 - beta2^t) + eps
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when decoupled)
 
-and after the last step, with that step's d and the factors of `Publish`::
+and after the last step, with that step's d and the values of `Publish`::
 
-    y = p_factor p - (m_factor m + l2_factor p) / d,    block_means[b] = mean of v over block b
+    block_means[b] = mean of v over block b, and d_b is d with it
+    y = p_factor p - m_factor m / d - clamp(l2_factor p / d_b, -l2_bound, l2_bound)
 
 `MeanPass` is one such step whose gradient is a weighted sum of several, with a t for each block, and y = p.
 """
@@ -67,6 +68,8 @@ class Publish:
     p_factor: float
     m_factor: float
     l2_factor: float
+    l2_bound: float
+    """Of the term with `l2_factor`: that of an L2 term whose gradient is estimated with the block's d, and clamped."""
     bias_correction2_sqrt: float
     """Of the step after which y is published; 1.0 before the first step."""
     eps: float
@@ -74,7 +77,7 @@ class Publish:
     @classmethod
     def exact(cls, bias_correction2_sqrt: float, eps: float) -> "Publish":
         """Publish p itself."""
-        return cls(1.0, 0.0, 0.0, bias_correction2_sqrt, eps)
+        return cls(1.0, 0.0, 0.0, 0.0, bias_correction2_sqrt, eps)
 
 
 @dataclass(frozen=True, slots=True)

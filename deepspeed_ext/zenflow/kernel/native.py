@@ -8,7 +8,7 @@ from deepspeed_ext.zenflow.kernel.estimate import CLAMP, Estimate
 
 __all__ = ["ABI_VERSION", "NativeEstimate", "NativeKernel"]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -47,6 +47,7 @@ class _Pass(ctypes.Structure):
         ("p_factor", ctypes.c_float),
         ("m_factor", ctypes.c_float),
         ("l2_factor", ctypes.c_float),
+        ("l2_bound", ctypes.c_float),
         ("publish_bias2_inverse", ctypes.c_float),
         ("publish_eps", ctypes.c_float),
     ]
@@ -170,6 +171,7 @@ class NativeKernel:
                 p_factor=publish.p_factor,
                 m_factor=publish.m_factor,
                 l2_factor=publish.l2_factor,
+                l2_bound=publish.l2_bound,
                 publish_bias2_inverse=1.0 / publish.bias_correction2_sqrt,
                 publish_eps=publish.eps,
             )

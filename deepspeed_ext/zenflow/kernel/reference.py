@@ -45,8 +45,8 @@ class ReferenceKernel:
             with torch.no_grad():
                 for step, grad in zip(adam_pass.steps, grads, strict=True):
                     _step(step, grad[i].float(), p[i], m[i], v[i])
-                _publish(adam_pass.publish, p[i], m[i], v[i], published[i])
                 _block_means(v[i], block, means[i])
+                _publish(adam_pass.publish, p[i], m[i], v[i], means[i], block, published[i])
 
         list(self._pool.map(work, range(len(p))))
 
@@ -120,14 +120,23 @@ def _moments(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tenso
     v.mul_(step.beta2).addcmul_(grad, grad, value=1.0 - step.beta2)
 
 
-def _publish(publish: Publish, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-    if publish.m_factor == 0.0 and publish.l2_factor == 0.0:
-        out.copy_(p * publish.p_factor)
-        return
-    update = m * publish.m_factor
+def _publish(
+    publish: Publish,
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    means: torch.Tensor,
+    block: int,
+    out: torch.Tensor,
+) -> None:
+    y = p * publish.p_factor
+    if publish.m_factor:
+        y.sub_((m * publish.m_factor).div_(_denominator(v, publish.bias_correction2_sqrt, publish.eps)))
     if publish.l2_factor:
-        update.add_(p, alpha=publish.l2_factor)
-    out.copy_((p * publish.p_factor).sub_(update.div_(_denominator(v, publish.bias_correction2_sqrt, publish.eps))))
+        of_blocks = _denominator(means, publish.bias_correction2_sqrt, publish.eps)
+        l2_term = (p * publish.l2_factor).div_(_elements(of_blocks, block, p.numel()))
+        y.sub_(l2_term.clamp_(-publish.l2_bound, publish.l2_bound))
+    out.copy_(y)
 
 
 def _block_means(v: torch.Tensor, block: int, out: torch.Tensor) -> None:
