@@ -62,12 +62,12 @@ class WorkerLink:
         self._figures = figures
         self._error: DeepSpeedExtError | None = None
         self._gradients_in_flight = 0
-        layout = plan_layout(specs)
+        layout, touched = plan_layout(specs), set(touch)
         place = None if seat.place is None else str(seat.place)
         plan = WorkerPlan(layout, block_size, tuple(touch), place, seat.threads, library_path())
         error = None
         try:
-            _require_room(sum(spec.nbytes for spec in specs if spec.name in set(touch)))
+            _require_room(sum(spec.nbytes for spec in specs if spec.name in touched))
             self.arena = Arena.create(layout)
             self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
         except DeepSpeedExtError as failure:

@@ -80,7 +80,8 @@ class StepFactor:
 def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
     """The Euclidean norm in one pass: of rows in fp32, of the rows' norms in fp64; 1 element, on the device.
 
-    As exact as fp64 throughout to the last bits of fp32, because a row is short.
+    As exact as fp64 throughout to the last bits of fp32, because a row is short. Infinite if an element is, or is
+    beyond 1e19; NaN if one is.
     """
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // _ROW * _ROW
