@@ -8,6 +8,7 @@ DeepSpeedExtError
  +-- OutOfMemoryError                 no way of doing it fits; nothing was lost
  +-- CheckpointError                  a checkpoint that cannot be read here; names file and reason
  +-- WorkerError                      the optimizer process died, failed or does not answer
+ +-- RankError                        something else failed on a rank; raised on all of them
 
 A message says what was expected, what came, where (rank, field, parameter) and what to change.
 """
@@ -18,6 +19,7 @@ __all__ = [
     "DeepSpeedExtError",
     "OutOfMemoryError",
     "PlanMismatchError",
+    "RankError",
     "UnsupportedError",
     "UpstreamError",
     "WorkerError",
@@ -54,3 +56,7 @@ class CheckpointError(DeepSpeedExtError, RuntimeError):
 
 class WorkerError(DeepSpeedExtError, RuntimeError):
     """The optimizer process died, failed or does not answer."""
+
+
+class RankError(DeepSpeedExtError, RuntimeError):
+    """An error that is none of the above, of one or more ranks; the message names them."""

@@ -1,0 +1,125 @@
+"""An error of one rank is one error of all ranks; a plan is compared before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext import _errors
+from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, require_same_plan, together
+from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
+from tests.support.ranks import run_ranks
+
+
+def fail(errors: dict[int, Exception]) -> tuple[str, str]:
+    """Each rank raises its entry inside `together`; returns type and message of what comes out of it."""
+    ranks = RankGroup.of(None, torch.device("cpu"))
+    try:
+        with together(ranks, otherwise=CheckpointError):
+            if (error := errors.get(ranks.rank)) is not None:
+                raise error
+    except Exception as error:
+        assert isinstance(error, DeepSpeedExtError)
+        return type(error).__name__, str(error)
+    finally:
+        assert ranks.all(True), "the ranks are in step afterwards"
+    return "none", ""
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind", "message"),
+    [
+        ({}, "none", ""),
+        ({1: WorkerError("rank 1: it died")}, "WorkerError", "rank 1: it died"),
+        ({2: KeyError("exp_avg")}, "CheckpointError", "rank 2: KeyError: 'exp_avg'"),
+        (
+            {0: KeyError("a"), 2: WorkerError("no"), 1: KeyError("a")},
+            "CheckpointError",
+            "ranks 0, 1: KeyError: 'a'; rank 2: no",
+        ),
+    ],
+)
+def test_every_rank_has_the_same_error(errors: dict[int, Exception], kind: str, message: str) -> None:
+    assert run_ranks(3, fail, errors) == [(kind, message)] * 3
+
+
+class Alone:
+    """A process group of one rank, without torch.distributed."""
+
+    ranks = RankGroup(None, 0, 1, torch.device("cpu"))
+
+
+def test_one_rank_keeps_its_own_error() -> None:
+    error = WorkerError("it died")
+    with pytest.raises(WorkerError) as caught, together(Alone.ranks):
+        raise error
+    assert caught.value is error
+    with pytest.raises(RankError, match="rank 0: ZeroDivisionError: division by zero"), together(Alone.ranks):
+        _ = 1 / 0
+
+
+def test_an_interrupt_is_not_an_error_of_ranks() -> None:
+    with pytest.raises(KeyboardInterrupt), together(Alone.ranks):
+        raise KeyboardInterrupt
+
+
+def test_the_first_error_is_kept() -> None:
+    kept = KeptError()
+    for error in (ValueError("first"), ValueError("second")):
+        with kept.keeping():
+            raise error
+    taken = kept.take()
+    assert str(taken) == "first"
+    assert kept.take() is None
+    raise_together(Alone.ranks, None)
+
+
+def test_memory_of_the_failed_code_is_given_back() -> None:
+    """The ranks agree by collectives that need memory themselves."""
+    alive: list[Any] = []
+
+    class Noticed:
+        def __del__(self) -> None:
+            alive.remove(self_id)
+
+    def body() -> None:
+        nonlocal self_id
+        held = Noticed()
+        self_id = id(held)
+        alive.append(self_id)
+        raise MemoryError("no room")
+
+    self_id = 0
+    seen = []
+    group = RankGroup(None, 0, 1, torch.device("cpu"))
+    kept = KeptError()
+    with kept.keeping():
+        body()
+    assert alive
+    object.__setattr__(group, "gather", lambda value: seen.append(list(alive)) or [value])
+    with pytest.raises(RankError):
+        raise_together(group, kept.take())
+    assert seen == [[]]
+
+
+def test_every_error_can_be_named() -> None:
+    """`raise_together` finds types by their names."""
+    subclasses = [DeepSpeedExtError]
+    for kind in subclasses:
+        subclasses += kind.__subclasses__()
+    assert {kind.__name__ for kind in subclasses} == set(_errors.__all__)
+
+
+def disagree() -> str:
+    ranks = RankGroup.of(None, torch.device("cpu"))
+    with pytest.raises(_errors.PlanMismatchError) as caught:
+        require_same_plan("a test", ("plan", ranks.rank == 1), ranks)
+    return str(caught.value)
+
+
+def test_differing_plans_are_printed_on_every_rank() -> None:
+    messages = run_ranks(3, disagree)
+    assert len(set(messages)) == 1
+    assert "ranks [0, 2]: ('plan', False); ranks [1]: ('plan', True)" in messages[0]
