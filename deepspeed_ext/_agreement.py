@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,9 +23,11 @@ from deepspeed_ext import _errors
 from deepspeed_ext._errors import DeepSpeedExtError, PlanMismatchError, RankError
 from deepspeed_ext._upstream import dist
 
-__all__ = ["KeptError", "RankGroup", "raise_together", "require_same_plan", "together"]
+__all__ = ["KeptError", "RankGroup", "agreed", "raise_together", "require_same_plan", "together"]
 
 _SCRATCH_NUMEL = 8
+
+Failure = TypeVar("Failure", bound=DeepSpeedExtError)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class RankGroup:
 
 
 def raise_together(ranks: RankGroup, error: Exception | None, otherwise: type[DeepSpeedExtError] = RankError) -> None:
-    """Raise one error on every rank if any of them has one. A collective.
+    """Raise one error on every rank if any of them has one. A collective, unless every rank has raised `error` before.
 
     Args:
         ranks: all of them call this.
@@ -99,9 +101,12 @@ def raise_together(ranks: RankGroup, error: Exception | None, otherwise: type[De
         DeepSpeedExtError: on every rank with the same type and message. The type is that of the lowest rank with an
             error; the message names every rank with an error and says what went wrong there.
     """
+    if isinstance(error, DeepSpeedExtError) and error.agreed:
+        raise error
     if ranks.all(error is None):
         return
     if ranks.size == 1 and isinstance(error, DeepSpeedExtError):
+        error.agreed = True
         raise error
     if error is not None:  # its frames may hold the tensors for which memory is short
         traceback.clear_frames(error.__traceback__)
@@ -111,7 +116,13 @@ def raise_together(ranks: RankGroup, error: Exception | None, otherwise: type[De
     for rank, _, message in found:
         holders.setdefault(message.removeprefix(f"rank {rank}: "), []).append(rank)
     text = "; ".join(f"{_named(who)}: {message}" for message, who in holders.items())
-    raise getattr(_errors, found[0][1])(text) from error
+    raise agreed(getattr(_errors, found[0][1])(text)) from error
+
+
+def agreed(error: Failure) -> Failure:
+    """`error`, which every rank is about to raise."""
+    error.agreed = True
+    return error
 
 
 def _told(error: Exception, otherwise: type[DeepSpeedExtError]) -> tuple[str, str]:
@@ -191,7 +202,9 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     for rank, text in enumerate(ranks.gather(repr(plan))):
         holders.setdefault(text, []).append(ranks.global_rank(rank))
     listing = "; ".join(f"ranks {who}: {text}" for text, who in holders.items())
-    raise PlanMismatchError(
-        f"the ranks hold different plans for {what}: {listing}. "
-        "Give every rank the same config, model and environment variables"
+    raise agreed(
+        PlanMismatchError(
+            f"the ranks hold different plans for {what}: {listing}. "
+            "Give every rank the same config, model and environment variables"
+        )
     )

@@ -27,7 +27,13 @@ __all__ = [
 
 
 class DeepSpeedExtError(Exception):
-    """Base of every error raised by deepspeed_ext."""
+    """Base of every error raised by deepspeed_ext.
+
+    Attributes:
+        agreed: whether every rank has raised it, so that nobody has to be told.
+    """
+
+    agreed = False
 
 
 class ConfigError(DeepSpeedExtError, ValueError):

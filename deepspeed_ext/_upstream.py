@@ -207,6 +207,8 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
         "param_id",
         "num_elements",
     ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._load_legacy_checkpoint": None,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._rigid_load_state_dict": None,
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": ("self",),
     # DeepSpeed wraps these for profiling, which hides their parameters.
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": None,

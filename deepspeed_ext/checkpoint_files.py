@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_ext import _files
-from deepspeed_ext._agreement import KeptError, RankGroup, require_same_plan, together
+from deepspeed_ext._agreement import KeptError, RankGroup, agreed, require_same_plan, together
 from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext._upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint_folder import UNKNOWN, CheckpointFolder, choose_save
@@ -129,7 +129,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             with together(self._ranks, CheckpointError):
                 yield
         except DeepSpeedExtError as error:
-            raise type(error)(f"{what}: {error}. To go on: {remedy}") from error
+            raise agreed(type(error)(f"{what}: {error}. To go on: {remedy}")) from error
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -187,10 +187,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         found = self._ranks.gather(save_id)
         expected = self._loaded_id or found[0]
         if any(each != expected for each in found):
-            raise CheckpointError(
-                f"{os.path.dirname(path)} holds files of different saves: {path} and the files that the other ranks "
-                f"read with it are of the saves {found}, expected {expected}. Load another checkpoint, by its tag"
-            )
+            message = f"{os.path.dirname(path)} holds files of different saves: {path} and what the other ranks read "
+            message += f"with it are of the saves {found}, expected {expected}. Load another checkpoint, by its tag"
+            raise agreed(CheckpointError(message))
         self._loaded_id = expected
         return content
 

@@ -16,6 +16,7 @@ import torch
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
+from deepspeed_ext.zenflow.checkpoint_section import VERSION, Section, SelectedPartitionValues
 from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam, PartitionState
 
@@ -23,14 +24,13 @@ __all__ = ["SECTION", "adopt_optimizer_state", "restore", "section"]
 
 SECTION = "deepspeed_ext_zenflow"
 """The key of our section in an optimizer's state dict."""
-_VERSION = 4
 _CHUNK_BLOCKS = 1 << 14
 
 
 def section(adam: OffloadedAdam[Any]) -> dict[str, Any]:
     """The section of this rank; its tensors are copies. Call `OffloadedAdam.drain` first."""
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "rule": adam.rule,
         "kernel": adam.kernel,
         "block_size": adam.block_size,
@@ -69,7 +69,7 @@ def adopt_optimizer_state(adam: OffloadedAdam[Any], optimizer: torch.optim.Optim
     adam.bind_state()
 
 
-def restore(adam: OffloadedAdam[Any], saved: dict[str, Any] | None, where: str) -> bool:
+def restore(adam: OffloadedAdam[Any], saved: Section | None, where: str) -> bool:
     """Continue where `section` was taken; masters, moments and step count are in place already.
 
     Args:
@@ -80,75 +80,60 @@ def restore(adam: OffloadedAdam[Any], saved: dict[str, Any] | None, where: str) 
     Returns:
         True if the run continues to the bit. False if it begins anew from the masters, because the checkpoint has no
         section or the settings have changed: gradients that were not handed over have then been applied.
-
-    Raises:
-        CheckpointError: the section is of a newer version, or of other partitions.
     """
     adam.masters_changed()
     if saved is None:
         return False
-    if saved.get("version") != _VERSION:
-        raise CheckpointError(
-            f"{where}: the ZenFlow section has version {saved.get('version')} and this deepspeed_ext reads {_VERSION}: "
-            "load it with the version that wrote it, or convert it with DeepSpeed's ds_to_universal.py"
-        )
-    sizes = [p["numel"] for p in saved["partitions"]], [p.master.numel() for p in adam.partitions]
-    if sizes[0] != sizes[1]:
-        raise CheckpointError(
-            f"{where}: the checkpoint's partitions have {sizes[0]} elements and this rank's {sizes[1]}: resume with "
-            "the same model, stage and number of ranks, or go through a universal checkpoint"
-        )
     if changed := _changed_settings(adam, saved):
         _apply_collected(adam, saved)
         logger.warning(f"{where}: {changed} differs from the checkpoint; training goes on from the exact weights")
         return False
-    if saved["kernel"] != adam.kernel:
+    if saved.kernel != adam.kernel:
         logger.warning(
-            f"{where}: the optimizer process runs the {adam.kernel} kernel and ran the {saved['kernel']} one before: "
+            f"{where}: the optimizer process runs the {adam.kernel} kernel and ran the {saved.kernel} one before: "
             "what follows equals the uninterrupted run to rounding, not to the bit"
         )
-    adam.load_schedule(saved["schedule"])
-    adam.adopt_update_count(saved["updates"])
-    for index, (partition, values) in enumerate(zip(adam.partitions, saved["partitions"], strict=True)):
-        partition.collected = [AdamStep(**step) for step in values["collected"]]
-        for target, gradient in zip(adam.collected_gradients(index), values["gradients"], strict=True):
+    adam.load_schedule(dict(saved.schedule))
+    adam.adopt_update_count(saved.updates)
+    for index, (partition, values) in enumerate(zip(adam.partitions, saved.partitions, strict=True)):
+        partition.collected = [step.make() for step in values.collected]
+        for target, gradient in zip(adam.collected_gradients(index), values.gradients, strict=True):
             target.copy_(gradient)
         adam.restore_partition(index, values)
     adam.resume()
     return True
 
 
-def _changed_settings(adam: OffloadedAdam[Any], saved: dict[str, Any]) -> str | None:
-    interval = saved["schedule"]["interval"]
-    if saved["rule"] != adam.rule:
-        return f"zenflow.update_rule ({saved['rule']} there, {adam.rule} here)"
-    if saved["block_size"] != adam.block_size:
-        return f"the block size of zenflow ({saved['block_size']} there, {adam.block_size} here)"
+def _changed_settings(adam: OffloadedAdam[Any], saved: Section) -> str | None:
+    interval = saved.schedule.interval
+    if saved.rule != adam.rule:
+        return f"zenflow.update_rule ({saved.rule} there, {adam.rule} here)"
+    if saved.block_size != adam.block_size:
+        return f"the block size of zenflow ({saved.block_size} there, {adam.block_size} here)"
     if not adam.can_use_interval(interval):
         return f"zenflow.update_interval ({interval} there)"
-    if not adam.can_continue(saved["schedule"]):
+    if not adam.can_continue(dict(saved.schedule)):
         return "zenflow.overlap_step or overlap_lag"
     return None
 
 
 @torch.no_grad()
-def _apply_collected(adam: OffloadedAdam[Any], saved: dict[str, Any]) -> None:
+def _apply_collected(adam: OffloadedAdam[Any], saved: Section) -> None:
     """Carry out on this process what the checkpoint had collected and not handed over, as its rule would have."""
-    for partition, values in zip(adam.partitions, saved["partitions"], strict=True):
-        steps, gradients = [AdamStep(**step) for step in values["collected"]], values["gradients"]
+    for partition, values in zip(adam.partitions, saved.partitions, strict=True):
+        steps, gradients = [step.make() for step in values.collected], values.gradients
         if not steps:
             continue
-        counts = torch.empty(-(-partition.master.numel() // saved["block_size"]), dtype=torch.int32)
-        if saved["rule"] == "predictive":
-            for step, gradient in zip(steps, gradients, strict=True):
-                _step(partition, saved["block_size"], counts.fill_(step.step - 1), None, gradient, step)
+        counts = torch.empty(-(-partition.master.numel() // saved.block_size), dtype=torch.int32, device="cpu")
+        if isinstance(values, SelectedPartitionValues):
+            scales = [step.grad_scale / len(steps) for step in steps]
+            mean = torch.stack([grad.float() * scale for grad, scale in zip(gradients, scales, strict=True)]).sum(0)
+            last = replace(steps[-1], grad_scale=1.0)
+            _step(partition, saved.block_size, values.block_updates, values.hot_blocks, mean, last)
             continue
-        mean = sum(
-            gradient.float() * (step.grad_scale / len(steps)) for step, gradient in zip(steps, gradients, strict=True)
-        )
-        last = replace(steps[-1], grad_scale=1.0)
-        _step(partition, saved["block_size"], values["block_updates"], values["hot_blocks"], mean, last)
-    adam.adopt_update_count(saved["updates"])
+        for step, gradient in zip(steps, gradients, strict=True):
+            _step(partition, saved.block_size, counts.fill_(step.step - 1), None, gradient, step)
+    adam.adopt_update_count(saved.updates)
 
 
 def _step(
@@ -160,7 +145,7 @@ def _step(
     step: AdamStep,
 ) -> None:
     """One Adam step in the arena, of all blocks but those `without`, which have had `counts` updates each."""
-    chosen = torch.ones(counts.numel(), dtype=torch.bool)
+    chosen = torch.ones(counts.numel(), dtype=torch.bool, device="cpu")
     if without is not None:
         chosen[without] = False
     state = (partition.master.detach(), partition.exp_avg, partition.exp_avg_sq)

@@ -1,15 +1,20 @@
-"""One rank's worker and what is shared with it: hand-over, every wait, errors that all ranks have together."""
+"""The trainer's connection to its optimizer process: submit work, wait, and raise errors on all ranks together."""
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from deepspeed_ext import memory
-from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, together
 from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import dist
+from deepspeed_ext.affinity.cgroup import read_cgroup_id
+from deepspeed_ext.affinity.tree import read_text
 from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.figures import Figures
 from deepspeed_ext.zenflow.kernel import library_path
@@ -60,87 +65,120 @@ class WorkerLink:
         self.transfers = Transfers()
         self._ranks = ranks
         self._figures = figures
-        self._error: DeepSpeedExtError | None = None
+        self._kept = KeptError()
         self._gradients_in_flight = 0
         layout, touched = plan_layout(specs), set(touch)
         place = None if seat.place is None else str(seat.place)
         plan = WorkerPlan(layout, block_size, tuple(touch), place, seat.threads, library_path())
-        error = None
+        touched_bytes = sum(spec.nbytes for spec in specs if spec.name in touched)
+        _require_room(touched_bytes, ranks)
         try:
-            _require_room(sum(spec.nbytes for spec in specs if spec.name in touched))
-            self.arena = Arena.create(layout)
-            self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
-        except DeepSpeedExtError as failure:
-            error = failure
-        self._require_all(error)
+            with together(ranks, WorkerError):
+                self.arena = Arena.create(layout)
+                self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
+            with together(ranks, WorkerError):
+                self.lock(exchanged)
+        except BaseException:
+            self.close()
+            raise
         if self.process.ready.warning:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
-        self.lock(exchanged)
 
     def lock(self, names: Sequence[str]) -> None:
         """Page-lock these arrays, for copies beside the computation. Idempotent."""
         self.transfers.lock([self.arena.tensor(name) for name in names])
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Around this rank's own part of a step. What is raised inside is kept until all ranks wait together, because
+        the others go on to DeepSpeed's next collective; until then `failed` is true and work can be left out."""
+        with self._kept.keeping():
+            yield
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong on this rank that the next wait raises on every rank."""
+        return self._kept.error is not None
+
     def send(self, tasks: Sequence[WorkerTask], gradients: int) -> None:
         """Hand `tasks` with that many gradients each to the worker, once what they read has arrived."""
-        self.transfers.finish()
-        self._gradients_in_flight = gradients
-        if self._error is None:
-            try:
-                self.process.submit(tasks)
-            except WorkerError as error:  # told to all ranks together, at the next wait
-                self._error = error
+        if self.failed:
+            return
+        with self.keeping():
+            self.transfers.finish()
+            self._gradients_in_flight = gradients
+            self.process.submit(tasks)
 
-    def wait(self) -> DeepSpeedExtError | None:
-        """Wait for everything in flight on this rank. Its error is returned: all ranks are to raise it together."""
-        if self._error is not None:
-            return self._error
-        try:
-            busy = self.process.busy
-            done = self.process.wait()
-        except WorkerError as error:
-            self._error = error
-            return error
-        if busy:
-            self._figures.note_worker(done.seconds, self._gradients_in_flight)
-        return None
+    def wait(self) -> Exception | None:
+        """Wait for everything in flight on this rank. Returns what has gone wrong, which `wait_together` raises on all
+        ranks."""
+        if not self.failed:
+            with self.keeping():
+                busy = self.process.busy
+                done = self.process.wait()
+                if busy:
+                    self._figures.note_worker(done.seconds, self._gradients_in_flight)
+        return self._kept.error
 
     def wait_together(self) -> None:
         """Wait for everything in flight, as a collective.
 
         Raises:
-            WorkerError: on every rank, if the worker of any has failed.
+            WorkerError: on every rank, if the worker of any has failed; from then on at every wait.
         """
-        self._require_all(self.wait())
+        self._raise_together(self.wait())
+
+    def raise_kept(self) -> None:
+        """Raise on every rank what any of them has kept, without waiting for a worker. A collective.
+
+        Raises:
+            DeepSpeedExtError: on every rank.
+        """
+        self._raise_together(self._kept.error)
 
     def receive(self) -> None:
         """`wait_together` within a step: this rank's own wait counts in the figures."""
         begin = time.perf_counter()
         error = self.wait()
         self._figures.wait_seconds += time.perf_counter() - begin
-        self._require_all(error)
+        self._raise_together(error)
 
-    def _require_all(self, error: DeepSpeedExtError | None) -> None:
-        """Raise on every rank if any has an error, with the message of the one that has it."""
-        if self._ranks.all(error is None):
-            return
-        messages = self._ranks.gather(None if error is None else str(error))
-        self._error = error or WorkerError("; ".join(m for m in messages if m))
-        if hasattr(self, "process"):
+    def _raise_together(self, error: Exception | None) -> None:
+        try:
+            raise_together(self._ranks, error, WorkerError)
+        except DeepSpeedExtError as failure:
+            self._kept.error = failure
             self.process.close()
-        raise self._error
+            raise
 
     def close(self) -> None:
-        """End the worker. The arena's tensors stay readable. Idempotent."""
-        self.process.close()
+        """End the worker. The arena's tensors stay readable. Idempotent, also after a start that failed."""
+        if hasattr(self, "process"):
+            self.process.close()
         self.transfers.unlock()
-        self.arena.close()
+        if hasattr(self, "arena"):
+            self.arena.close()
 
 
-def _require_room(nbytes: int) -> None:
-    available = memory.available_host_bytes()
-    if nbytes > available:
-        raise OutOfMemoryError(
-            f"rank {dist.get_rank()}: the optimizer's state takes {nbytes:,} bytes of host memory and "
-            f"{available:,} are available: use more ranks, a smaller zenflow.update_interval or more memory"
-        )
+def _require_room(nbytes: int, ranks: RankGroup) -> None:
+    """Compare what the ranks of a host need together with what it has; a collective.
+
+    Raises:
+        OutOfMemoryError: on every rank.
+    """
+    with together(ranks):
+        mine = (_memory_domain(), nbytes, memory.available_host_bytes())
+    found = [(needed, available) for domain, needed, available in ranks.gather(mine) if domain == mine[0]]
+    needed, available = sum(needed for needed, _ in found), min(available for _, available in found)
+    with together(ranks):
+        if needed > available:
+            raise OutOfMemoryError(
+                f"the optimizer's state takes {needed:,} bytes of host memory for {len(found)} rank(s) of one host and "
+                f"{available:,} are available: use more hosts, a smaller zenflow.update_interval or more memory"
+            )
+
+
+def _memory_domain() -> tuple[str, str]:
+    """Equal for ranks that share a host and its limits."""
+    boot_id = read_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
+    return boot_id, read_cgroup_id()

@@ -87,6 +87,7 @@ class OffloadedAdam(ABC, Generic[P]):
     Attributes:
         partitions: their state, in order.
         updates: optimizer steps whose gradient has been taken so far (t of the newest).
+        ranks: as given.
         schedule, figures, link: see there.
         rule: its name in configs and checkpoints.
         per_block: kind and dtype of the array in which the rule keeps a value for every block.
@@ -118,7 +119,7 @@ class OffloadedAdam(ABC, Generic[P]):
         self._decoupled = is_decoupled(optimizer)
         self._weights = weights
         self._settings = settings
-        self._ranks = ranks
+        self.ranks = ranks
         self._exposed = False
         self.figures = Figures()
         self.updates = 0
@@ -151,14 +152,13 @@ class OffloadedAdam(ABC, Generic[P]):
         """Ask the schedule what this step does, and wait for the update in flight if that needs it."""
 
     @abstractmethod
-    def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
-        """Take the gradient of a partition. With the last one the new weights of all of them have been written.
+    def _step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
+        """Take the gradient of a partition, on this rank alone: no collective."""
 
-        Args:
-            index: of the partition; all of them, in order, between `begin_step` and `end_step`.
-            grad: 1-D, n elements, reduced, neither unscaled nor clipped; may be reused after the call.
-            factor: what it is to be multiplied with.
-        """
+    @abstractmethod
+    def _finish_partitions(self) -> None:
+        """All gradients have been taken: wait for the worker if the plan says so, and write what is left to write.
+        Collectives come first, or every rank reaches them."""
 
     def coming_slot(self, index: int) -> torch.Tensor:
         """Where the step's gradient of a partition belongs; 1-D, n elements, in the arena. Free after `begin_step`."""
@@ -166,7 +166,11 @@ class OffloadedAdam(ABC, Generic[P]):
 
     @abstractmethod
     def _finish_step(self) -> None:
-        """Hand over what the schedule says and advance it."""
+        """Hand over what the schedule says, on this rank alone."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """The step has been made: advance the schedule, and settle an interval that was left open. A collective."""
 
     @abstractmethod
     def state_beside_weights(self, index: int) -> list[torch.Tensor]:
@@ -189,7 +193,7 @@ class OffloadedAdam(ABC, Generic[P]):
         """What a checkpoint holds of a partition beside p, m, v and collected gradients; nothing is in flight."""
 
     @abstractmethod
-    def restore_partition(self, index: int, values: dict[str, Any]) -> None:
+    def restore_partition(self, index: int, values: Any) -> None:
         """Continue where `saved_partition` was taken; p, m, v, schedule and collected constants are in place."""
 
     @abstractmethod
@@ -203,18 +207,40 @@ class OffloadedAdam(ABC, Generic[P]):
             WorkerError: on every rank, if the worker of any has failed.
         """
         self.figures.begin_step()
-        if self._exposed:  # on this rank; an error is told to all at the next wait
+        if self._exposed:
             self._exposed = False
             self.link.wait()
-            self.resume()
+            with self.link.keeping():
+                self.resume()
         self._start_step()
 
+    def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
+        """Take the gradient of a partition. With the last one the new weights of all of them have been written.
+
+        Args:
+            index: of the partition; all of them, in order, between `begin_step` and `end_step`.
+            grad: 1-D, n elements, reduced, neither unscaled nor clipped; may be reused after the call.
+            factor: what it is to be multiplied with.
+
+        Raises:
+            WorkerError: on every rank, if the worker of any has failed.
+        """
+        if not self.link.failed:
+            with self.link.keeping():
+                self._step_partition(index, grad, factor)
+        if index == len(self.partitions) - 1:
+            self._finish_partitions()
+
     def end_step(self) -> None:
-        """Hand over what the schedule says. Does not wait, and raises nothing that the next wait would not."""
-        self._finish_step()
+        """Hand over what the schedule says. Does not wait for the worker."""
+        if not self.link.failed:
+            with self.link.keeping():
+                self._finish_step()
+        self._advance()
         self.updates += 1
-        # No parameter has a gradient, so nothing moves: schedulers and step hooks see the step that they wait for.
-        self._optimizer.step()
+        with self.link.keeping():
+            # No parameter has a gradient, so nothing moves: schedulers and step hooks see the step that they wait for.
+            self._optimizer.step()
         self.figures.end_step()
 
     # -- for the rules --------------------------------------------------------------------------------------------
@@ -245,7 +271,7 @@ class OffloadedAdam(ABC, Generic[P]):
             [name for name in touch if name.startswith(("y.", "g.", "block_means."))],
             block_size=self.block_size,
             seat=seat,
-            ranks=self._ranks,
+            ranks=self.ranks,
             timeout_seconds=self._settings.worker_timeout_seconds,
             figures=self.figures,
         )
@@ -267,9 +293,6 @@ class OffloadedAdam(ABC, Generic[P]):
 
     def _constants(self, group: int, step: int, grad_scale: float) -> AdamStep:
         return adam_step(self._optimizer.param_groups[group], self._decoupled, step, grad_scale)
-
-    def _is_last(self, index: int) -> bool:
-        return index == len(self.partitions) - 1
 
     def _take_published(self, index: int) -> None:
         """Copy what the worker has published of a partition into its weights."""
@@ -297,16 +320,19 @@ class OffloadedAdam(ABC, Generic[P]):
         if (error := self.link.wait()) is not None:
             raise error
 
-    def expose(self) -> None:
+    def expose(self) -> bool:
         """p, m, v are about to be read or written from outside: `drain`, and let the next step follow from them.
 
-        That step is the same to the bit if nothing is written, for one more pass of the worker.
+        If nothing is written, that step is bitwise unchanged; it costs one more pass of the worker.
 
-        Raises:
-            WorkerError: this rank's worker has failed.
+        Returns:
+            False if this rank's worker has failed, which the next step raises on every rank: the caller may be inside
+            a collective.
         """
-        self.drain()
+        with self.link.keeping():
+            self.drain()
         self._exposed = True
+        return not self.link.failed
 
     def bind_state(self) -> None:
         """Let the optimizer's state be the arena's p, m, v, under the masters as parameters."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext._logging import logger
+from deepspeed_ext.zenflow.checkpoint_section import PredictedPartitionValues
 from deepspeed_ext.zenflow.figures import PredictionProbe
 from deepspeed_ext.zenflow.kernel import Publish
 from deepspeed_ext.zenflow.messages import PartitionPass
@@ -82,7 +83,8 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         if self._plan.waits_first:
             self.link.receive()
         if self._plan.rule is WeightRule.PREDICTED:
-            self._read_results()
+            with self.link.keeping():
+                self._read_results()
 
     @property
     def streams_gradients(self) -> bool:
@@ -103,7 +105,7 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         self.link.transfers.to_host(piece.to(slot.dtype), slot[offset : offset + piece.numel()])
         streamed.parts[offset], streamed.wanted = piece.numel(), wanted
 
-    def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
+    def _step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
         plan = self._plan
         assert plan is not None, "step_partition outside of a step"
         grad = self._collect(index, grad, factor.value)
@@ -118,10 +120,14 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
     def _step_exactly(self, index: int) -> None:
         last = self.partitions[index].collected[-1]
         self._submit([index], Publish.exact(last.bias_correction2_sqrt, last.eps))
-        if self._is_last(index):
+
+    def _finish_partitions(self) -> None:
+        assert self._plan is not None
+        if self._plan.rule is WeightRule.EXACT:
             self.link.receive()
-            for each in range(len(self.partitions)):
-                self._take_published(each)
+            with self.link.keeping():
+                for index in range(len(self.partitions)):
+                    self._take_published(index)
 
     def _estimate(self, index: int, plan: StepPlan, grad: torch.Tensor, scale: float) -> None:
         partition, weights = self.partitions[index], self._weights(index)
@@ -153,7 +159,10 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         else:
             self.link.transfers.finish()
         self.last_clip = self._clip
-        self.schedule.advance(plan)
+
+    def _advance(self) -> None:
+        assert self._plan is not None, "end_step without begin_step"
+        self.schedule.advance(self._plan)
         self._plan = None
         if self.schedule.wants_interval:
             self._measure_interval()
@@ -197,11 +206,14 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
         self._probe.arrived(self.partitions[0].master, self.figures)
 
     def _measure_interval(self) -> None:
-        worker, device = self.figures.typical()
-        mine = smallest_interval(worker, device, MEASURED_INTERVAL_LIMIT)
-        interval = -self._ranks.minimum(-mine)[0]
-        self._choose_interval(interval)
-        if self._ranks.rank == 0:
+        worker, device, mine = 0.0, 0.0, 1
+        with self.link.keeping():
+            worker, device = self.figures.typical()
+            mine = smallest_interval(worker, device, MEASURED_INTERVAL_LIMIT)
+        interval = -self.ranks.minimum(-mine)[0]
+        with self.link.keeping():
+            self._choose_interval(interval)
+        if self.ranks.rank == 0:
             logger.info(
                 f"zenflow.update_interval = {interval}: a pass of the optimizer process takes {worker * 1e3:.1f} ms, "
                 f"the accelerator {device * 1e3:.1f} ms a step"
@@ -234,13 +246,13 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
             "inverse": None if partition.estimator is None else partition.estimator.inverse.cpu().clone(),
         }
 
-    def restore_partition(self, index: int, values: dict[str, Any]) -> None:
+    def restore_partition(self, index: int, values: PredictedPartitionValues) -> None:
         partition, device = self.partitions[index], self.device_of(index)
-        partition.publish = Publish(**values["publish"])
-        self.last_clip = values["last_clip"]
-        partition.drift = None if values["drift"] is None else values["drift"].to(device)
-        if values["inverse"] is not None:
-            partition.estimator = Estimator.remembering(values["inverse"].to(device), self.block_size)
+        partition.publish = values.publish.make()
+        self.last_clip = values.last_clip
+        partition.drift = None if values.drift is None else values.drift.to(device)
+        if values.inverse is not None:
+            partition.estimator = Estimator.remembering(values.inverse.to(device), self.block_size)
 
     def resume(self) -> None:
         if self.schedule.plan().rule is not WeightRule.EXACT:

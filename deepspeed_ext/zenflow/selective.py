@@ -16,6 +16,7 @@ import torch
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, scores, select
+from deepspeed_ext.zenflow.checkpoint_section import SelectedPartitionValues
 from deepspeed_ext.zenflow.messages import MeanPartitionPass
 from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
 from deepspeed_ext.zenflow.selective_schedule import (
@@ -82,7 +83,7 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         if self._plan.applies:
             self.link.receive()
 
-    def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
+    def _step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
         plan, partition = self._plan, self.partitions[index]
         assert plan is not None, "step_partition outside of a step"
         grad = self._collect(index, grad, factor.value)
@@ -93,13 +94,18 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
             partition.scores = scores(grad, self.block_size)
         if plan.waits:  # the worker steps this partition while the next gradient is made ready
             self.link.send([self._task(index)], gradients=plan.handed_over)
-        if self._is_last(index):
-            if plan.waits:
-                self.link.receive()
-            for each in range(len(self.partitions)):
-                self._write_weights(each, arrived=plan.applies or plan.waits)
+
+    def _finish_partitions(self) -> None:
+        plan = self._plan
+        assert plan is not None, "step_partition outside of a step"
+        if plan.waits:
+            self.link.receive()
+        chosen = [self._everyones_scores(index) for index in range(len(self.partitions))] if plan.selects else []
+        with self.link.keeping():
+            for index in range(len(self.partitions)):
+                self._write_weights(index, arrived=plan.applies or plan.waits)
                 if plan.selects:
-                    self._select(each)
+                    self._select(index, chosen[index])
 
     def _write_weights(self, index: int, arrived: bool) -> None:
         """Weights of the cold blocks, if the worker's result has arrived, and of the hot ones over them."""
@@ -125,6 +131,10 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
             self.link.send(tasks, gradients=plan.handed_over)
         else:
             self.link.transfers.finish()
+
+    def _advance(self) -> None:
+        plan = self._plan
+        assert plan is not None, "end_step without begin_step"
         self.schedule.advance(plan)
         self._plan = None
         if self.schedule.interval is None and plan.selects:
@@ -132,14 +142,19 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
 
     # -- selection ------------------------------------------------------------------------------------------------
 
+    def _everyones_scores(self, index: int) -> list[torch.Tensor]:
+        """The scores of a partition's blocks on every rank; nobody has failed, since all have just waited together."""
+        scores = self.partitions[index].scores
+        assert scores is not None, "a step that selects waits first"
+        return self.ranks.all_gather(scores)
+
     @torch.no_grad()
-    def _select(self, index: int) -> None:
-        """Choose the hot blocks of a partition anew, by its scores; the worker is idle and all is carried out."""
-        partition, block_scores = self.partitions[index], self.partitions[index].scores
-        assert block_scores is not None
+    def _select(self, index: int, everyones_scores: list[torch.Tensor]) -> None:
+        """Choose the hot blocks of a partition anew, by all ranks' scores; nothing is in flight."""
+        partition, block_scores = self.partitions[index], everyones_scores[self.ranks.rank]
         self._bring_home(index)
-        chosen = select(torch.stack(self._ranks.all_gather(block_scores)), self._settings.topk_ratio)
-        blocks = BlockSet(chosen[self._ranks.rank], partition.master.numel(), self.block_size)
+        chosen = select(torch.stack(everyones_scores), self._settings.topk_ratio)
+        blocks = BlockSet(chosen[self.ranks.rank], partition.master.numel(), self.block_size)
         if self.schedule.interval is None:
             hot = float(block_scores[blocks.ids].sum())
             self._sums[0] += hot
@@ -190,19 +205,27 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
 
     def _measure_interval(self) -> None:
         """The interval after which cold gradients have added up to what a hot one has in a step."""
-        hot = sum(len(p.hot.blocks) for p in self.partitions if p.hot is not None)
-        cold = sum(p.updates.numel() for p in self.partitions) - hot
-        mean_hot, mean_cold = self._sums[0] / max(1, hot), self._sums[1] / max(1, cold)
-        mine = math.ceil(self._settings.auto_ratio * mean_hot / mean_cold) if mean_cold > 0 else 1
+        mean_hot = mean_cold = 0.0
+        mine = 1
+        with self.link.keeping():
+            mean_hot, mean_cold = self._mean_gradients()
+            mine = math.ceil(self._settings.auto_ratio * mean_hot / mean_cold) if mean_cold > 0 else 1
         lowest = self._settings.overlap_lag if self._settings.overlapped else 1
         highest = min(MEASURED_INTERVAL_LIMIT, steps_between_selections(self._settings, 1) or MEASURED_INTERVAL_LIMIT)
-        interval = max(lowest, min(highest, -self._ranks.minimum(-mine)[0]))
-        self._choose_interval(interval)
-        if self._ranks.rank == 0:
+        interval = max(lowest, min(highest, -self.ranks.minimum(-mine)[0]))
+        with self.link.keeping():
+            self._choose_interval(interval)
+        if self.ranks.rank == 0:
             logger.info(
                 f"zenflow.update_interval = {interval}: a cold block has {mean_cold / max(mean_hot, 1e-30):.2f} "
                 "of a hot one's gradient"
             )
+
+    def _mean_gradients(self) -> tuple[float, float]:
+        """Mean score of the blocks that were selected first, and of the others."""
+        hot = sum(len(p.hot.blocks) for p in self.partitions if p.hot is not None)
+        cold = sum(p.updates.numel() for p in self.partitions) - hot
+        return self._sums[0] / max(1, hot), self._sums[1] / max(1, cold)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -244,14 +267,14 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
             "hot_blocks": None if partition.hot is None else partition.hot.blocks.ids.cpu(),
         }
 
-    def restore_partition(self, index: int, values: dict[str, Any]) -> None:
+    def restore_partition(self, index: int, values: SelectedPartitionValues) -> None:
         partition = self.partitions[index]
-        partition.updates.copy_(values["block_updates"])
-        if values["hot_blocks"] is not None:
-            ids = values["hot_blocks"].to(self.device_of(index))
+        partition.updates.copy_(values.block_updates)
+        if values.hot_blocks is not None:
+            ids = values.hot_blocks.to(self.device_of(index))
             blocks = BlockSet(ids, partition.master.numel(), self.block_size)
             partition.hot = self._take_away(partition, blocks)
-            partition.updates[values["hot_blocks"]] = AWAY
+            partition.updates[values.hot_blocks] = AWAY
 
     @torch.no_grad()
     def resume(self) -> None:

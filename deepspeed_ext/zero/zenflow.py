@@ -9,18 +9,20 @@ except that the fp32 partition is the worker's. So for the length of a step each
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import ConfigError
-from deepspeed_ext._upstream import ZeROOptimizer, dist, get_accelerator, host_offload_config, local_world_size
+from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
+from deepspeed_ext._errors import CheckpointError, ConfigError, PlanMismatchError
+from deepspeed_ext._upstream import ZeROOptimizer, get_accelerator, host_offload_config, local_world_size
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.zenflow import checkpoint
+from deepspeed_ext.zenflow.checkpoint_section import Section, read_section
 from deepspeed_ext.zenflow.offloaded_adam import GradFactor, OffloadedAdam
 from deepspeed_ext.zenflow.predictive import PredictiveAdam
 from deepspeed_ext.zenflow.seat import planned_seat, unplanned_seat
@@ -54,8 +56,7 @@ class PartitionStandIn:
 class StepFactor:
     """The factor of one step's gradients, found by letting DeepSpeed unscale and clip a one."""
 
-    def __init__(self) -> None:
-        self._factor: GradFactor | None = None
+    _factor: GradFactor | None = None
 
     def get(self, unscale_and_clip: Callable[[torch.Tensor], None], loss_scale: float) -> GradFactor:
         """The step's factor; the first call of a step computes it."""
@@ -183,7 +184,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._masters = [PartitionStandIn(self._weights(index), self._grad_dtype) for index in range(len(masters))]
         try:
             super().step(closure)
-            if not self.overflow:
+            if self.overflow:
+                self.zenflow_adam.link.raise_kept()
+            else:
                 self.zenflow_adam.end_step()
         finally:
             self._masters = masters
@@ -192,11 +195,17 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's, of the gradients' norms, which are taken without its copy of each gradient in fp64."""
         if norm_type == 2:
-            gradients = [grad if getattr(grad, "_zero_padding", False) else l2_norm(grad) for grad in gradients]
+            norms = [torch.full((1,), math.nan, device=grad.device) for grad in gradients]  # if ours fail: an overflow
+            with self.zenflow_adam.link.keeping():
+                norms = [grad if getattr(grad, "_zero_padding", False) else l2_norm(grad) for grad in gradients]
+            gradients = norms
         return super().get_grad_norm_direct(gradients, params, norm_type)
 
     def _optimizer_step(self, index: int) -> None:
-        self.zenflow_adam.step_partition(index, self._masters[index].grad, self._factor.value)
+        factor = GradFactor(1.0, 1.0)  # of no use: if there is none, the step's error is kept
+        with self.zenflow_adam.link.keeping():
+            factor = self._factor.value
+        self.zenflow_adam.step_partition(index, self._masters[index].grad, factor)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -215,35 +224,56 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         load_serial: Any = None,
         param_shapes: Any = None,
     ) -> None:
-        self.zenflow_adam.drain()
-        rank = dist.get_rank(group=self.dp_process_group)
-        saved = None if checkpoint_folder else _saved_section(state_dict_list, rank)
+        adam, ranks = self.zenflow_adam, self.zenflow_adam.ranks
+        adam.link.wait_together()
+        with together(ranks, CheckpointError):
+            saved = None if checkpoint_folder else self._read_section(state_dict_list)
+        _require_same_position(saved, ranks)
         super().load_state_dict(
             state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
         )
-        if not (load_optimizer_states or checkpoint_folder):
-            self.zenflow_adam.masters_changed()
-            return
-        self._adopt_state()
-        exact = checkpoint.restore(self.zenflow_adam, saved, f"rank {rank}")
-        self._refresh_weights(saved if exact else None)
+        with together(ranks, CheckpointError):
+            if load_optimizer_states or checkpoint_folder:
+                self._adopt_state()
+                exact = checkpoint.restore(adam, saved, f"rank {ranks.rank}")
+            else:
+                adam.masters_changed()
+        if load_optimizer_states or checkpoint_folder:
+            self._refresh_weights(saved if exact else None)
+
+    def _read_section(self, state_dict_list: Any) -> Section | None:
+        """The ZenFlow section that this rank saved, checked; None if the checkpoint has none.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
+            return None
+        state = state_dict_list[self.zenflow_adam.ranks.rank]
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"the optimizer's state is a {type(state).__name__}, expected a dict")
+        if checkpoint.SECTION not in state:
+            return None
+        return read_section(state[checkpoint.SECTION], [p.master.numel() for p in self.zenflow_adam.partitions])
 
     def _adopt_state(self) -> None:
         """Take moments and step count that DeepSpeed has loaded over into the arena."""
         checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
 
     @abstractmethod
-    def _refresh_weights(self, saved: dict[str, Any] | None) -> None:
+    def _refresh_weights(self, saved: Section | None) -> None:
         """Masters have been loaded: let the weights follow, as they were saved or else from the masters."""
 
     def _restore_from_bit16_weights(self) -> None:
-        self.zenflow_adam.drain()
+        self.zenflow_adam.link.wait_together()
         super()._restore_from_bit16_weights()
         self.zenflow_adam.masters_changed()
 
     def destroy(self) -> None:
-        super().destroy()
-        self.zenflow_adam.close()
+        try:
+            super().destroy()
+        finally:
+            self.zenflow_adam.close()
 
 
 def build_adam(
@@ -288,8 +318,14 @@ def streaming(adam: OffloadedAdam[Any]) -> PredictiveAdam | None:
     return adam if isinstance(adam, PredictiveAdam) and adam.streams_gradients else None
 
 
-def _saved_section(state_dict_list: Any, rank: int) -> dict[str, Any] | None:
-    """The ZenFlow section that this rank saved, None if the checkpoint has none."""
-    if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
-        return None
-    return state_dict_list[rank].get(checkpoint.SECTION)
+def _require_same_position(saved: Section | None, ranks: RankGroup) -> None:
+    """Refuse sections of different runs or moments, which would let the ranks part later.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    position = None if saved is None else (saved.rule, saved.block_size, saved.updates, dict(saved.schedule))
+    try:
+        require_same_plan("continuing from the checkpoint", position, ranks)
+    except PlanMismatchError as error:
+        raise agreed(CheckpointError(f"the ranks' ZenFlow sections do not belong together: {error}")) from None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from deepspeed_ext._agreement import together
+from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, get_accelerator
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
+from deepspeed_ext.zenflow.checkpoint_section import Section
 from deepspeed_ext.zero.zenflow import ZenFlowStepping, streaming
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
@@ -104,7 +108,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             upstream(sub_group_id, total_norm)
             stand_in.grad = gradient
 
-        self._factor.get(on_one, self.loss_scale)
+        with self.zenflow_adam.link.keeping():
+            self._factor.get(on_one, self.loss_scale)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if sub_group_id == 0:
@@ -124,21 +129,36 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         super()._adopt_state()
         self._clear_padding()
 
-    def _refresh_weights(self, saved: dict[str, Any] | None) -> None:
+    def _read_section(self, state_dict_list: Any) -> Section | None:
+        section = super()._read_section(state_dict_list)
+        if section is not None and section.weights is None:
+            raise CheckpointError(
+                "the ZenFlow section has no weights, which stage 3 saves there: load another checkpoint"
+            )
+        return section
+
+    def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with together(self.zenflow_adam.ranks, CheckpointError):
+            super()._rigid_load_state_dict(*args, **kwargs)
+
+    def _refresh_weights(self, saved: Section | None) -> None:
         masters = [partition.master for partition in self.zenflow_adam.partitions]
-        values = masters if saved is None else saved[_WEIGHTS]
+        values = masters if saved is None or saved.weights is None else saved.weights
         for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
             flat.data.copy_(value.data)
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        self.zenflow_adam.expose()
-        return super()._get_fp32_opt_state_partition(*args, **kwargs)
+        """Before it is read or written, the worker must have finished. If it has failed, the next step raises that on
+        every rank; what is read until then, by all ranks together, is NaN."""
+        exposed = self.zenflow_adam.expose()
+        partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
+        return partition if exposed else torch.full_like(partition, math.nan), sub_group
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
         """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
         no step may be taken inside."""
-        self.zenflow_adam.drain()
+        self.zenflow_adam.link.wait_together()
         predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
         self._write_weights([partition.master for partition in self.zenflow_adam.partitions])
         try:

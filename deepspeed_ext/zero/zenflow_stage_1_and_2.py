@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext._agreement import together
+from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import (
     TensorFragment,
     all_gather_of_partitions,
@@ -19,6 +22,7 @@ from deepspeed_ext._upstream import (
 )
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.zenflow.checkpoint_section import Section
 from deepspeed_ext.zenflow.selective import SelectiveAdam
 from deepspeed_ext.zero.hot_exchange import HotExchange
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
@@ -32,14 +36,16 @@ class MasterFragment(TensorFragment):
     """This rank's part of a parameter's p, m and v, as DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see it.
 
     Attributes:
-        expose: called before anything of it is read or written.
+        expose: called before anything of it is read or written. False: the worker has failed, which the next step
+            raises on every rank; what is read until then, by all ranks together, is NaN.
     """
 
-    expose: Callable[[], None] = field(kw_only=True)
+    expose: Callable[[], bool] = field(kw_only=True)
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
-        self.expose()
-        return super().get_hp_fragment(optim_state_key)
+        exposed = self.expose()
+        fragment = super().get_hp_fragment(optim_state_key)
+        return fragment if exposed else torch.full_like(fragment, math.nan)
 
 
 class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
@@ -130,10 +136,16 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if group_idx == 0:
             self.zenflow_adam.begin_step()
         flat = super()._get_preflattened_grad_partition(group_idx)
-        slot = self.zenflow_adam.coming_slot(group_idx)
-        if flat is not None or slot.device != torch.device(self.device):
-            return flat
-        end = 0
+        if flat is None:
+            with self.zenflow_adam.link.keeping():
+                flat = self._laid_out(group_idx)
+        return flat
+
+    def _laid_out(self, group_idx: int) -> torch.Tensor | None:
+        """The gradient of a group in its slot, if that is in reach."""
+        slot, end = self.zenflow_adam.coming_slot(group_idx), 0
+        if slot.device != torch.device(self.device):
+            return None
         for grad in self.averaged_gradients[group_idx]:
             begin, end = end, end + grad.numel()
             slot[begin:end].copy_(grad.view(-1))
@@ -143,11 +155,16 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Note the factor and leave the gradients alone: the worker and the estimate multiply as they go."""
         upstream = super().unscale_and_clip_grads
-        self._factor.get(lambda one: upstream([one], total_norm), self.loss_scale)
+        with self.zenflow_adam.link.keeping():
+            self._factor.get(lambda one: upstream([one], total_norm), self.loss_scale)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _refresh_weights(self, saved: dict[str, Any] | None) -> None:
+    def _load_legacy_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with together(self.zenflow_adam.ranks, CheckpointError):
+            super()._load_legacy_checkpoint(*args, **kwargs)
+
+    def _refresh_weights(self, saved: Section | None) -> None:
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
         if saved is None:  # DeepSpeed has loaded the weights themselves
@@ -157,7 +174,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def exact_weights(self) -> Iterator[None]:
         """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
         no step may be taken inside."""
-        self.zenflow_adam.drain()
+        self.zenflow_adam.link.wait_together()
         masters = self._masters
         predicted = [self._weights(index).clone() for index in range(len(masters))]
         self.update_lp_params()
