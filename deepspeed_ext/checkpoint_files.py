@@ -66,9 +66,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
         self._save_id = self._ranks.gather(uuid.uuid4().hex)[0]
         self._folder = None
-        folder, what = CheckpointFolder(info.save_dir, info.tag), f"checkpoint {info.tag!r} was not saved"
+        what = f"checkpoint {info.tag!r} was not saved"
         with self._all(what, "save elsewhere"):
             self.kept.raise_here()  # it was noted when the folder of all tags was made
+            folder = CheckpointFolder(info.save_dir, info.tag)
             folder.require_savable()
         self._recover(folder)
         with self._all(what, "save elsewhere"):
@@ -149,8 +150,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         with together(self._ranks, CheckpointError):
             tag = _latest(load_dir) if tag is None else str(tag)
         tag = next((found for found in self._ranks.gather(tag) if found is not None), None)
-        if tag is not None:
-            self._loaded_id = self._recover(CheckpointFolder(load_dir, tag)) or None
+        if tag is None:
+            return None
+        with together(self._ranks, CheckpointError):
+            folder = CheckpointFolder(load_dir, tag)
+        self._loaded_id = self._recover(folder) or None
         return tag
 
     def _recover(self, folder: CheckpointFolder) -> str | None:

@@ -126,7 +126,9 @@ class WorkerLink:
         Raises:
             WorkerError: on every rank, if the worker of any has failed; from then on at every wait.
         """
-        self._raise_together(self.wait())
+        with self.keeping():
+            self.wait()
+        self._raise_together()
 
     def raise_kept(self) -> None:
         """Raise on every rank what any of them has kept, without waiting for a worker. A collective.
@@ -134,18 +136,19 @@ class WorkerLink:
         Raises:
             DeepSpeedExtError: on every rank.
         """
-        self._raise_together(self._kept.error)
+        self._raise_together()
 
     def receive(self) -> None:
         """`wait_together` within a step: this rank's own wait counts in the figures."""
         begin = time.perf_counter()
-        error = self.wait()
+        with self.keeping():
+            self.wait()
         self._figures.wait_seconds += time.perf_counter() - begin
-        self._raise_together(error)
+        self._raise_together()
 
-    def _raise_together(self, error: Exception | None) -> None:
+    def _raise_together(self) -> None:
         try:
-            raise_together(self._ranks, error, WorkerError)
+            raise_together(self._ranks, self._kept.error, WorkerError)
         except DeepSpeedExtError as failure:
             self._kept.error = failure
             self.process.close()

@@ -103,6 +103,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """DeepSpeed has reduced the gradient of `param`: let it leave for the host at once, if that is wanted."""
         super().copy_grads_in_partition(param, group_idx)
+        with self.zenflow_adam.link.keeping():
+            self._stream_gradient(param)
+
+    def _stream_gradient(self, param: Any) -> None:
         adam = streaming(self.zenflow_adam)
         if adam is None or not self.is_gradient_accumulation_boundary():
             return

@@ -1,0 +1,73 @@
+"""Which functions of the package a piece of code calls, and the same code with one of them failing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import deepspeed_ext
+
+__all__ = ["InjectedError", "called_functions", "failing"]
+
+_PACKAGE = os.path.dirname(os.path.abspath(deepspeed_ext.__file__)) + os.sep
+
+
+class InjectedError(Exception):
+    """Raised by a function that was made to fail."""
+
+
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGE)
+
+
+def _name(frame: FrameType) -> str | None:
+    """``zenflow/link.py:WorkerLink.send`` for a function of the package that the package calls; None for others: where
+    DeepSpeed or a user calls us, failing at once is the same as if they had failed."""
+    code, caller = frame.f_code, frame.f_back
+    if not _is_ours(code) or "<" in code.co_name or caller is None or not _is_ours(caller.f_code):
+        return None
+    return f"{code.co_filename.removeprefix(_PACKAGE)}:{code.co_qualname}"
+
+
+@contextmanager
+def _profiled(hook: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    sys.setprofile(hook)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def called_functions(action: Callable[[], Any]) -> list[str]:
+    """The package's functions that `action` calls on this thread, in the order of their first calls."""
+    names: dict[str, None] = {}
+
+    def hook(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and (name := _name(frame)) is not None:
+            names[name] = None
+
+    with _profiled(hook):
+        action()
+    return list(names)
+
+
+@contextmanager
+def failing(name: str | None) -> Iterator[None]:
+    """Inside the block the first call of the function `name` raises `InjectedError`; None: nothing is changed."""
+    if name is None:
+        yield
+        return
+    armed = True
+
+    def hook(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal armed
+        if armed and event == "call" and _name(frame) == name:
+            armed = False
+            raise InjectedError(name)
+
+    with _profiled(hook):
+        yield
