@@ -9,6 +9,7 @@ from deepspeed_ext import memory
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext._logging import logger
+from deepspeed_ext._undo import on_failure
 from deepspeed_ext._upstream import dist
 from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.figures import Figures
@@ -62,6 +63,7 @@ class WorkerLink:
         self._figures = figures
         self._error: DeepSpeedExtError | None = None
         self._gradients_in_flight = 0
+        on_failure(self.abandon)
         layout, touched = plan_layout(specs), set(touch)
         place = None if seat.place is None else str(seat.place)
         plan = WorkerPlan(layout, block_size, tuple(touch), place, seat.threads, library_path())
@@ -132,9 +134,17 @@ class WorkerLink:
 
     def close(self) -> None:
         """End the worker. The arena's tensors stay readable. Idempotent."""
-        self.process.close()
+        if hasattr(self, "process"):
+            self.process.close()
         self.transfers.unlock()
-        self.arena.close()
+        if hasattr(self, "arena"):
+            self.arena.close()
+
+    def abandon(self) -> None:
+        """`close`, and give the memory back whoever still has tensors in it: the constructor of the engine failed."""
+        self.close()
+        if hasattr(self, "arena"):
+            self.arena.discard()
 
 
 def _require_room(nbytes: int) -> None:
