@@ -111,9 +111,15 @@ class WorkerLink:
         """Wait for everything in flight, as a collective.
 
         Raises:
-            WorkerError: on every rank, if the worker of any has failed.
+            WorkerError: on every rank, if the worker of any has failed, or has ended with nothing to do.
         """
-        self._require_all(self.wait())
+        error = self.wait()
+        if error is None:
+            try:
+                self.process.require_alive()
+            except WorkerError as ended:
+                error = ended
+        self._require_all(error)
 
     def receive(self) -> None:
         """`wait_together` within a step: this rank's own wait counts in the figures."""

@@ -138,7 +138,8 @@ class OptimizerProcess:
         """Wait until everything submitted is done; returns the last answer, with the seconds of all that it waited for.
 
         Raises:
-            WorkerError: the worker raised, has ended (with nothing to do too), or did not answer in time.
+            WorkerError: the worker raised, has ended, or did not answer in time. If nothing is in flight the arena is
+                complete, and a worker that has ended is no error here; see `require_alive`.
         """
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         self._await(lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s")
@@ -146,6 +147,18 @@ class OptimizerProcess:
             if self.busy:
                 self._last, self._seconds = Done(self._done, self._seconds), 0.0
             return self._last
+
+    def require_alive(self) -> None:
+        """Look at the process even if nothing is in flight.
+
+        Raises:
+            WorkerError: it has ended.
+        """
+        with self._alone():
+            self._require_open()
+            if self._process.poll() is not None:
+                self._exchange()
+                raise self._failure(self._how_it_ended())
 
     def poll(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
@@ -183,11 +196,12 @@ class OptimizerProcess:
             with self._alone():
                 self._require_open()
                 has_ended = self._process.poll() is not None  # before reading what it left
-                self._exchange()
-                if has_ended:
-                    raise self._failure(self._how_it_ended())
+                if not is_over():
+                    self._exchange()
                 if is_over():
                     return
+                if has_ended:
+                    raise self._failure(self._how_it_ended())
                 if patience.is_over:
                     raise self._silence(what)
             self._channel.idle(patience)

@@ -20,6 +20,7 @@ from deepspeed_ext.zenflow.process import OptimizerProcess
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
+from tests.unit.test_zenflow_process import gone
 
 TIMEOUT_SECONDS = 2.0
 
@@ -49,6 +50,7 @@ def harm(process: OptimizerProcess, how: str) -> None:
         os.kill(process.pid, signal.SIGSTOP)
     else:
         os.kill(process.pid, signal.SIGKILL)
+        assert gone(process.pid, 10.0)
 
 
 def suffer(config: dict, how: str, folder: str) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def suffer(config: dict, how: str, folder: str) -> dict[str, Any]:
         harmed = time.monotonic()
         if rank == 0:
             harm(process, how)
+        dist.barrier()
         if how == "saving":
             engine.save_checkpoint(folder)
         else:
