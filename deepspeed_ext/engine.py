@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+<<<<<<< HEAD
 from contextlib import AbstractContextManager, nullcontext
+=======
+import weakref
+from contextlib import ExitStack
+>>>>>>> worker
 from functools import partial
 from typing import Any
 
@@ -13,6 +18,7 @@ from pydantic import ValidationError
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._logging import logger
+from deepspeed_ext._undo import on_failure, undone_on_failure
 from deepspeed_ext._upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
@@ -115,8 +121,30 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         return [type(value) for value in defaults if hasattr(type(value), "model_fields")]
 
 
+class WeakEngine:
+    """An engine as hooks see it that would keep it alive: the module's, and those of gradients, which nothing but
+    `destroy` removes. Once the engine is gone they do nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.module = engine.module
+        self._engine = weakref.ref(engine)
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        engine = self._engine()
+        return None if engine is None else engine._forward_prologue(inputs, kwargs)
+
+    def _forward_epilogue(self) -> None:
+        if (engine := self._engine()) is not None:
+            engine._forward_epilogue()
+
+    def _backward_post_hook(self) -> None:
+        if (engine := self._engine()) is not None:
+            engine._backward_post_hook()
+
+
 class Engine(DeepSpeedEngine):
-    """DeepSpeed's engine; its ZeRO optimizers are ours.
+    """DeepSpeed's engine; its ZeRO optimizers are ours. With ZenFlow, one that is forgotten without `destroy` ends its
+    optimizer process all the same, and one whose constructor fails leaves none.
 
     Attributes:
         parameter_gather: at stage 3, what gathers the parameters in place of upstream's closures; None = they do.
@@ -127,6 +155,21 @@ class Engine(DeepSpeedEngine):
     core_binding: CoreBinding | None = None
     checkpoint_engine: Any
     _cores_refreshed: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with undone_on_failure():
+            super().__init__(*args, **kwargs)
+        if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
+            self.optimizer.unregister_grad_acc_post_hooks()
+            self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
+            # At exit the optimizer process ends by itself.
+            weakref.finalize(self, _destroy_optimizer, self.optimizer).atexit = False
+
+    def _create_module_forward_pre_hook(self) -> Any:
+        return DeepSpeedEngine._create_module_forward_pre_hook(WeakEngine(self) if self._has_own_zenflow() else self)
+
+    def _create_module_forward_post_hook(self) -> Any:
+        return DeepSpeedEngine._create_module_forward_post_hook(WeakEngine(self) if self._has_own_zenflow() else self)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -176,13 +219,17 @@ class Engine(DeepSpeedEngine):
                 separate=zenflow is not None,
                 pt_reserved_cores=None if zenflow is None else reserved_cores(zenflow),
             )
+            on_failure(self.core_binding.restore)
 
     def destroy(self) -> None:
-        if self.parameter_gather is not None:
-            all_gather.detach(self.module)
-        super().destroy()
-        if self.core_binding is not None:
-            self.core_binding.restore()
+        with ExitStack() as afterwards:  # even if DeepSpeed fails
+            if self.core_binding is not None:
+                afterwards.callback(self.core_binding.restore)
+            if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
+                afterwards.callback(self.optimizer.zenflow_adam.close)
+            if self.parameter_gather is not None:
+                all_gather.detach(self.module)
+            super().destroy()
 
     def _has_own_zenflow(self) -> bool:
         settings = self._config.zero_config
@@ -297,6 +344,14 @@ class Engine(DeepSpeedEngine):
             optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
             optimizer_parameters["torch_adam"] = True
         return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
+
+
+def _destroy_optimizer(optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3) -> None:
+    """The engine is gone: what holds the optimizer beside it are hooks, which it removes, and its worker."""
+    try:
+        optimizer.destroy()
+    finally:
+        optimizer.zenflow_adam.close()
 
 
 class HybridEngine(DeepSpeedHybridEngine, Engine):

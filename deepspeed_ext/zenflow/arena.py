@@ -1,12 +1,12 @@
 """The memory that trainer and worker share: one memfd, named typed arrays at places that a pure function plans.
 
 A memfd needs no /dev/shm and vanishes with the last process that holds it. Pages take memory once they are touched:
-an array that is planned and never used costs nothing. Importing this module imports no torch.
+an array that is planned and never used costs nothing. The mapping is left out of core dumps, and forked processes do
+not have it: they would keep the memory, and see it change under them. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepspeed_ext._errors import UnsupportedError
+from deepspeed_ext.zenflow.channel import above_standard
 from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, Array
 
 if TYPE_CHECKING:
@@ -27,6 +28,15 @@ __all__ = ["Arena", "ArenaLayout", "ArraySpec", "Place", "plan_layout"]
 
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
+_MADV_REMOVE = 9
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class ArraySpec(NamedTuple):
@@ -78,20 +88,17 @@ class Arena:
     """A mapping of the shared memory. `create` makes it, `attach` maps what another process made.
 
     Attributes:
-        fileno: the memfd; open until `close`, or until the arena is forgotten.
+        fileno: the memfd; -1 after `close`.
         layout: where the arrays are.
     """
 
     def __init__(self, fileno: int, layout: ArenaLayout) -> None:
+        self._memory = _map(fileno, layout.nbytes)
         self.fileno = fileno
         self.layout = layout
         self._places = layout.by_name()
-        self._map = mmap.mmap(fileno, layout.nbytes)
+        self._address = ctypes.addressof(self._memory)
         self._finalizer = weakref.finalize(self, os.close, fileno)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # no huge pages for shared memory here: it costs a little speed
-                self._map.madvise(mmap.MADV_HUGEPAGE)
 
     @classmethod
     def create(cls, layout: ArenaLayout) -> Arena:
@@ -104,7 +111,7 @@ class Arena:
             raise UnsupportedError("ZenFlow shares memory between processes by memfd_create, which needs Linux")
         fileno = -1
         try:
-            fileno = os.memfd_create("deepspeed_ext-arena", os.MFD_CLOEXEC)
+            fileno = above_standard(os.memfd_create("deepspeed_ext-arena", os.MFD_CLOEXEC))
             os.ftruncate(fileno, layout.nbytes)
             return cls(fileno, layout)
         except OSError as error:
@@ -118,7 +125,7 @@ class Arena:
 
     @classmethod
     def attach(cls, fileno: int, layout: ArenaLayout) -> Arena:
-        """Map an arena that another process created."""
+        """Map an arena that another process created; takes over the descriptor."""
         return cls(fileno, layout)
 
     def array(self, name: str) -> Array:
@@ -134,13 +141,47 @@ class Arena:
         dtype = getattr(torch, spec.dtype)
         if spec.numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=spec.numel, offset=offset)
+        return torch.frombuffer(self._memory, dtype=dtype, count=spec.numel, offset=offset)
 
     def resident_bytes(self) -> int:
         """Bytes of memory that the arena takes now: its touched pages."""
-        return os.fstat(self.fileno).st_blocks * 512
+        is_resident = (ctypes.c_char * -(-self.layout.nbytes // mmap.PAGESIZE))()
+        _require(_libc.mincore(self._address, self.layout.nbytes, is_resident) == 0)
+        return is_resident.raw.count(1) * mmap.PAGESIZE
 
     def close(self) -> None:
-        """Close the memfd. The memory goes once no process maps it and no tensor refers to it. Idempotent."""
+        """Close the memfd: nobody else can map the arena. The memory goes once no process maps it and no tensor refers
+        to it. Idempotent."""
         self._finalizer()
         self.fileno = -1
+
+    def discard(self) -> None:
+        """Give the memory back at once, for all processes: what the tensors hold is zero from now on."""
+        _require(_libc.madvise(self._address, self.layout.nbytes, _MADV_REMOVE) == 0)
+
+
+def _map(fileno: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """A shared mapping that ends with the last reference to the result.
+
+    Not `mmap.mmap`, which keeps a copy of the descriptor: every process that is forked would hold the memory by it.
+    """
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fileno, 0)
+    _require(address != _MAP_FAILED)
+    for advice in (mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        _libc.madvise(address, nbytes, advice)  # no huge pages for shared memory here: it costs a little speed
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    # At exit the mapping goes with the process, after everything that may still use it.
+    weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
+    return memory
+
+
+def _unmap(address: int, nbytes: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # in a forked process something else may be there
+        _libc.munmap(address, nbytes)
+
+
+def _require(succeeded: bool) -> None:
+    """Raise what the C library says, unless its last call succeeded."""
+    if not succeeded:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -12,6 +12,7 @@ from deepspeed_ext import memory
 from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, together
 from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext._logging import logger
+from deepspeed_ext._undo import on_failure
 from deepspeed_ext._upstream import dist
 from deepspeed_ext.affinity.cgroup import read_cgroup_id
 from deepspeed_ext.affinity.tree import read_text
@@ -67,6 +68,7 @@ class WorkerLink:
         self._figures = figures
         self._kept = KeptError()
         self._gradients_in_flight = 0
+        on_failure(self.abandon)
         layout, touched = plan_layout(specs), set(touch)
         place = None if seat.place is None else str(seat.place)
         plan = WorkerPlan(layout, block_size, tuple(touch), place, seat.threads, library_path())
@@ -124,6 +126,7 @@ class WorkerLink:
         """Wait for everything in flight, as a collective.
 
         Raises:
+<<<<<<< HEAD
             WorkerError: on every rank, if the worker of any has failed; from then on at every wait.
         """
         with self.keeping():
@@ -137,6 +140,17 @@ class WorkerLink:
             DeepSpeedExtError: on every rank.
         """
         self._raise_together()
+=======
+            WorkerError: on every rank, if the worker of any has failed, or has ended with nothing to do.
+        """
+        error = self.wait()
+        if error is None:
+            try:
+                self.process.require_alive()
+            except WorkerError as ended:
+                error = ended
+        self._require_all(error)
+>>>>>>> worker
 
     def receive(self) -> None:
         """`wait_together` within a step: this rank's own wait counts in the figures."""
@@ -155,12 +169,25 @@ class WorkerLink:
             raise
 
     def close(self) -> None:
+<<<<<<< HEAD
         """End the worker. The arena's tensors stay readable. Idempotent, also after a start that failed."""
+=======
+        """End the worker. The arena's tensors stay readable. Idempotent."""
+>>>>>>> worker
         if hasattr(self, "process"):
             self.process.close()
         self.transfers.unlock()
         if hasattr(self, "arena"):
             self.arena.close()
+<<<<<<< HEAD
+=======
+
+    def abandon(self) -> None:
+        """`close`, and give the memory back whoever still has tensors in it: the constructor of the engine failed."""
+        self.close()
+        if hasattr(self, "arena"):
+            self.arena.discard()
+>>>>>>> worker
 
 
 def _require_room(nbytes: int, ranks: RankGroup) -> None:

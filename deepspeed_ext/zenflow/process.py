@@ -7,28 +7,27 @@ import errno
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.zenflow.arena import Arena
+from deepspeed_ext.zenflow.channel import Channel, GarbledError, Patience, above_standard
 from deepspeed_ext.zenflow.messages import Done, Failed, Ready, Submission, WorkerPlan, WorkerTask
 
 __all__ = ["OptimizerProcess"]
 
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_SCRIPT = Path(__file__).resolve().with_name("start_worker.py")
 _CLOSE_SECONDS = 2.0
 _REAP_SECONDS = 5.0
-_REMEDIES = {
-    "SIGKILL": "Look for the out-of-memory killer (dmesg) and lower host memory use",
-    "SIGBUS": "The machine had no memory for a page of the shared arena: lower host memory use",
+_REMEDIES: dict[int, str] = {
+    signal.SIGKILL: "Look for the out-of-memory killer (dmesg) and lower host memory use",
+    signal.SIGBUS: "The machine had no memory for a page of the shared arena: lower host memory use",
 }
 
 
@@ -36,10 +35,14 @@ class OptimizerProcess:
     """A process that carries out passes over a shared arena. Starts in the constructor; a context manager.
 
     Submissions are carried out in order; `wait` waits for all of them. Every wait ends: with the result, with the
-    worker's own exception, at the worker's death, or after `timeout_seconds`. After an error the process is closed.
+    worker's own exception, at the worker's death, or after `timeout_seconds`, in which a time when this process was
+    suspended does not count. After an error the process is closed, and later calls raise the same error.
+
+    `submit` and `wait` may be called from any thread, and `wait` from a signal handler too.
 
     Args:
-        arena: shared memory; must outlive the process.
+        arena: shared memory; must outlive the process. Closed here: the worker has its descriptor, and a copy that
+            this process keeps would be inherited by every process that it forks.
         plan: what the worker does at start.
         rank: for messages.
         timeout_seconds: the longest that a start or a wait may take.
@@ -51,33 +54,41 @@ class OptimizerProcess:
         WorkerError: it could not be started, or failed while starting.
     """
 
+    ready: Ready
+
     def __init__(self, arena: Arena, plan: WorkerPlan, *, rank: int, timeout_seconds: float) -> None:
         self._rank = rank
         self._timeout_seconds = timeout_seconds
-        self._submitted = 0
-        self._done = 0
+        self._lock = threading.RLock()
+        self._is_inside = False
+        self._is_ready = False
+        self._submitted = self._done = 0
+        self._seconds = 0.0
         self._last = Done(0, 0.0)
-        self._process, self._connection = self._launch(arena, plan)
+        self._error = ""
+        self._process, self._channel = self._launch(arena, plan)
         # Runs at `close`, when the object is forgotten, and when the interpreter ends; never in a forked child.
-        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, os.getpid())
-        self._send(plan)
-        answer = self._receive(time.monotonic() + timeout_seconds, f"start within {timeout_seconds:g} s")
-        assert isinstance(answer, Ready)
-        self.ready = answer
+        self._finalizer = weakref.finalize(self, _end, self._process, self._channel, os.getpid())
+        try:
+            arena.close()
+            self._channel.put(plan)
+            self._await(lambda: self._is_ready, timeout_seconds, f"start within {timeout_seconds:g} s")
+        except BaseException:
+            self.close()
+            raise
 
-    def _launch(self, arena: Arena, plan: WorkerPlan) -> tuple[subprocess.Popen[bytes], Connection]:
+    def _launch(self, arena: Arena, plan: WorkerPlan) -> tuple[subprocess.Popen[bytes], Channel]:
         # PR_SET_PDEATHSIG speaks of the thread that starts a process: only the main thread lives as long as we do.
         by_main_thread = threading.current_thread() is threading.main_thread()
-        path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(plan.threads)}
+        environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(plan.threads)}
         try:
             with contextlib.ExitStack() as on_failure:
-                ours, theirs = socket.socketpair()
+                ours, theirs = map(_above_standard, socket.socketpair())
                 on_failure.callback(ours.close)
                 with theirs:
                     numbers = (theirs.fileno(), arena.fileno, os.getpid(), int(by_main_thread))
                     process = subprocess.Popen(
-                        [sys.executable, "-m", "deepspeed_ext.zenflow.worker", *map(str, numbers)],
+                        [sys.executable, str(_SCRIPT), *map(str, numbers)],
                         env=environment,
                         pass_fds=numbers[:2],
                         stdin=subprocess.DEVNULL,
@@ -92,11 +103,7 @@ class OptimizerProcess:
                 f"rank {self._rank}: the optimizer process could not be started with {sys.executable!r}: {error}. "
                 f"{remedy}, or turn zenflow off"
             ) from error
-        # A worker that is stopped does not read: a message larger than the socket's buffer would wait for ever.
-        seconds, fraction = divmod(self._timeout_seconds, 1)
-        limit = struct.pack("@ll", int(seconds), int(fraction * 1e6))
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        return process, Connection(ours.detach())
+        return process, Channel(ours)
 
     def __enter__(self) -> OptimizerProcess:
         return self
@@ -112,77 +119,135 @@ class OptimizerProcess:
     @property
     def busy(self) -> bool:
         """Whether a submission has not been waited for."""
-        return self._done < self._submitted
+        return self._last.number < self._submitted
 
     def submit(self, passes: Sequence[WorkerTask]) -> None:
-        """Hand over work; returns at once. The arrays that it names belong to the worker until `wait`.
+        """Hand over work; does not wait for it. The arrays that it names belong to the worker until `wait`.
 
         Raises:
-            WorkerError: the worker has ended.
+            WorkerError: the worker has ended, or does not read.
         """
-        self._require_open()
-        self._send(Submission(self._submitted + 1, tuple(passes)))
-        self._submitted += 1
+        with self._alone():
+            self._require_open()
+            self._submitted += 1
+            self._channel.put(Submission(self._submitted, tuple(passes)))
+        seconds = self._timeout_seconds
+        self._await(lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s")
 
     def wait(self, timeout_seconds: float | None = None) -> Done:
         """Wait until everything submitted is done; returns the last answer, with the seconds of all that it waited for.
 
         Raises:
-            WorkerError: the worker raised, has ended, or did not answer in time.
+            WorkerError: the worker raised, has ended, or did not answer in time. If nothing is in flight the arena is
+                complete, and a worker that has ended is no error here; see `require_alive`.
         """
-        self._require_open()
-        limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        deadline = time.monotonic() + limit
-        seconds = 0.0
-        while self.busy:
-            answer = self._receive(deadline, f"answer within {limit:g} s")
-            assert isinstance(answer, Done)
-            assert answer.number == self._done + 1, "answers come in order"
-            seconds += answer.seconds
-            self._done, self._last = answer.number, Done(answer.number, seconds)
-        return self._last
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        self._await(lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s")
+        with self._alone():
+            if self.busy:
+                self._last, self._seconds = Done(self._done, self._seconds), 0.0
+            return self._last
+
+    def require_alive(self) -> None:
+        """Look at the process even if nothing is in flight.
+
+        Raises:
+            WorkerError: it has ended.
+        """
+        with self._alone():
+            self._require_open()
+            if self._process.poll() is not None:
+                self._exchange()
+                raise self._failure(self._how_it_ended())
 
     def poll(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
-        return not self.busy or self._connection.poll(0)
+        return self._done == self._submitted or self._channel.has_news or self._process.poll() is not None
 
     def close(self) -> None:
         """End the process: ask, wait a moment, kill. Idempotent; never raises for a process that is gone."""
-        self._finalizer()
+        with self._lock:
+            self._finalizer()
 
-    def _require_open(self) -> None:
-        if not self._finalizer.alive:
-            raise WorkerError(f"rank {self._rank}: the optimizer process is closed; build a new engine to train on")
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Sends, reads and counts: by one thread, and not in the middle of the same by the code that a signal
+        interrupted. These moments are short; nothing waits inside."""
+        with self._lock:
+            if self._is_inside:
+                raise WorkerError(
+                    f"rank {self._rank}: a signal handler uses the optimizer process while the code that it "
+                    "interrupted does. Let the handler set a flag, and look at the flag between steps"
+                )
+            self._is_inside = True
+            try:
+                yield
+            finally:
+                self._is_inside = False
 
-    def _send(self, message: WorkerPlan | Submission) -> None:
+    def _await(self, is_over: Callable[[], bool], seconds: float, what: str) -> None:
+        """Exchange messages until `is_over`, which is looked at again after every slice: another may have made it so.
+
+        The end of the process is looked for as well. Its end of the socket may stay open: a process that was forked
+        while this one was started has a copy.
+        """
+        patience = Patience(seconds)
+        while True:
+            with self._alone():
+                self._require_open()
+                has_ended = self._process.poll() is not None  # before reading what it left
+                if not is_over():
+                    self._exchange()
+                if is_over():
+                    return
+                if has_ended:
+                    raise self._failure(self._how_it_ended())
+                if patience.is_over:
+                    raise self._silence(what)
+            self._channel.idle(patience)
+
+    def _exchange(self) -> None:
+        """Send and read what goes at once."""
         try:
-            self._connection.send(message)
-        except BlockingIOError:
-            raise self._silence(f"read its orders within {self._timeout_seconds:g} s") from None
-        except OSError:
-            raise self._failure(self._how_it_ended()) from None
-
-    def _receive(self, deadline: float, what: str) -> Done | Ready:
-        try:
-            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                raise self._silence(what)
-            answer = self._connection.recv()
+            with contextlib.suppress(OSError):  # what it said before it ended is worth more
+                self._channel.flush()
+            while (answer := self._channel.first()) is not None:
+                self._note(answer)
+                self._channel.drop_first()
         except (EOFError, OSError):
             raise self._failure(self._how_it_ended()) from None
+        except GarbledError as error:
+            raise self._failure(f"sent something that is not an answer ({error}). Please report this") from error
+
+    def _note(self, answer: Any) -> None:
         if isinstance(answer, Failed):
             raise self._failure(f"raised:\n{answer.traceback}")
-        return answer
+        if isinstance(answer, Ready):
+            self.ready, self._is_ready = answer, True
+        elif not isinstance(answer, Done) or answer.number > self._done + 1:
+            raise GarbledError(f"{answer!r} after answer {self._done} of {self._submitted}")
+        elif answer.number == self._done + 1:  # else it was noted before, and then interrupted
+            self._done = answer.number
+            self._seconds += answer.seconds
+
+    def _require_open(self) -> None:
+        if self._error:
+            raise WorkerError(self._error)
+        if not self._finalizer.alive:
+            raise WorkerError(f"rank {self._rank}: the optimizer process is closed; build a new engine to train on")
 
     def _how_it_ended(self) -> str:
         try:
             status = self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its connection and hangs. Please report this"
-        if status < 0:
+        if status >= 0:
+            return f"ended with exit status {status}. Its stderr, above, says why"
+        try:
             name = signal.Signals(-status).name
-            remedy = _REMEDIES.get(name, "Its stderr may say more")
-            return f"was killed by {name} (exit status {status}). {remedy}"
-        return f"ended with exit status {status}. Its stderr, above, says why"
+        except ValueError:  # a real-time signal
+            name = f"signal {-status}"
+        return f"was killed by {name} (exit status {status}). {_REMEDIES.get(-status, 'Its stderr may say more')}"
 
     def _silence(self, what: str) -> WorkerError:
         return self._failure(
@@ -193,21 +258,25 @@ class OptimizerProcess:
     def _failure(self, what: str) -> WorkerError:
         self._process.kill()
         self.close()
-        return WorkerError(
+        self._error = (
             f"rank {self._rank}: the optimizer process (pid {self._process.pid}) {what}. "
             "The optimizer state of this rank is lost: resume from the last checkpoint"
         )
+        return WorkerError(self._error)
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, owner_pid: int) -> None:
+def _above_standard(end: socket.socket) -> socket.socket:
+    return socket.socket(fileno=above_standard(end.detach()))
+
+
+def _end(process: subprocess.Popen[bytes], channel: Channel, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return
-    with contextlib.suppress(OSError, ValueError):
-        os.set_blocking(connection.fileno(), False)  # a worker that hangs may have left the socket full
-        connection.send(None)
-    connection.close()
-    try:
-        process.wait(_CLOSE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    channel.close()  # it ends when it sees this
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
+            process.wait(_CLOSE_SECONDS)
+        finally:
+            process.kill()  # nothing, if it has ended
+    with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible call: it ends after that
+        process.wait(_REAP_SECONDS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +45,9 @@ class Transfers:
         accelerator = get_accelerator()
         self._stream: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
         self._locked: dict[int, torch.Tensor] = {}  # by address
+        # Memory that is unmapped while it is page-locked would count as page-locked, whatever is mapped there later.
+        # The finalizer's arguments keep the mapping alive until it has run.
+        weakref.finalize(self, _unlock, self._locked, os.getpid())
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Start copying `source` (accelerator) to `target` (arena); both stay as they are until `finish`."""
@@ -69,7 +75,7 @@ class Transfers:
         for tensor in tensors if runtime is not None else ():
             if tensor.numel() == 0 or tensor.data_ptr() in self._locked:
                 continue
-            if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) != 0:
+            if not _succeeded(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
                 warn_once(
                     f"{tensor.nbytes:,} bytes of the optimizer's arena could not be page-locked: copies to and from "
                     "the accelerator are slower. Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1)"
@@ -78,9 +84,34 @@ class Transfers:
             self._locked[tensor.data_ptr()] = tensor
 
     def unlock(self) -> None:
-        """Undo `lock`. Idempotent."""
-        while self._locked:
-            _host_registry().cudaHostUnregister(self._locked.popitem()[0])
+        """Wait for every copy, and undo `lock`. Idempotent."""
+        _unlock(self._locked, os.getpid())
+
+
+def _unlock(locked: dict[int, torch.Tensor], owner_pid: int) -> None:
+    """Order: copies end, then pages are unlocked, then the last reference to the mapping may go."""
+    if not locked or os.getpid() != owner_pid:  # the accelerator is not a forked process's
+        return
+    try:
+        get_accelerator().synchronize()
+    finally:
+        runtime = _host_registry()
+        while locked:
+            address, _mapped = locked.popitem()
+            _succeeded(runtime.cudaHostUnregister(address))
+
+
+def _succeeded(status: Any) -> bool:
+    """Whether a call of the runtime succeeded. If not, nothing is left of its error.
+
+    The runtime keeps the error of a refused call, and raises it at the next check of a kernel that was launched,
+    wherever that is. torch has no function that takes it away; but launching a kernel through torch does.
+    """
+    if int(status) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=get_accelerator().current_device_name())
+    return False
 
 
 def _host_registry() -> Any:

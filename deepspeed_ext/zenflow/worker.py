@@ -1,4 +1,4 @@
-"""The optimizer process: ``python -m deepspeed_ext.zenflow.worker SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
+"""The optimizer process: ``python start_worker.py SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
 
 Started by `process.OptimizerProcess` and by nothing else. It binds itself to its cores before anything heavy is
 imported, and imports torch only if the native kernel is missing. It ends when told to, when the trainer's end of the
@@ -11,14 +11,16 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from multiprocessing.connection import Connection
+from typing import Any
 
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.zenflow.arena import Arena
+from deepspeed_ext.zenflow.channel import Channel
 from deepspeed_ext.zenflow.kernel import AdamPass, Kernel, MeanPass, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.messages import (
     Done,
@@ -42,15 +44,15 @@ def main() -> None:
     socket_fd, arena_fd, parent_pid, by_main_thread = map(int, sys.argv[1:5])
     _end_with_parent(parent_pid, bool(by_main_thread))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the trainer, which then closes us
-    connection = Connection(socket_fd)
+    channel = Channel(socket.socket(fileno=socket_fd))
     # The trainer may be gone at any moment: nobody is left to tell then.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
-            _serve(connection, arena_fd)
+            _serve(channel, arena_fd)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except BaseException:
-            connection.send(Failed(traceback.format_exc()))
+            _say(channel, Failed(traceback.format_exc()))
             raise SystemExit(1) from None
 
 
@@ -70,15 +72,33 @@ def _watch(parent_pid: int) -> None:
     os._exit(0)
 
 
-def _serve(connection: Connection, arena_fd: int) -> None:
-    plan: WorkerPlan = connection.recv()
+def _serve(channel: Channel, arena_fd: int) -> None:
+    plan: WorkerPlan = _next(channel)
     warning = WorkerPlace.parse(plan.place).take() if plan.place is not None else None
     kernel = load_kernel(plan.library, plan.threads)
     arena = Arena.attach(arena_fd, plan.layout)
+    arena.close()  # the mapping is enough
     _touch(arena, kernel, plan.touch)
-    connection.send(Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
-    while (submission := connection.recv()) is not None:
-        connection.send(_carry_out(submission, arena, kernel, plan.block_size))
+    _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
+    while True:
+        submission: Submission = _next(channel)
+        _say(channel, _carry_out(submission, arena, kernel, plan.block_size))
+
+
+def _next(channel: Channel) -> Any:
+    """Wait for the next message, however long it takes: the trainer's end closes when it is no longer wanted."""
+    while (message := channel.first()) is None:
+        channel.idle()
+    channel.drop_first()
+    return message
+
+
+def _say(channel: Channel, message: Ready | Done | Failed) -> None:
+    channel.put(message)
+    channel.flush()
+    while not channel.is_flushed:
+        channel.idle()
+        channel.flush()
 
 
 def _touch(arena: Arena, kernel: Kernel, names: tuple[str, ...]) -> None:
@@ -114,7 +134,3 @@ def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPa
     )
     grads = tuple(arena.array(array_name("g", work.partition, place)) for place in work.places)
     return MeanPass(p, m, v, grads, work.scales, work.step, updates, published, block_size)
-
-
-if __name__ == "__main__":
-    main()

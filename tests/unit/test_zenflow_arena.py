@@ -1,14 +1,20 @@
 """The shared arena: places never overlap, memory is really shared, and only touched pages cost."""
 
+import gc
 import os
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ext.zenflow import arena as arena_module
+from deepspeed_ext.zenflow import transfers as transfers_module
 from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.messages import partition_specs
 from deepspeed_ext.zenflow.predictive_schedule import ring_of
+from deepspeed_ext.zenflow.transfers import Transfers
 
 sizes = st.lists(
     st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(0, 10_000)), min_size=1, max_size=20
@@ -55,3 +61,67 @@ def test_host_bytes_a_parameter() -> None:
             arena.tensor(spec.name).zero_()
         assert arena.resident_bytes() == n * expected
         arena.close()
+
+
+def test_discarded_memory_is_given_back_and_reads_as_zero() -> None:
+    arena = Arena.create(plan_layout([ArraySpec("a", "float32", 1 << 16)]))
+    tensor = arena.tensor("a").fill_(1.0)
+    assert arena.resident_bytes() == 1 << 18
+    arena.close()
+    arena.discard()
+    assert arena.resident_bytes() == 0
+    assert not tensor.any()
+
+
+def test_a_descriptor_is_never_that_of_stdin() -> None:
+    """A job that was started with a closed stdin: the next file that is opened gets 0."""
+    stdin = os.dup(0)
+    os.close(0)
+    try:
+        arena = Arena.create(plan_layout([ArraySpec("a", "float32", 5)]))
+        assert arena.fileno > 2
+        arena.close()
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
+class Runtime:
+    """Of an accelerator; notes what it is asked for."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.events.append("lock")
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.events.append("unlock")
+        return 0
+
+
+@pytest.mark.parametrize("first", ["arena", "transfers", "together"])
+def test_locked_pages_are_unlocked_before_they_are_unmapped(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is forgotten first: copies end, pages are unlocked, the mapping goes."""
+    events: list[str] = []
+    unmap, accelerator = arena_module._unmap, transfers_module.get_accelerator()
+
+    def noted_unmap(*args: Any) -> None:
+        events.append("unmap")
+        unmap(*args)
+
+    monkeypatch.setattr(arena_module, "_unmap", noted_unmap)
+    monkeypatch.setattr(transfers_module, "_host_registry", lambda: Runtime(events))
+    monkeypatch.setattr(accelerator, "synchronize", lambda *_: events.append("wait"))
+    held: dict[str, Any] = {"arena": Arena.create(plan_layout([ArraySpec("a", "float32", 5000)]))}
+    held["transfers"] = Transfers()
+    held["transfers"].lock([held["arena"].tensor("a")])
+    if first == "together":
+        held["cycle"] = held
+    else:
+        del held[first]
+        gc.collect()
+    held = {}
+    gc.collect()
+    assert events == ["lock", "wait", "unlock", "unmap"]

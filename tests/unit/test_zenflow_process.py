@@ -2,14 +2,17 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -18,6 +21,7 @@ import torch
 
 from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.zenflow import process as process_module
 from deepspeed_ext.zenflow.arena import Arena, plan_layout
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish, library_path
 from deepspeed_ext.zenflow.messages import PartitionPass, WorkerPlan, partition_specs
@@ -123,10 +127,12 @@ def test_close_is_idempotent_and_later_calls_say_so() -> None:
 
 
 def test_a_forgotten_process_ends() -> None:
-    with running() as (arena, process):
-        pid = OptimizerProcess(arena, make_plan(), rank=0, timeout_seconds=60).pid
+    plan = make_plan()
+    with running() as (_, process):
+        pid = OptimizerProcess(Arena.create(plan.layout), plan, rank=0, timeout_seconds=60).pid
         assert gone(pid, 3.0)
-        assert not gone(process.pid, 0.1)
+        process.submit([PASS])
+        assert process.wait().number == 1
 
 
 def test_exceptions_of_the_worker_come_back() -> None:
@@ -250,3 +256,232 @@ def test_tiny_memlock_and_no_dev_shm_do_not_matter() -> None:
             assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) <= entries
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+SUSPENDED = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+os.close(0)  # as a job without stdin
+from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.messages import WorkerPlan
+from deepspeed_ext.zenflow.process import OptimizerProcess
+layout = plan_layout([ArraySpec("p.0", "float32", 5)])
+arena = Arena.create(layout)
+process = OptimizerProcess(arena, WorkerPlan(layout, 32, (), None, 1, {library!r}), rank=0, timeout_seconds=1.0)
+for number in range(2):
+    print(process.pid, flush=True)
+    os.read(3, 1)  # the test has stopped the worker
+    process.submit([])
+    print(process.wait().number, flush=True)
+"""
+
+
+@pytest.mark.skipif(library_path() is None, reason="the reference kernel imports torch, for longer than the timeout")
+def test_a_job_that_is_suspended_or_without_stdin_goes_on(tmp_path: Path) -> None:
+    """Trainer and worker are stopped for longer than the timeout, and the trainer is the first to go on."""
+    code = textwrap.dedent(SUSPENDED).format(root=str(ROOT), library=library_path())
+    reading, writing = os.pipe()
+    wrapper = f"import os; os.dup2({reading}, 3); exec({code!r})"
+    command = [sys.executable, "-c", wrapper]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[reading])
+    try:
+        worker = int(trainer.stdout.readline())
+        os.kill(worker, signal.SIGSTOP)
+        os.write(writing, b"x")
+        while psutil.Process(trainer.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
+        trainer.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)  # the suspension
+        trainer.send_signal(signal.SIGCONT)
+        time.sleep(0.2)  # the trainer looks first
+        os.kill(worker, signal.SIGCONT)
+        os.write(writing, b"x")
+        assert trainer.stdout.read().split() == ["1", str(worker), "2"]
+        assert trainer.wait() == 0
+    finally:
+        trainer.kill()
+        trainer.wait()
+        os.close(reading), os.close(writing)
+
+
+STRANGER = """
+import os, pickle, struct, sys, time
+sys.path.insert(0, {root!r})
+from deepspeed_ext.zenflow.messages import Done
+class Missing:
+    pass
+def message(value):
+    body = pickle.dumps(value)
+    return struct.pack("!4sQ", b"dsxt", len(body)) + body
+os.write(int(sys.argv[1]), {what})
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("message(Done(1, 0.0))[:-1]", "did not start within 2 s"),
+        ("b'\\0' * 3", "did not start within 2 s"),
+        ("b'Segmentation fault'", "not an answer.*does not begin with b'Segmentation"),
+        ("struct.pack('!4sQ', b'dsxt', 1 << 62)", "not an answer"),
+        ("struct.pack('!4sQ', b'dsxt', 3) + b'abc'", "not an answer.*UnpicklingError"),
+        ("message(Missing())", "not an answer.*AttributeError"),
+        ("message(7)", "not an answer.*7 after answer 0 of 0"),
+        ("message(Done(9, 0.0))", "not an answer.*number=9"),
+    ],
+)
+def test_what_is_not_an_answer_is_an_error(
+    what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "stranger.py"
+    script.write_text(textwrap.dedent(STRANGER).format(root=str(ROOT), what=what))
+    monkeypatch.setattr(process_module, "_SCRIPT", script)
+    before = psutil.Process().children()
+    with pytest.raises(WorkerError, match=rf"(?s)rank 3.*{says}"), running(timeout_seconds=2.0):
+        pass
+    assert psutil.Process().children() == before
+
+
+def test_a_lost_copy_of_a_socket_hides_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is forked by another thread during the launch has the worker's end, and keeps it open."""
+    copies = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            copies.append(os.dup(kwargs["pass_fds"][0]))
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(process_module.subprocess, "Popen", Popen)
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            step_for_ever(process)
+        assert time.monotonic() - begin < 10
+    os.close(copies.pop())
+
+
+def test_close_reaches_the_worker_past_a_forked_copy_of_our_end() -> None:
+    with running() as (_, process):
+        copy = os.dup(process._channel._end.fileno())
+        process.close()
+        assert process._process.returncode == 0
+        os.close(copy)
+
+
+def test_an_idle_death_is_noticed_without_work() -> None:
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGKILL)
+        assert gone(process.pid, 5.0)
+        assert process.wait().number == 0  # nothing was in flight: what is in the arena is complete
+        for ask in (process.require_alive, process.wait, process.require_alive):
+            with pytest.raises(WorkerError, match="SIGKILL"):
+                ask()
+
+
+def test_two_threads_wait() -> None:
+    found: list[int] = []
+    with running() as (_, process):
+
+        def wait() -> None:
+            found.append(process.wait().number)
+
+        for number in range(1, 6):
+            os.kill(process.pid, signal.SIGSTOP)
+            process.submit([PASS])
+            threads = [threading.Thread(target=wait) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            os.kill(process.pid, signal.SIGCONT)
+            for thread in threads:
+                thread.join()
+            assert found[-2:] == [number] * 2
+    assert len(found) == 10
+
+
+def test_a_signal_handler_waits_while_its_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as (_, process):
+        found = []
+
+        def handle(*_: object) -> None:
+            os.kill(process.pid, signal.SIGCONT)
+            found.append(process.wait().number)
+
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            os.kill(process.pid, signal.SIGSTOP)
+            process.submit([PASS])
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            assert process.wait().number == 1
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert found == [1]
+        with process._alone(), pytest.raises(WorkerError, match="signal handler"):
+            process.wait()
+        process.submit([PASS])
+        assert process.wait().number == 2
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e7, 1e20, float("nan"), 0.0])
+def test_any_timeout_works_or_leaves_nothing(seconds: float) -> None:
+    before = psutil.Process().children()
+    try:
+        with running(timeout_seconds=seconds) as (_, process):
+            process.submit([PASS])
+            assert process.wait().number == 1
+            assert seconds > 0
+    except WorkerError:
+        assert not seconds > 0
+    assert psutil.Process().children() == before
+
+
+def test_a_failure_after_the_launch_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(OptimizerProcess, "_await", fail)
+    before = psutil.Process().children()
+    with pytest.raises(KeyboardInterrupt), running():
+        pass
+    assert psutil.Process().children() == before
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGRTMIN + 1)
+        with pytest.raises(WorkerError, match=rf"killed by signal {signal.SIGRTMIN + 1} "):
+            step_for_ever(process)
+
+
+def test_neighbours_of_the_package_do_not_hide_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package may lie in a site-packages folder with a backport that must not be imported."""
+    package = tmp_path / "deepspeed_ext"
+    shutil.copytree(ROOT / "deepspeed_ext", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("enum", "dataclasses", "socket"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.setattr(process_module, "_SCRIPT", package / "zenflow" / "start_worker.py")
+    with running() as (_, process):
+        process.submit([PASS])
+        assert process.wait().number == 1
+        maps = Path(f"/proc/{process.pid}/cmdline").read_text()
+        assert str(package) in maps
+
+
+def test_the_arena_is_in_no_core_dump_and_in_no_forked_process() -> None:
+    with running() as (arena, process):
+        for pid in (os.getpid(), process.pid):
+            areas = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
+            flags = [after.split("\n")[0] for before, after in pairwise(areas) if "deepspeed_ext-arena" in before]
+            assert flags
+            assert all({"dd", "dc"} <= set(line.split()) for line in flags)
+            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(link)]
+            assert not [link for link in links if "arena" in link]
+        child = os.fork()
+        if child == 0:
+            inherited = "deepspeed_ext-arena" in Path("/proc/self/maps").read_text()
+            os._exit(int(inherited))
+        assert os.waitpid(child, 0)[1] == 0
+        assert arena.tensor("p.0")[0] == 0

@@ -1,4 +1,4 @@
-"""A user's training script with one rank, that comes to the end that its argument names.
+"""A user's training script with one rank, that comes to the end that its first argument names; the second is a folder.
 
 Prints a line of JSON when it trains: its worker's process id and kernel. Run by `test_trainer` and `test_bare_machine`.
 """
@@ -18,6 +18,8 @@ from tests.support.models import batches
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 STEPS = 5
+
+preempted = threading.Event()
 
 
 def announce(pid: int, **what: object) -> None:
@@ -64,9 +66,17 @@ def main(end: str) -> None:
     elif end == "interrupt":
         while True:
             train(engine, batches(10, 0))
+    elif end == "preempted":
+        while not preempted.is_set():
+            train(engine, batches(1, 0))
+        engine.save_checkpoint(sys.argv[2], tag="last")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "preempted":
+        signal.signal(signal.SIGTERM, lambda *_: preempted.set())
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     if sys.argv[1] == "in a thread":
         thread = threading.Thread(target=main, args=["idle"])

@@ -16,15 +16,22 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.overrides import TorchFunctionMode
 
 from deepspeed_ext import memory
 from deepspeed_ext._errors import DeepSpeedExtError, UnsupportedError, WorkerError
 from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.engine import Engine
 from deepspeed_ext.zenflow import process as process_module
 from deepspeed_ext.zenflow import transfers as transfers_module
 from deepspeed_ext.zenflow.arena import Arena
+from deepspeed_ext.zenflow.link import WorkerLink
+from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
 from deepspeed_ext.zenflow.process import OptimizerProcess
+from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, run, train, zenflow_config
@@ -143,34 +150,147 @@ def test_a_worker_without_its_cpus_runs_where_it_can_and_says_so() -> None:
         assert process.wait().number == 1
 
 
-class RefusingRuntime:
-    """An accelerator's runtime under a small ``ulimit -l``."""
+class RefusingRuntime(TorchFunctionMode):
+    """An accelerator's runtime under a small ``ulimit -l``. As the real one does, it keeps the error of a refused call,
+    and raises it when the next kernel is launched."""
 
-    asked = 0
+    KERNELS = (torch.ones, torch.zeros, torch.Tensor.copy_, torch.Tensor.zero_, torch.Tensor.fill_, torch.Tensor.clone)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = self.last_error = 0
+        self.locked: set[int] = set()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        RefusingRuntime.asked += 1
-        return 0 if nbytes <= 4096 else 2
+        self.asked += 1
+        if nbytes > 4096:
+            self.last_error = 2
+            return 2
+        self.locked.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.locked.remove(address)
+        return 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.KERNELS and self.last_error:
+            self.last_error = 0
+            raise RuntimeError("CUDA error: out of memory")
+        return func(*args, **(kwargs or {}))
 
 
-def train_without_page_locks(config: dict) -> tuple[list[float], list[float], int, list[str]]:
+def train_without_page_locks(config: dict) -> dict[str, Any]:
     expected = run(config, 6, rank=0).losses
     warnings: list[str] = []
+    runtime = RefusingRuntime()
     with (
-        patch.object(transfers_module, "_host_registry", RefusingRuntime),
+        patch.object(transfers_module, "_host_registry", lambda: runtime),
         patch.object(transfers_module, "warn_once", warnings.append),
-        patch.object(transfers_module.Transfers, "unlock", lambda self: None),
     ):
-        engine = make_engine(config)
-        asked = RefusingRuntime.asked
+        with runtime:
+            engine = make_engine(config)
         losses = train(engine, batches(6, 0))
         engine.destroy()
-    return expected, losses, asked, warnings
+    same = losses == expected
+    return {"same": same, "asked": runtime.asked >= 1, "locked": len(runtime.locked), "warnings": warnings}
 
 
 def test_without_page_locks_there_is_one_warning_and_pageable_copies() -> None:
-    expected, losses, asked, warnings = run_ranks(1, train_without_page_locks, zenflow_config(2, update_interval=1))[0]
-    assert losses == expected
-    assert asked >= 1
-    (warning,) = warnings
+    found = run_ranks(1, train_without_page_locks, zenflow_config(2, update_interval=1))[0]
+    (warning,) = found.pop("warnings")
     assert "ulimit -l" in warning
+    assert found == {"same": True, "asked": True, "locked": 0}
+
+
+def what_is_left(before: Counter[str]) -> dict[str, Any]:
+    """Of engines that are gone: processes, descriptors, and memory of arenas that is in use."""
+    leaked = open_files() - before
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    arenas = [re.search(r"Rss: +(\d+)", area) for area in areas if "deepspeed_ext-arena" in area]
+    return {
+        "workers": [child.pid for child in psutil.Process().children()],
+        "descriptors": dict(leaked),
+        "arena": sum(int(found[1]) for found in arenas if found),
+    }
+
+
+LATE_FAILURES: dict[str, tuple[Any, str]] = {
+    "page locks": (WorkerLink, "lock"),
+    "state": (OffloadedAdam, "bind_state"),
+    "after the worker": (ZenFlowZeroOptimizer, "_link_all_hp_params"),
+    "scheduler": (Engine, "_configure_lr_scheduler"),
+    "checkpointing": (Engine, "_configure_checkpointing"),
+}
+
+
+def fail_late(config: dict) -> dict[str, Any]:
+    """Constructors that fail at each moment after the worker was started; then an engine that works."""
+    run(config, 1, rank=0)
+    before, found = open_files(), {}
+    masks = os.sched_getaffinity(0)
+    arena = what_is_left(before)["arena"]
+    for name, (owner, method) in LATE_FAILURES.items():
+        try:
+            with patch.object(owner, method, side_effect=MemoryError("injected")):
+                make_engine(config)
+        except MemoryError:
+            found[name] = what_is_left(before)
+            found[name]["arena"] -= arena
+    found["masks"] = masks == os.sched_getaffinity(0)
+    found["losses"] = len(run(config, 2, rank=0).losses)
+    return found
+
+
+def test_a_constructor_that_fails_late_leaves_nothing() -> None:
+    config = zenflow_config(2, update_interval=1)
+    config["zero_optimization"]["core_binding"] = {"enabled": True}
+    nothing = {"workers": [], "descriptors": {}, "arena": 0}
+    expected = dict.fromkeys(LATE_FAILURES, nothing) | {"masks": True, "losses": 2}
+    assert run_ranks(1, fail_late, config) == [expected]
+
+
+def forget(config: dict) -> dict[str, Any]:
+    """Train without `destroy`, and drop the engine; its model computes what it did. Then drop the model."""
+    run(config, 1, rank=0)
+    before = open_files()
+    arena = what_is_left(before)["arena"]
+    engine = make_engine(config)
+    train(engine, batches(2, 0))
+    model, batch = engine.module, batches(1, 0)[0]
+    was = engine(batch).item()
+    del engine
+    found = what_is_left(before)
+    if config["zero_optimization"]["stage"] < 3:  # else its weights stay partitioned
+        found["same"] = model(batch).item() == was
+    del model
+    found["arena"] = what_is_left(before)["arena"] - arena
+    return found
+
+
+def test_a_forgotten_engine_leaves_nothing() -> None:
+    nothing = {"workers": [], "descriptors": {}, "arena": 0, "same": True}
+    assert run_ranks(1, forget, zenflow_config(2, update_interval=1)) == [nothing]
+    found = run_ranks(1, forget, zenflow_config(3, update_interval=1))[0]
+    assert found["workers"] == []  # DeepSpeed keeps its optimizer of stage 3 even after `destroy`
+    assert found["descriptors"] == {}
+
+
+def fail_to_destroy(config: dict) -> dict[str, Any]:
+    run(config, 1, rank=0)
+    before, raised = open_files(), False
+    masks = os.sched_getaffinity(0)
+    engine = make_engine(config)
+    try:
+        with patch.object(DeepSpeedZeroOptimizer, "destroy", side_effect=RuntimeError("injected")):
+            engine.destroy()
+    except RuntimeError:
+        raised = True
+    left = what_is_left(before)
+    return {"raised": raised, "left": left["workers"], "masks": masks == os.sched_getaffinity(0)}
+
+
+def test_destroy_ends_the_worker_and_the_binding_even_if_deepspeed_fails() -> None:
+    config = zenflow_config(2, update_interval=1)
+    config["zero_optimization"]["core_binding"] = {"enabled": True}
+    assert run_ranks(1, fail_to_destroy, config) == [{"raised": True, "left": [], "masks": True}]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,14 +23,15 @@ from tests.support.ranks import ROOT, run_fresh_ranks, run_ranks
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 from tests.unit.test_zenflow_process import gone
 
-ENDS = ["idle", "stepping", "starting", "in a thread", "exception", "interrupt", "exit", "destroy"]
+ENDS = ["idle", "stepping", "starting", "in a thread", "exception", "interrupt", "preempted", "exit", "destroy"]
 
 
 class Script:
     """`lone_trainer` in a process group of its own, as a terminal starts it."""
 
-    def __init__(self, end: str) -> None:
-        command = [sys.executable, "-m", "tests.unit.faults.lone_trainer", end]
+    def __init__(self, end: str, folder: Path) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "tests.unit.faults.lone_trainer", end, str(folder)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
         self._worker = 0
@@ -51,9 +53,9 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, Script]]:
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Script]]:
     """One script for each end, started together: importing takes most of their time."""
-    found = {end: Script(end) for end in ENDS}
+    found = {end: Script(end, tmp_path_factory.mktemp("script")) for end in ENDS}
     yield found
     for script in found.values():
         script.process.kill()
@@ -87,6 +89,18 @@ def test_ctrl_c(scripts: dict[str, Script]) -> None:
     assert said.count("Traceback") == said.count("KeyboardInterrupt") == 1
     assert "zenflow/worker.py" not in said
     assert gone(worker, 0.5)
+
+
+def test_preemption(scripts: dict[str, Script]) -> None:
+    """SIGTERM with a handler: the script saves between two steps, and then ends by the signal as it would without."""
+    script = scripts["preempted"]
+    worker = script.worker
+    script.process.send_signal(signal.SIGTERM)
+    status, said = script.end()
+    assert status == -signal.SIGTERM, said
+    assert (script.folder / "latest").read_text() == "last"
+    assert len(list((script.folder / "last").glob("*optim_states.pt"))) == 1
+    assert gone(worker, 2.0)
 
 
 @pytest.mark.parametrize("end", ["exit", "destroy"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +20,7 @@ from deepspeed_ext.zenflow.process import OptimizerProcess
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
+from tests.unit.test_zenflow_process import gone
 
 TIMEOUT_SECONDS = 2.0
 
@@ -47,9 +50,10 @@ def harm(process: OptimizerProcess, how: str) -> None:
         os.kill(process.pid, signal.SIGSTOP)
     else:
         os.kill(process.pid, signal.SIGKILL)
+        assert gone(process.pid, 10.0)
 
 
-def suffer(config: dict, how: str) -> dict[str, Any]:
+def suffer(config: dict, how: str, folder: str) -> dict[str, Any]:
     """Train on two ranks while rank 0's worker comes to harm; how does this rank end, and can it begin anew?"""
     rank, harmed, engine, message = dist.get_rank(), 0.0, None, "no error"
     launch = OptimizerProcess._launch
@@ -64,9 +68,11 @@ def suffer(config: dict, how: str) -> dict[str, Any]:
         harmed = time.monotonic()
         if rank == 0:
             harm(process, how)
+        dist.barrier()
         if how == "saving":
-            engine.save_checkpoint("/nonexistent/never/written")
-        train(engine, batches(20, rank))
+            engine.save_checkpoint(folder)
+        else:
+            train(engine, batches(20, rank))
     except WorkerError as error:
         message = str(error)
     ended = time.monotonic()
@@ -94,10 +100,10 @@ def suffer(config: dict, how: str) -> dict[str, Any]:
         (2, "selective", "saving"),
     ],
 )
-def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str, how: str) -> None:
+def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str, how: str, tmp_path: Path) -> None:
     timeout = TIMEOUT_SECONDS if how == "stopped" else 600.0
     config = zenflow_config(stage, **RULES[rule], worker_timeout_seconds=timeout)
-    outcomes = run_ranks(2, suffer, config, how)
+    outcomes = run_ranks(2, suffer, config, how, str(tmp_path))
     says = {"raising": "KeyError: 'g.0.7'", "stopped": "did not answer within 2 s"}.get(how, "SIGKILL")
     for outcome in outcomes:
         assert "rank 0" in outcome["message"]
@@ -105,7 +111,8 @@ def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str
         assert "checkpoint" in outcome["message"]
         assert outcome["ended"] - outcomes[0]["harmed"] < 5
         assert outcome["left"] == []
-        assert all(loss == loss for loss in outcome["losses"])
+        assert all(math.isfinite(loss) for loss in outcome["losses"])
+    assert not list(tmp_path.iterdir())
 
 
 def train_and_destroy(config: dict) -> list[bool]:
