@@ -183,7 +183,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._masters = [PartitionStandIn(self._weights(index), self._grad_dtype) for index in range(len(masters))]
         try:
             super().step(closure)
-            if not self.overflow:
+            if self.overflow:
+                self.zenflow_adam.forget_streamed()
+            else:
                 self.zenflow_adam.end_step()
         finally:
             self._masters = masters
