@@ -92,7 +92,9 @@ def checksum(layout: GroupLayout) -> tuple[int, int]:
         octets = segment.parameter.detach().contiguous().view(-1).view(torch.uint8)
         for start in range(0, octets.numel(), 1 << 22):
             part = octets[start : start + (1 << 22)].to(torch.int64)
-            places = torch.arange(start, start + part.numel(), device=part.device) % 65521 + index + 1
+            places = (
+                torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device) % 65521 + index + 1
+            )
             plain += int(part.sum())
             weighted += int((part * places).sum())
     return plain, weighted

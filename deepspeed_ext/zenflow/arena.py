@@ -133,7 +133,7 @@ class Arena:
         spec, offset = self._places[name]
         dtype = getattr(torch, spec.dtype)
         if spec.numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=spec.numel, offset=offset)
 
     def resident_bytes(self) -> int:
