@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -35,7 +35,7 @@ def exchange_for(backend: str) -> Exchange:
 
 def backend_of(ranks: RankGroup) -> str:
     """Name of the backend that communicates tensors on the ranks' device."""
-    group = torch.distributed.group.WORLD if ranks.group is None else ranks.group
+    group: Any = torch.distributed.group.WORLD if ranks.group is None else ranks.group
     return str(group._get_backend(ranks.device).name()).lower()
 
 
