@@ -12,12 +12,13 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as engine_module
@@ -27,6 +28,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
+from deepspeed.runtime.torch_autocast import get_autocast_dtype, is_autocast_initialized
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero import config as zero_config_module
 from deepspeed.runtime.zero import stage3 as stage3_module
 from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
@@ -56,8 +59,10 @@ __all__ = [
     "ZeROOptimizer",
     "accelerator_branch_only",
     "all_gather_of_partitions",
+    "autocasts_to_fp16",
     "check",
     "communication_dtype",
+    "counted_alike",
     "deepspeed",
     "dist",
     "entry_swaps",
@@ -326,6 +331,16 @@ def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) 
 def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
     """An ``offload_optimizer`` section that puts masters into pageable host memory, and nothing else."""
     return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu, pin_memory=False)
+
+
+def autocasts_to_fp16() -> bool:
+    """Whether an optimizer made now has a torch ``GradScaler`` of its own; DeepSpeed keeps this for the process."""
+    return bool(is_autocast_initialized()) and get_autocast_dtype() == torch.float16
+
+
+def counted_alike(params: Sequence[Any]) -> bool:
+    """Whether DeepSpeed's norm of gradients counts all `params` or none of them on this rank."""
+    return len({(bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p)) for p in params}) <= 1
 
 
 def local_world_size() -> int:

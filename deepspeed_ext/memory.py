@@ -8,6 +8,7 @@ control group's limit.
 
 from __future__ import annotations
 
+import errno
 import functools
 import weakref
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from deepspeed_ext._logging import warn_once
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.affinity.cgroup import own_groups
 from deepspeed_ext.affinity.tree import read_int
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _host_storages: set[int] = set()
+_REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
 def free_accelerator_bytes() -> int:
@@ -84,10 +87,16 @@ def _reclaimable(path: Path) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that an allocation did not fit (on an accelerator or on the host)."""
+    """Whether `error` says that an allocation did not fit (on an accelerator or on the host, page-locked or not).
+
+    A runtime's own refusal is told by its text, such as ``CUDA error: out of memory`` for page-locked memory: torch has
+    no type for it, or one that all errors of the runtime share.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _REFUSALS)
 
 
 def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -98,20 +107,37 @@ def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> t
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
     """An uninitialised 1-D tensor of `numel` elements in host memory, page-locked if `pin` and the accelerator can.
 
-    It is allocated page-locked at once: there is never a pageable copy of it.
+    It is allocated page-locked at once: there is never a pageable copy of it. If the accelerator refuses, which it does
+    long before the host is full, the tensor is pageable, with one warning: copies are slower and in step.
     """
-    buffer = get_accelerator().pin_empty(numel, dtype=dtype) if pin else torch.empty(numel, dtype=dtype, device="cpu")
+    buffer = _page_locked(numel, dtype) if pin else None
+    if buffer is None:
+        buffer = torch.empty(numel, dtype=dtype, device="cpu")
     key = buffer.untyped_storage()._cdata
     _host_storages.add(key)
     weakref.finalize(buffer.untyped_storage(), _host_storages.discard, key)
     return buffer
 
 
+def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """An uninitialised 1-D page-locked tensor; None if there is no room for it."""
+    try:
+        return get_accelerator().pin_empty(numel, dtype=dtype)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    warn_once(
+        "host memory could not be page-locked: copies to and from the accelerator are slower. "
+        "Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1) or free host memory"
+    )
+    return None
+
+
 @functools.cache
 def can_page_lock() -> bool:
     """Whether the accelerator really page-locks host memory; on the CPU accelerator it usually has no need to."""
-    accelerator = get_accelerator()
-    return bool(accelerator.is_pinned(accelerator.pin_empty(1, dtype=torch.uint8)))
+    probe = _page_locked(1, torch.uint8)
+    return probe is not None and bool(get_accelerator().is_pinned(probe))
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:

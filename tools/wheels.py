@@ -36,7 +36,11 @@ class WheelsError(Exception):
 
 def environment_of(python_version: str) -> dict[str, str]:
     """What markers of requirements are to be judged by: this platform under another Python."""
-    return {**default_environment(), "python_version": python_version, "python_full_version": f"{python_version}.0"}
+    return {
+        **{name: str(value) for name, value in default_environment().items()},
+        "python_version": python_version,
+        "python_full_version": f"{python_version}.0",
+    }
 
 
 def requirements_of(wheel: Path, environment: dict[str, str], extras: Sequence[str] = ()) -> Iterator[Requirement]:

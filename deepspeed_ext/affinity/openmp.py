@@ -58,7 +58,7 @@ class ThreadCount:
 
 def start_pool(threads: int) -> None:
     """Make torch create its pool of ``threads`` threads now."""
-    torch.zeros(2 * threads * _GRAIN_ELEMENTS).add_(1)
+    torch.zeros(2 * threads * _GRAIN_ELEMENTS, dtype=torch.float32, device="cpu").add_(1)
 
 
 def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed_ext import memory
-from deepspeed_ext._agreement import RankGroup, require_same_plan
+from deepspeed_ext._agreement import RankGroup, require_same_plan, together
 from deepspeed_ext._errors import OutOfMemoryError
 from deepspeed_ext._logging import logger
 from deepspeed_ext.config import FlattenTier
@@ -48,16 +48,21 @@ class Flattener:
         Raises:
             ConfigError: the forced tier cannot work.
             OutOfMemoryError: no tier fits; the parameters are intact.
+            RankError: something else failed on a rank; on every rank, and the parameters are intact.
             PlanMismatchError: the ranks differ in settings, sizes or (if checked) in the parameters' values.
         """
         what = f"flattening parameter group {group_index}"
         inputs = (layout.numel, str(layout.dtype), len(layout.segments), self._forced, self._reserve_fraction)
         require_same_plan(what, inputs, ranks)
         if self._check_replicas:
-            require_same_plan(f"{what} (checksum of the parameters)", checksum(layout), ranks)
+            with together(ranks):
+                sums = checksum(layout)
+            require_same_plan(f"{what} (checksum of the parameters)", sums, ranks)
         failed: list[FlattenTier] = []
         while True:
-            free, total = ranks.minimum(memory.free_accelerator_bytes(), memory.total_accelerator_bytes())
+            with together(ranks):
+                free, total = memory.free_accelerator_bytes(), memory.total_accelerator_bytes()
+            free, total = ranks.minimum(free, total)
             facts = FlattenFacts(layout.nbytes, ranks.size, free, total)
             plan = choose_tier(facts, self._forced, self._reserve_fraction, failed)
             flat = self._run(plan.tier, layout, ranks)
@@ -87,7 +92,9 @@ def checksum(layout: GroupLayout) -> tuple[int, int]:
         octets = segment.parameter.detach().contiguous().view(-1).view(torch.uint8)
         for start in range(0, octets.numel(), 1 << 22):
             part = octets[start : start + (1 << 22)].to(torch.int64)
-            places = torch.arange(start, start + part.numel(), device=part.device) % 65521 + index + 1
+            places = (
+                torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device) % 65521 + index + 1
+            )
             plain += int(part.sum())
             weighted += int((part * places).sum())
     return plain, weighted

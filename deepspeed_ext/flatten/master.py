@@ -21,6 +21,11 @@ from deepspeed_ext.startup import StartupProfile
 __all__ = ["DirectBuffers"]
 
 
+def _is_for_host(device: Any) -> bool:
+    """Whether a factory that is given `device` allocates on the host."""
+    return (torch.get_default_device() if device is None else torch.device(device)).type == "cpu"
+
+
 class DirectBuffers(TorchFunctionMode):
     """While active, makes master partitions in one pass and page-locked zero buffers in their final place.
 
@@ -53,7 +58,7 @@ class DirectBuffers(TorchFunctionMode):
         if func is torch.Tensor.to and self._is_partition(args[0]):
             partition, self._partition = args[0], None
             return self._master(partition, torch.device(kwargs["device"]), kwargs["dtype"])
-        if func in (torch.zeros, torch.full) and self._pin and torch.device(kwargs.get("device", "cpu")).type == "cpu":
+        if func in (torch.zeros, torch.full) and self._pin and _is_for_host(kwargs.get("device")):
             return self._page_locked(func(*args, **{**kwargs, "device": "meta"}), kwargs.get("fill_value", 0))
         return func(*args, **kwargs)
 

@@ -59,4 +59,6 @@ def adam_step(group: dict[str, Any], decoupled: bool, step: int, grad_scale: flo
 
 def step_value(optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor | int:
     """The update count in the form in which `optimizer` keeps it in its state."""
-    return step if type(optimizer).__name__ in _DEEPSPEED_ADAMS else torch.tensor(float(step))
+    if type(optimizer).__name__ in _DEEPSPEED_ADAMS:
+        return step
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")

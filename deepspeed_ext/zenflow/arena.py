@@ -140,7 +140,7 @@ class Arena:
         spec, offset = self._places[name]
         dtype = getattr(torch, spec.dtype)
         if spec.numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=spec.numel, offset=offset)
 
     def resident_bytes(self) -> int:

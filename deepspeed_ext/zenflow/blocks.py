@@ -104,11 +104,16 @@ class AdamBlocks:
     updates: torch.Tensor
 
     @torch.no_grad()
-    def step(self, grad: torch.Tensor, grad_scale: float, step: AdamStep) -> None:
-        """One Adam step with ``grad_scale * grad``, a row a block, any float dtype, on whatever device.
+    def step(self, grad: torch.Tensor, grad_scale: float, step: AdamStep) -> torch.Tensor:
+        """One Adam step with ``grad_scale * grad``, a row per block, any float dtype, on whatever device.
 
         Computed in fp32 on grad's device, as `kernel.adam_pass` defines it, with each block's own update count; state
         that lives elsewhere is copied there and back. ``step.step`` and ``step.grad_scale`` are not used.
+
+        Returns:
+            The new p on grad's device: fp32, a row per block. Weights are to be written from this one. The attribute
+            `p` may be page-locked host memory that the copy back reaches only later; a read of it by the host, and a
+            copy from it that converts on the host, would see the step before or a mixture.
         """
         home, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
@@ -128,3 +133,4 @@ class AdamBlocks:
         if home != device:
             for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
                 own.copy_(new, non_blocking=True)
+        return p

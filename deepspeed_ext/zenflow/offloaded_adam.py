@@ -29,6 +29,8 @@ __all__ = ["MEASURED_INTERVAL_LIMIT", "GradFactor", "OffloadedAdam", "PartitionS
 
 MEASURED_INTERVAL_LIMIT = 8
 """The longest interval that is chosen where none is given: gradients of that many steps must find room."""
+CONVERTED_NUMEL = 1 << 24
+"""Elements that are converted at once on their way from the arena to the weights."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,7 @@ class OffloadedAdam(ABC, Generic[P]):
             grad = grad.to(slot.dtype)
         if not partition.streamed.is_complete and grad.data_ptr() != slot.data_ptr():
             self.link.transfers.to_host(grad, slot)
+            self.link.transfers.wait_for_older()  # else flat gradients pile up while the host runs ahead of the link
         partition.streamed = Streamed()
         self.figures.bytes_down += slot.nbytes
         partition.collected.append(self._constants(partition.group, self.updates + 1, factor))
@@ -296,8 +299,11 @@ class OffloadedAdam(ABC, Generic[P]):
 
     def _take_published(self, index: int) -> None:
         """Copy what the worker has published of a partition into its weights."""
-        published = self.partitions[index].published
-        self._weights(index).copy_(published, non_blocking=True)
+        published, weights = self.partitions[index].published, self._weights(index)
+        # A copy that converts has a temporary of the published dtype on the accelerator: a part at a time bounds it.
+        part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
+        for part, arrived in zip(weights.split(part_numel), published.split(part_numel), strict=True):
+            part.copy_(arrived, non_blocking=True)
         self.figures.bytes_up += published.nbytes
 
     def _choose_interval(self, interval: int) -> None:
@@ -375,8 +381,15 @@ class OffloadedAdam(ABC, Generic[P]):
         """Where the weights of a partition are."""
         return self._weights(index).device
 
+    def forget_streamed(self) -> None:
+        """What has been streamed of the coming step's gradient does not belong to it: all of it is to be sent again."""
+        self.link.transfers.finish()  # pieces on their way must not arrive in a slot that is written next
+        for partition in self.partitions:
+            partition.streamed = Streamed()
+
     def masters_changed(self) -> None:
         """p, m or v were written from outside (nothing was in flight): begin anew from them, with synchronous steps."""
+        self.forget_streamed()
         self.schedule.restart()
         for partition in self.partitions:
             partition.collected.clear()

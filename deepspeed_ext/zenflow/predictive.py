@@ -154,6 +154,10 @@ class PredictiveAdam(OffloadedAdam[PredictedPartition]):
             if plan.publish_ahead:
                 self._read_results()
                 self._publish_ahead()
+            else:
+                # Weights that were copied from the arena on this stream are read by the next all-gather on DeepSpeed's
+                # own, which does not wait for this one. Every other step ends with this wait too.
+                self.link.transfers.finish()
         elif plan.handed_over:
             self._submit(range(len(self.partitions)), None)
         else:

@@ -40,11 +40,13 @@ class SelectedPartition(PartitionState):
     Attributes:
         updates: how many each block has had; int32, in the arena; `AWAY` for a hot one.
         hot: p, m, v and update counts of the hot blocks; None before the first selection.
+        hot_weights: within a step: what the hot blocks' weights become, in the weights' dtype, on the accelerator.
         scores: by which hot blocks are being selected in this step; None in most steps.
     """
 
     updates: torch.Tensor
     hot: AdamBlocks | None = None
+    hot_weights: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
 
@@ -89,7 +91,8 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         grad = self._collect(index, grad, factor.value)
         if partition.hot is not None:
             hot_grad = partition.hot.blocks.take(grad)
-            partition.hot.step(hot_grad, factor.value, partition.collected[-1])
+            stepped = partition.hot.step(hot_grad, factor.value, partition.collected[-1])
+            partition.hot_weights = stepped.to(self._weights(index).dtype)
         if plan.selects:
             partition.scores = scores(grad, self.block_size)
         if plan.waits:  # the worker steps this partition while the next gradient is made ready
@@ -111,8 +114,11 @@ class SelectiveAdam(OffloadedAdam[SelectedPartition]):
         """Weights of the cold blocks, if the worker's result has arrived, and of the hot ones over them."""
         if arrived:
             self._take_published(index)
-        if (hot := self.partitions[index].hot) is not None:
-            hot.blocks.put(self._weights(index), hot.p)
+        partition = self.partitions[index]
+        if partition.hot is not None:
+            assert partition.hot_weights is not None, "hot blocks have not been stepped"
+            partition.hot.blocks.put(self._weights(index), partition.hot_weights)
+            partition.hot_weights = None
 
     def _task(self, index: int) -> MeanPartitionPass:
         """The step of the cold blocks with what has been collected, which is thereby handed over."""

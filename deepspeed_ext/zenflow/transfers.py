@@ -48,6 +48,8 @@ class Transfers:
         # Memory that is unmapped while it is page-locked would count as page-locked, whatever is mapped there later.
         # The finalizer's arguments keep the mapping alive until it has run.
         weakref.finalize(self, _unlock, self._locked, os.getpid())
+        self._newest: Any = None  # copy -> wait_for_older: recorded behind the newest copy of `to_host`
+        self._older: Any = None  # the same of the copy before it
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Start copying `source` (accelerator) to `target` (arena); both stay as they are until `finish`."""
@@ -59,6 +61,14 @@ class Transfers:
         with accelerator.stream(self._stream):
             target.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
+        self._older, self._newest = self._newest, accelerator.Event()
+        self._newest.record(self._stream)
+
+    def wait_for_older(self) -> None:
+        """Wait for all copies of `to_host` but the newest, so that their sources' memory can be used again."""
+        if self._older is not None:
+            self._older.synchronize()
+            self._older = None
 
     def finish(self) -> None:
         """Wait for the copies of `to_host`, and for those that the current stream makes from the arena."""

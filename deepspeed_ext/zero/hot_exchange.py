@@ -62,7 +62,8 @@ class HotExchange:
 
 def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> list[BlockSet]:
     """The blocks of every rank, of partitions of one size; ranks may have different numbers of them."""
-    counts = [int(count) for count in ranks.all_gather(torch.tensor([len(blocks)], device=ranks.device))]
+    mine = torch.tensor([len(blocks)], dtype=torch.int64, device=ranks.device)
+    counts = [int(count) for count in ranks.all_gather(mine)]
     ids = ranks.all_gather(_padded(blocks.ids, max(counts)))
     return [BlockSet(theirs[:count], numel, blocks.block_size) for theirs, count in zip(ids, counts, strict=True)]
 

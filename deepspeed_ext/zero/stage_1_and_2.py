@@ -43,6 +43,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     def __init__(self, *args: Any, settings: ZeroFields, check_replicas: bool = False, **kwargs: Any) -> None:
         self.flatten_plans: list[FlattenPlan] = []
         self.startup = StartupProfile()
+        self._flatten_ranks: list[RankGroup] = []
         self._flattener: Flattener | None = Flattener(
             settings.flatten_tier,
             settings.flatten_reserve_fraction,
@@ -53,6 +54,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         get_accelerator().reset_peak_memory_stats()
         with self.startup.phase("other"), swapped(accelerator_branch_only()), self._direct_buffers:
             super().__init__(*args, **kwargs)
+        self._flatten_ranks.clear()
         self._flattener = None  # from now on the overridden methods serve checkpoint loading and state offload
         self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
         self.startup.finish()
@@ -69,10 +71,10 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         if self._flattener is None or param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, param_padding)
         group_index = len(self.bit16_groups_flat)
-        layout = GroupLayout.of(tensor_list, param_padding, alignment)
-        ranks = RankGroup.of(
-            self.real_dp_process_group[group_index], torch.device(get_accelerator().current_device_name())
-        )
+        if not self._flatten_ranks:  # they allocate a little: for all groups before the first flat buffer takes memory
+            device = torch.device(get_accelerator().current_device_name())
+            self._flatten_ranks = [RankGroup.of(group, device) for group in self.real_dp_process_group]
+        ranks, layout = self._flatten_ranks[group_index], GroupLayout.of(tensor_list, param_padding, alignment)
         with self.startup.phase("flatten", layout.nbytes):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)
         self.flatten_plans.append(plan)

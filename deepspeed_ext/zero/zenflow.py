@@ -18,7 +18,13 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
 from deepspeed_ext._errors import CheckpointError, ConfigError, PlanMismatchError
-from deepspeed_ext._upstream import ZeROOptimizer, get_accelerator, host_offload_config, local_world_size
+from deepspeed_ext._upstream import (
+    ZeROOptimizer,
+    autocasts_to_fp16,
+    get_accelerator,
+    host_offload_config,
+    local_world_size,
+)
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.zenflow import checkpoint
@@ -27,11 +33,9 @@ from deepspeed_ext.zenflow.offloaded_adam import GradFactor, OffloadedAdam
 from deepspeed_ext.zenflow.predictive import PredictiveAdam
 from deepspeed_ext.zenflow.seat import planned_seat, unplanned_seat
 from deepspeed_ext.zenflow.selective import SelectiveAdam
+from deepspeed_ext.zero.grad_norm import stand_ins
 
-__all__ = ["ZenFlowStepping", "l2_norm", "streaming"]
-
-_ROW = 512
-_ROWS_ON_CPU = 2048
+__all__ = ["ZenFlowStepping", "streaming"]
 
 
 class PartitionStandIn:
@@ -78,23 +82,6 @@ class StepFactor:
         self._factor = None
 
 
-def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """The Euclidean norm in one pass: of rows in fp32, of the rows' norms in fp64; 1 element, on the device.
-
-    As exact as fp64 throughout to the last bits of fp32, because a row is short. Infinite if an element is, or is
-    beyond 1e19; NaN if one is.
-    """
-    flat = tensor.detach().reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    rows = flat[:whole].view(-1, _ROW)
-    # On the CPU torch converts 16-bit input before it reduces: a piece at a time stays in the cache.
-    pieces = rows.split(_ROWS_ON_CPU) if flat.device.type == "cpu" else (rows,)
-    norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
-    norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
-    exact = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
-    return torch.linalg.vector_norm(torch.cat(norms).to(exact)).view(1)
-
-
 def require_supported(kwargs: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """Refuse what is not built and is not said in the ``zero_optimization`` section.
 
@@ -110,6 +97,9 @@ def require_supported(kwargs: dict[str, Any], groups: Sequence[dict[str, Any]]) 
         "bf16_master_weights_and_grads": kwargs.get("bf16_master_weights_and_gradients"),
         "fp16_master_weights_and_grads": kwargs.get("fp16_master_weights_and_gradients"),
         "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
+        # DeepSpeed then scales the loss by a torch GradScaler, to which only the optimizer's own step would listen; its
+        # clipping and its check for overflow do not know that scaler either.
+        "torch_autocast with dtype float16 (of this engine or an earlier one of the process)": autocasts_to_fp16(),
     }
     if found := [name for name, given in refused.items() if given]:
         raise ConfigError(
@@ -185,6 +175,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         try:
             super().step(closure)
             if self.overflow:
+                self.zenflow_adam.forget_streamed()
                 self.zenflow_adam.link.raise_kept()
             else:
                 self.zenflow_adam.end_step()
@@ -197,7 +188,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         if norm_type == 2:
             norms = [torch.full((1,), math.nan, device=grad.device) for grad in gradients]  # if ours fail: an overflow
             with self.zenflow_adam.link.keeping():
-                norms = [grad if getattr(grad, "_zero_padding", False) else l2_norm(grad) for grad in gradients]
+                norms = stand_ins(gradients, params)
             gradients = norms
         return super().get_grad_norm_direct(gradients, params, norm_type)
 

@@ -174,6 +174,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self.invalidate_secondary_tensor()
         if self.persistent_parameters:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
+        # The next all-gather reads the partitions on a stream that does not wait for the copies above.
+        self.zenflow_adam.link.transfers.finish()
 
     def measurements(self) -> dict[str, float]:
         """Figures for a training log, by name; units are in the names."""

@@ -129,7 +129,7 @@ def measure(load: str, plan: HostPlan, rounds: int) -> dict[str, list[list[float
 
 def rows_of(turns: dict[str, list[list[float]]], columns: dict[str, Any]) -> list[dict[str, Any]]:
     """A row a way: the summary of each column in milliseconds, and its ratio to unbound."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in WAYS:
         row: dict[str, Any] = {"way": way}
         for name, pick in columns.items():

@@ -41,7 +41,9 @@ def _pass_runner(kernel: Kernel, numel: int, steps: int, memory: Callable[..., t
     v.fill_(1e-2)
     adam = [AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + k, 0.5) for k in range(steps)]
     adam_pass = AdamPass(
-        *map(_array, (p, m, v)),
+        _array(p),
+        _array(m),
+        _array(v),
         grads=tuple(map(_array, grads)),
         steps=tuple(adam),
         published=_array(published),

@@ -290,7 +290,7 @@ def alone(side: Side, args: argparse.Namespace) -> dict[str, Any]:
 def _profiled(use: dict[str, float | None] | None, parameters: int) -> dict[str, float | None]:
     """Columns of what the profiler says; none of it is known where there is no device."""
     names = {"compute_idle": "idle share, no kernel", "idle": "idle share, no kernel or copy"}
-    columns = {text: use and use[name] for name, text in names.items()}
+    columns = {text: use[name] if use else None for name, text in names.items()}
     for way in WAYS:
         nbytes = use and use[f"bytes_{way}"]
         columns[f"profiled {way} B/parameter"] = None if not nbytes else nbytes / PROFILED_STEPS / parameters

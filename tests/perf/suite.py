@@ -73,6 +73,8 @@ def parts() -> list[Part]:
         Part("operators", "tools.build_operators", (), (), 300),
         Part("bandwidth", "tests.perf.bandwidth", ("--mib", "1024"), ("--mib", "4"), 120, "bandwidth", "bandwidth"),
     ]
+    real: tuple[str, ...]
+    toy: tuple[str, ...]
     for millions, ranks, limit in ((1000, 1, 240), (1000, 2, 300), (3000, 1, 300), (3000, 2, 400), (7000, 1, 500)):
         name = f"startup/{millions // 1000}b/{ranks}-rank"
         real = ("--millions", str(millions), "--ranks", str(ranks), "--repeats", "3")
@@ -99,7 +101,7 @@ def _steps() -> list[Part]:
         for sequence in sequences:
             for side in ALONE_SIDES:
                 name = f"step/{model}/{sequence}/{slug(side.name)}"
-                real = ("--model", model, "--sequence", str(sequence), "--only", side.name)
+                real: tuple[str, ...] = ("--model", model, "--sequence", str(sequence), "--only", side.name)
                 real += ("--turns", "4", "--steps", "8")
                 toy = ("--model", "toy", "--sequence", "32", "--only", side.name, "--turns", "1", "--steps", "4")
                 result = f"offload_step_{model}_{sequence}"

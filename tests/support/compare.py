@@ -94,11 +94,11 @@ def _state(engine: Any, when: str) -> dict[str, torch.Tensor]:
 
 def _checkpoint(engine: Any) -> dict[str, torch.Tensor]:
     """All tensors in all files of a checkpoint, by file and path; rank 0 picks a folder that every rank sees."""
-    folder = [tempfile.mkdtemp(prefix="dsext-checkpoint-") if dist.get_rank() == 0 else None]
+    folder = [tempfile.mkdtemp(prefix="dsext-checkpoint-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     engine.save_checkpoint(folder[0], tag="saved")
     dist.barrier()
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder[0], "saved").glob("*.pt")):
         content = torch.load(path, map_location="cpu", weights_only=False)
         found |= {f"checkpoint {path.name} {where}": tensor for where, tensor in _tensors(content)}

@@ -114,11 +114,11 @@ class _Poison:
 
         return method
 
-    def step_hot(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(blocks: AdamBlocks, *args: Any, **kwargs: Any) -> None:
+    def step_hot(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def method(blocks: AdamBlocks, *args: Any, **kwargs: Any) -> torch.Tensor:
             self.counts["hot state"] += 1
             delay()
-            original(blocks, *args, **kwargs)
+            return original(blocks, *args, **kwargs)
 
         return method
 
@@ -127,6 +127,41 @@ class _Poison:
             if (name := array_name(kind, partition)) in link.arena.layout.by_name():
                 link.arena.tensor(name).fill_(float("nan"))
                 self.counts[counted] += 1
+
+
+@contextmanager
+def host_state_arrives_late() -> Iterator[None]:
+    """Let hot state that is kept on the host be there only after the next wait, as page-locked memory is on a GPU."""
+    on_their_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def arrive(*_: Any) -> None:
+        while on_their_way:
+            target, source = on_their_way.pop(0)
+            target.copy_(source)
+
+    def step(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def method(blocks: AdamBlocks, *args: Any) -> torch.Tensor:
+            arrive()  # copies down and up are in order
+            names = ("p", "m", "v", "updates")
+            on_device = AdamBlocks(blocks.blocks, *(getattr(blocks, name).clone() for name in names))
+            p = original(on_device, *args)
+            on_their_way.extend((getattr(blocks, name), getattr(on_device, name)) for name in names)
+            return p
+
+        return method
+
+    def waiting(original: Callable[..., None]) -> Callable[..., None]:
+        def method(*args: Any) -> None:
+            arrive()
+            original(*args)
+
+        return method
+
+    with ExitStack() as stack:
+        _patch(stack, AdamBlocks, "step", step)
+        _patch(stack, Transfers, "finish", waiting)
+        _patch(stack, type(get_accelerator()), "synchronize", waiting)
+        yield
 
 
 @contextmanager

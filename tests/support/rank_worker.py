@@ -13,6 +13,7 @@ import traceback
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,7 +52,8 @@ def _reset() -> None:
 def _run(task: bytes) -> tuple[object, str | None]:
     try:
         module, name, args, kwargs = pickle.loads(task)
-        body = reduce(getattr, name.split("."), importlib.import_module(module))
+        found: Any = importlib.import_module(module)
+        body = reduce(getattr, name.split("."), found)
         return body(*args, **kwargs), None
     except BaseException:
         return None, traceback.format_exc()

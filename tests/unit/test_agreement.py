@@ -84,7 +84,7 @@ def test_memory_of_the_failed_code_is_given_back() -> None:
             alive.remove(self_id)
 
     def body() -> None:
-        nonlocal self_id
+        nonlocal self_id  # type: ignore[misc]
         held = Noticed()
         self_id = id(held)
         alive.append(self_id)
@@ -97,7 +97,7 @@ def test_memory_of_the_failed_code_is_given_back() -> None:
     with kept.keeping():
         body()
     assert alive
-    object.__setattr__(group, "gather", lambda value: seen.append(list(alive)) or [value])
+    object.__setattr__(group, "gather", lambda value: seen.append(list(alive)) or [value])  # type: ignore[func-returns-value]
     with pytest.raises(RankError):
         raise_together(group, kept.take())
     assert seen == [[]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +14,8 @@ from deepspeed import comm as dist
 
 from deepspeed_ext import memory
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import ConfigError, OutOfMemoryError, PlanMismatchError
-from deepspeed_ext.flatten import staging
+from deepspeed_ext._errors import ConfigError, DeepSpeedExtError, OutOfMemoryError, PlanMismatchError
+from deepspeed_ext.flatten import exchange, staging
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from tests.support.meter import LiveBytes
@@ -206,14 +207,108 @@ def test_ranks_that_differ_get_an_error_that_shows_both_sides(what: str) -> None
         assert "ranks [1]" in message
 
 
-def other_error_body() -> None:
-    layout = make_layout(1)
-    with (
-        patch.object(memory, "accelerator_empty", side_effect=RuntimeError("not about memory")),
-        pytest.raises(RuntimeError, match="not about memory"),
-    ):
-        flatten(layout)
+REFUSAL = torch.AcceleratorError("CUDA error: out of memory") if hasattr(torch, "AcceleratorError") else MemoryError()
+FAULTS: dict[str, tuple[Exception, tuple[str, ...], bool]] = {
+    "one allocation": (REFUSAL, ("accelerator_empty", "host_empty"), False),
+    "the accelerator from then on": (REFUSAL, ("accelerator_empty",), True),
+    "another error": (ValueError("not about memory"), ("accelerator_empty", "host_empty"), False),
+}
 
 
-def test_other_errors_are_not_taken_for_out_of_memory() -> None:
-    run_ranks(1, other_error_body)
+@contextmanager
+def fault_at(place: int, fault: str) -> Iterator[list[int]]:
+    """Let the allocation number `place` (from 0), of those that `fault` is about, fail; yields how many there were."""
+    error, names, lasting = FAULTS[fault]
+    seen = [0]
+
+    def allocating(real: Any) -> Any:
+        def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+            seen[0] += 1
+            if seen[0] == place + 1 or (lasting and seen[0] > place):
+                raise error
+            return real(*args, **kwargs)
+
+        return allocate
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(memory, name, allocating(getattr(memory, name))))
+        yield seen
+
+
+def small_layout() -> tuple[GroupLayout, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(40, 41), (7,), (0,), (3, 5, 7), (1, 1)]
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+    layout = GroupLayout.of(parameters, [2, 0, 1, 0, 0], 4)
+    return layout, reference(layout)
+
+
+def outcome(tier: str, fault: str, place: int) -> tuple[str, bool]:
+    """How a flattening ends if an allocation of rank 1 fails, and whether that allocation took place at all."""
+    layout, expected = small_layout()
+    with fault_at(place if dist.get_rank() == 1 else 1 << 30, fault) as seen:
+        try:
+            # "distributed, refused": the flat buffer is refused to rank 0 too, so that the way goes through the host
+            refused = failing([1]) if tier == "distributed, refused" and dist.get_rank() == 0 else nullcontext()
+            with refused:
+                flat, _ = flatten(layout, tier.split(",")[0])
+            end = "flat"
+        except DeepSpeedExtError as error:
+            flat, end = None, f"{type(error).__name__}: {error}"
+    if flat is not None:
+        assert torch.equal(flat.view(torch.int16), expected.view(torch.int16)), (tier, fault, place)
+    else:
+        intact = reference(layout)
+        assert torch.equal(intact.view(torch.int16), expected.view(torch.int16)), (tier, fault, place, end)
+    return end, seen[0] > place
+
+
+def sweep(tier: str) -> list[tuple[str, int, str]]:
+    found = []
+    for fault in FAULTS:
+        for place in range(20):
+            end, happened = outcome(tier, fault, place)
+            found.append((fault, place, end))
+            if not RankGroup.of(dist.get_world_group(), torch.device("cpu")).minimum(-int(happened))[0]:
+                break
+        else:
+            raise AssertionError("there is no end of allocations")
+    return found
+
+
+@pytest.mark.parametrize("tier", ["accelerator", "distributed", "distributed, refused", "host"])
+def test_wherever_an_allocation_fails_all_ranks_end_alike_and_nothing_is_lost(tier: str) -> None:
+    first, second = run_ranks(2, sweep, tier)
+    assert first == second
+    ends = {fault: [end.split(":")[0] for which, _, end in first if which == fault] for fault in FAULTS}
+    for fault, found in ends.items():
+        assert len(found) > 1, "no allocation could fail"
+        if tier != "distributed, refused":
+            assert found[-1] == "flat"
+        assert set(found) <= {"flat", "RankError" if fault == "another error" else "OutOfMemoryError"}
+    assert ends["another error"][0] == "RankError"
+    assert "rank 1: ValueError: not about memory" in next(end for which, _, end in first if which == "another error")
+
+
+def both_exchanges() -> list[torch.Tensor]:
+    ranks = RankGroup.of(dist.get_world_group(), torch.device("cpu"))
+    found = []
+    for way in (exchange.all_gather, exchange.broadcasts):
+        flat = torch.full((6 * ranks.size,), float("nan"), dtype=torch.bfloat16)
+        flat[6 * ranks.rank : 6 * ranks.rank + 6] = torch.arange(6) + 10 * ranks.rank
+        way(flat, ranks, 4)
+        found.append(flat)
+    assert exchange.backend_of(ranks) == "gloo"
+    return found
+
+
+def test_both_exchanges_give_the_same_bits() -> None:
+    expected = torch.tensor([10 * rank + place for rank in range(3) for place in range(6)], dtype=torch.bfloat16)
+    for found in run_ranks(3, both_exchanges):
+        assert all(torch.equal(flat, expected) for flat in found)
+
+
+@pytest.mark.parametrize(("backend", "way"), [("nccl", "all_gather"), ("gloo", "broadcasts"), ("mpi", "broadcasts")])
+def test_the_backend_decides_how_slices_are_exchanged(backend: str, way: str) -> None:
+    assert exchange.exchange_for(backend) is getattr(exchange, way)

@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.zero3 import fetch
 from tests.unit.test_gather_parity import way_config
 
-FETCHES = {
+FETCHES: dict[str, list[tuple[int, ...]]] = {
     "large": [(512, 256), (512,), (256, 512), (256,)],
     "small": [(96, 96), (96,), (192,), (96, 192)],
     "one": [(384, 256)],

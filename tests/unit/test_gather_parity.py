@@ -18,6 +18,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
 import deepspeed_ext
@@ -70,12 +71,13 @@ def make_model(way: str, config: dict[str, Any]) -> torch.nn.Module:
 
 def after_training(engine: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Evaluation, the consolidated weights, every parameter, and another step after all that."""
+    device = get_accelerator().current_device_name()
     found = {f"gathered {name}": tensor for name, tensor in gathered(engine).items()}
     engine.eval()
     with torch.no_grad():
-        found["eval"] = torch.stack([engine(batch) for batch in batches(3, dist.get_rank(), seed=1)])
+        found["eval"] = torch.stack([engine(batch.to(device)) for batch in batches(3, dist.get_rank(), seed=1)]).cpu()
     engine.train()
-    folder = [tempfile.mkdtemp(prefix="dsext-16bit-") if dist.get_rank() == 0 else None]
+    folder = [tempfile.mkdtemp(prefix="dsext-16bit-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     engine.save_16bit_model(folder[0])
     dist.barrier()
@@ -83,7 +85,7 @@ def after_training(engine: Any) -> tuple[dict[str, torch.Tensor], Any]:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         found |= {f"saved {name}": tensor for name, tensor in saved.items()}
     for batch in batches(2, dist.get_rank(), seed=2):
-        engine.backward(engine(batch))
+        engine.backward(engine(batch.to(device)))
         engine.step()
     found |= {f"later {name}": tensor for name, tensor in gathered(engine).items()}
     return found, getattr(engine, "parameter_gather", None)

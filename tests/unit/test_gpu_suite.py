@@ -157,7 +157,7 @@ def test_covered_is_the_length_of_the_union(spans: list[tuple[int, int]]) -> Non
 
 
 def test_use_of_a_device_is_read_from_its_trace() -> None:
-    events = [
+    events: list[dict[str, Any]] = [
         {"cat": "kernel", "ts": 100, "dur": 20},
         {"cat": "kernel", "ts": 110, "dur": 20},
         {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 120, "dur": 40, "args": {"bytes": 64}},

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
@@ -64,7 +68,30 @@ def test_out_of_memory_is_recognised() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert memory.is_out_of_memory(error.value)
     assert memory.is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert memory.is_out_of_memory(RuntimeError("CUDA error: out of memory"))  # page-locked memory is refused like this
+    assert memory.is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not memory.is_out_of_memory(OSError(errno.ENOENT, "out of memory"))
     assert not memory.is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_page_locked_memory_that_is_refused_is_replaced_by_pageable() -> None:
+    def pin_empty(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    refusing = SimpleNamespace(pin_empty=Mock(wraps=pin_empty))
+    with patch.object(memory, "get_accelerator", lambda: refusing), patch.object(memory, "warn_once") as warned:
+        first, second = (memory.host_empty(10, torch.bfloat16, pin=True) for _ in range(2))
+        assert memory.can_page_lock.__wrapped__() is False
+    assert refusing.pin_empty.call_count == 3
+    assert (first.numel(), first.dtype, first.device.type) == (10, torch.bfloat16, "cpu")
+    assert memory.is_host_storage(second.untyped_storage())
+    assert len({call.args for call in warned.call_args_list}) == 1, "the same text, which is said once"
+
+
+def test_another_error_of_page_locking_is_raised() -> None:
+    broken = SimpleNamespace(pin_empty=Mock(side_effect=RuntimeError("CUDA error: invalid argument")))
+    with patch.object(memory, "get_accelerator", lambda: broken), pytest.raises(RuntimeError, match="invalid argument"):
+        memory.host_empty(10, torch.bfloat16, pin=True)
 
 
 def test_host_buffers_are_known_as_long_as_they_live() -> None:

@@ -44,7 +44,8 @@ def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
     assert torch.equal(theirs, (torch.arange(7000) % 250).to(torch.bfloat16))
     assert arena.array("b").address == ours.data_ptr()
     assert arena.tensor("none").numel() == 0
-    arena.close(), arena.close(), other.close()
+    for each in (arena, arena, other):
+        each.close()
     del arena, other
     assert ours[249] == 249
 

@@ -93,7 +93,7 @@ def test_steps_are_torchs_with_an_update_count_for_each_block(decoupled: bool) -
     updates = torch.tensor(before, dtype=torch.int32)
     state = AdamBlocks(blocks, stacked("p"), stacked("exp_avg"), stacked("exp_avg_sq"), updates)
     for gradient in gradients[500:]:
-        state.step(blocks.take(gradient) * 4, 0.25, step)
+        assert torch.equal(state.step(blocks.take(gradient) * 4, 0.25, step), state.p)
         for parameter, optimizer in references:
             parameter.grad = gradient.clone()
             optimizer.step()

@@ -6,20 +6,31 @@ it has been written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_ext
+from deepspeed_ext.zenflow import offloaded_adam
+from deepspeed_ext.zenflow import transfers as transfers_module
+from deepspeed_ext.zenflow.blocks import BlockSet
+from deepspeed_ext.zenflow.figures import Figures
+from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zenflow.predict import Estimator
 from deepspeed_ext.zenflow.transfers import Transfers
 from tests.perf.stepping import Linears
+from tests.support.models import batches
 from tests.support.poison import delay, late_and_poisoned, synchronous, without_waiting
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import masters_of, run, zenflow_config
+from tests.support.zenflow import make_engine, masters_of, run, train, zenflow_config
 
 STEPS = 14
 WAYS = {"late and poisoned": late_and_poisoned, "synchronous": synchronous, "without waiting": without_waiting}
@@ -36,6 +47,7 @@ RULES: dict[str, dict[str, Any]] = {
         "offload": True,
     },
 }
+SELECTIVE = RULES["selective"]
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
@@ -149,3 +161,111 @@ def test_heavy_transfer_shows_a_copy_that_does_not_wait() -> None:
     waiting = run_ranks(1, heavy, 64, zenflow, STEPS, ["synchronous"], device="accelerator")[0]
     broken = run_ranks(1, heavy, 64, zenflow, STEPS, ["without waiting", "late and poisoned"], device="accelerator")[0]
     assert not same(waiting, broken)
+
+
+def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
+    """For each step: the last of its writes of weights and waits, and how many writes there were."""
+    events: list[str] = []
+
+    def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            events.append(name)
+            return result
+
+        return method
+
+    found = []
+    with ExitStack() as stack:
+        for owner, method, name in (
+            (OffloadedAdam, "_take_published", "write"),
+            (Estimator, "predict", "write"),
+            (Estimator, "move", "write"),
+            (BlockSet, "put", "write"),
+            (Transfers, "finish", "wait"),
+        ):
+            stack.enter_context(patch.object(owner, method, noting(name, getattr(owner, method))))
+        engine = make_engine(config)
+        for batch in batches(steps, dist.get_rank()):
+            events.clear()
+            train(engine, [batch])
+            found.append((events[-1], events.count("write")))
+        with engine.optimizer.exact_weights():
+            events.append("exact")
+        found.append((events[-1], 1))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("rule", [{"update_interval": 3, "full_warm_up_rounds": 2}, {"overlap_step": False}, SELECTIVE])
+def test_every_step_ends_with_a_wait_for_the_weights_it_wrote(rule: dict[str, Any]) -> None:
+    """At stage 3 the next all-gather reads them on a stream of its own, which waits for no other."""
+    found = run_ranks(1, last_events, zenflow_config(3, **{"overlap_step": True, **rule}), 8)[0]
+    assert all(writes for _, writes in found), "every step writes weights"
+    assert {last for last, _ in found} == {"wait"}
+
+
+class RecordedAccelerator:
+    """Streams and events that note the order of what is asked of them."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.copies = 0
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def current_stream(self) -> MagicMock:
+        return MagicMock()
+
+    def Stream(self) -> MagicMock:  # noqa: N802 (DeepSpeed's name)
+        return MagicMock()
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext()
+
+    def Event(self) -> MagicMock:  # noqa: N802
+        self.copies += 1
+        number = self.copies
+        event = MagicMock()
+        event.record.side_effect = lambda stream: self.order.append(f"copy {number}")
+        event.synchronize.side_effect = lambda: self.order.append(f"waited for {number}")
+        return event
+
+
+def test_flat_gradients_do_not_pile_up_behind_the_link() -> None:
+    """Beside the gradient on its way there is at most the next one."""
+    accelerator = RecordedAccelerator()
+    with patch.object(transfers_module, "get_accelerator", lambda: accelerator):
+        transfers = Transfers()
+        for _ in range(3):
+            transfers.to_host(MagicMock(), MagicMock())
+            transfers.wait_for_older()
+    assert accelerator.order == ["copy 1", "copy 2", "waited for 1", "copy 3", "waited for 2"]
+
+
+class LargestConversion(TorchDispatchMode):
+    """Remembers the most elements that one copy has converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
+            self.numel = max(self.numel, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 16, 17, 100])
+def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
+    """A copy that converts has a temporary of the whole on the accelerator."""
+    published, weights = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
+    adam = SimpleNamespace(
+        partitions=[SimpleNamespace(published=published)], _weights=lambda index: weights, figures=Figures()
+    )
+    with patch.object(offloaded_adam, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
+        OffloadedAdam._take_published(adam, 0)  # type: ignore[arg-type]
+    assert torch.equal(weights, published.bfloat16())
+    assert largest.numel == min(numel, 16)
+    assert adam.figures.bytes_up == 4 * numel

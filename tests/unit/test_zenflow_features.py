@@ -123,7 +123,9 @@ def exact_and_back(config: dict) -> list[bool]:
     predicted = weights_of(engine)
     with engine.optimizer.exact_weights():
         exact = weights_of(engine)
-        masters = {name: safe_get_full_fp32_param(p).bfloat16().float() for name, p in engine.module.named_parameters()}
+        masters = {
+            name: safe_get_full_fp32_param(p).bfloat16().float().cpu() for name, p in engine.module.named_parameters()
+        }
     after = weights_of(engine)
     losses = train(engine, batches(2, dist.get_rank()))
     engine.destroy()

@@ -105,9 +105,9 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
     grad, means = torch.randn(n), torch.rand(-(-n // block))
     means[3] = 0.0  # a block that has never had a gradient: division by eps
     whole, cut = [torch.zeros(n), torch.zeros(n)], [torch.zeros(n), torch.zeros(n)]
-    Estimator(means, block, 1.0, 1e-8).move(*whole, grad, 1.0, 1.0, 2.0)
+    Estimator(means, block, 1.0, 1e-8).move(whole[0], whole[1], grad, 1.0, 1.0, 2.0)
     monkeypatch.setattr("deepspeed_ext.zenflow.predict._CHUNK_NUMEL", {"cpu": 100})
-    Estimator(means, block, 1.0, 1e-8).move(*cut, grad, 1.0, 1.0, 2.0)
+    Estimator(means, block, 1.0, 1e-8).move(cut[0], cut[1], grad, 1.0, 1.0, 2.0)
     assert all(map(torch.equal, whole, cut))
     assert whole[0].abs().max() == 4.5
     assert torch.equal(whole[1], -2 * whole[0])
@@ -144,10 +144,10 @@ class Estimation:
 )
 def test_native_estimate_equals_torch_operations_to_rounding(monkeypatch, n, block, dtypes, drift) -> None:
     for method in ("predict", "move") if drift else ("predict",):
-        native = getattr(Estimation(n, block, *dtypes, drift), method)()
+        native = getattr(Estimation(n, block, dtypes[0], dtypes[1], dtypes[2], drift), method)()
         with monkeypatch.context() as without:
             without.setattr(predict, "_native", lambda: None)
-            reference = getattr(Estimation(n, block, *dtypes, drift), method)()
+            reference = getattr(Estimation(n, block, dtypes[0], dtypes[1], dtypes[2], drift), method)()
         for ours, theirs in zip(native, reference, strict=True):
             # One unit in the last place: without fused multiply-adds fp32 values may lie on either side of a tie.
             ulp = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}[ours.dtype]

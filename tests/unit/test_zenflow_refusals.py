@@ -1,10 +1,12 @@
 """What ZenFlow is not built for is refused at `initialize`, by name."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime import torch_autocast
 
 from deepspeed_ext._errors import ConfigError
 from tests.support.ranks import run_ranks
@@ -92,3 +94,21 @@ class Experts(torch.nn.Module):
 
 def test_groups_of_experts() -> None:
     assert "MoE" in run_ranks(1, refusal, zenflow_config(2), model=Experts)[0]
+
+
+def fp16_autocast(stage: int) -> tuple[str, str]:
+    """What is said about ``torch_autocast`` in fp16, and in bf16; DeepSpeed keeps the setting for the process."""
+    with patch.multiple(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None):
+        config = zenflow_config(stage, torch.float32)
+        found = [refusal(config | {"torch_autocast": {"enabled": True, "dtype": dtype}}) for dtype in AUTOCAST_DTYPES]
+    return found[0], found[1]
+
+
+AUTOCAST_DTYPES = ("float16", "bfloat16")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_scaler_that_nothing_would_step(stage: int) -> None:
+    fp16, bf16 = run_ranks(1, fp16_autocast, stage)[0]
+    assert "torch_autocast with dtype float16" in fp16
+    assert bf16 == "accepted"

@@ -61,15 +61,15 @@ def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[i
     return failed
 
 
-def failed_resumes(ranks: int, config: dict, first: int, last: int, folder: str) -> list[int]:
+def failed_resumes(ranks: int, config: dict, first: int, last: int, folder: str, device: str = "cpu") -> list[int]:
     """Train and save in one set of processes, resume in another; the steps from which any rank did not continue to the
     bit, and 0 if saving has changed something.
 
     Both run the same settings in the same order and nothing else: DeepSpeed's stage 3 leaves another
     ``torch.nn.functional.linear`` behind in its process, which rounds differently."""
     steps = (config, first, last, folder)
-    unchanged = run_ranks(ranks, train_and_save, *steps, pool="to save", timeout_seconds=280)
-    failed = run_ranks(ranks, resume_from_each, *steps, pool="to resume", timeout_seconds=280)
+    unchanged = run_ranks(ranks, train_and_save, *steps, device=device, pool="to save", timeout_seconds=280)
+    failed = run_ranks(ranks, resume_from_each, *steps, device=device, pool="to resume", timeout_seconds=280)
     return sorted({step for steps in failed for step in steps} | ({0} if not all(unchanged) else set()))
 
 

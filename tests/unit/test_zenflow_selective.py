@@ -1,5 +1,6 @@
 """The selective rule: AdamW of hot blocks every step and of cold ones every interval, the same on every rank."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from deepspeed_ext.zenflow.offloaded_adam import GradFactor
 from deepspeed_ext.zenflow.seat import WorkerSeat
 from deepspeed_ext.zenflow.selective import SelectiveAdam
 from tests.support.models import batches, two_groups
+from tests.support.poison import host_state_arrives_late
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import full_masters_of, make_engine, offload_config, run, train, weights_of, zenflow_config
 
@@ -75,8 +77,15 @@ class Simulated:
         return self.shown
 
 
-def compare_with_simulation(numel: int, interval: int, lag: int, every: int, steps: int, offload: bool) -> list[float]:
-    """Largest relative difference of the weights after each step, for one partition of random gradients."""
+def compare_with_simulation(
+    numel: int, interval: int, lag: int, every: int, steps: int, offload: bool, late: bool = False
+) -> list[float]:
+    """Largest difference of the weights after each step, for one partition of random gradients."""
+    with host_state_arrives_late() if late else nullcontext():
+        return differences(numel, interval, lag, every, steps, offload)
+
+
+def differences(numel: int, interval: int, lag: int, every: int, steps: int, offload: bool) -> list[float]:
     generator = torch.Generator().manual_seed(7)
     start = torch.randn(numel, generator=generator)
     scale = torch.rand(numel, generator=generator).pow(3)
@@ -126,6 +135,14 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
 def test_every_step_is_that_of_a_simulation(numel: int, interval: int, lag: int, every: int, offload: bool) -> None:
     """Fp32 against double: after 24 steps of 1e-2 an element may have rounded a few dozen times."""
     for error in run_ranks(1, compare_with_simulation, numel, interval, lag, every, 24, offload)[0]:
+        assert error < 2e-5
+
+
+@pytest.mark.parametrize(("interval", "lag", "every"), [(3, 0, 6), (3, 1, 6)])
+def test_weights_come_from_the_accelerator_and_not_from_state_on_its_way_to_the_host(
+    interval: int, lag: int, every: int
+) -> None:
+    for error in run_ranks(1, compare_with_simulation, 391, interval, lag, every, 16, True, late=True)[0]:
         assert error < 2e-5
 
 

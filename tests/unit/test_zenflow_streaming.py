@@ -8,9 +8,26 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.predictive import PredictiveAdam
+from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
+
+
+class Branches(torch.nn.Module):
+    """Two layers; the second is used, and gets a gradient, only if the first token is not 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 16)
+        self.always, self.sometimes = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.always(self.embed(tokens))
+        if int(tokens[0, 0]):
+            hidden = hidden + self.sometimes(hidden)
+        return hidden.float().square().mean()
 
 
 def copies_and_result(config: dict, micro_steps: int, streams: bool) -> dict[str, Any]:
@@ -53,3 +70,38 @@ def test_gradients_leave_during_backward_and_nothing_changes(stage: int, interva
         assert ours["losses"] == theirs["losses"]
         assert all(torch.equal(a, b) for a, b in zip(ours["masters"], theirs["masters"], strict=True))
         assert all(torch.equal(value, theirs["weights"][name]) for name, value in ours["weights"].items())
+
+
+def after_overflow(streams: bool) -> tuple[list[bool], list[torch.Tensor]]:
+    """Which steps overflowed, and the masters, after a parameter's overflowed gradient is followed by none at all."""
+    config = zenflow_config(2, update_interval=1, predict_clip="previous")
+    overflowed = []
+
+    def flat_on_the_accelerator(optimizer: ZenFlowZeroOptimizer, group: int) -> torch.Tensor | None:
+        """What happens if the slot is not in the memory of the gradients."""
+        if group == 0:
+            optimizer.zenflow_adam.begin_step()
+        return ZeroOptimizer._get_preflattened_grad_partition(optimizer, group)
+
+    with (
+        patch.object(PredictiveAdam, "streams_gradients", streams),
+        patch.object(ZenFlowZeroOptimizer, "_get_preflattened_grad_partition", flat_on_the_accelerator),
+    ):
+        engine = make_engine(config, model=Branches)
+        for first, times in ((1, 1.0), (1, 1.0), (1, float("inf")), (0, 1.0), (1, 1.0)):
+            batch = batches(1, 0)[0]
+            batch[0, 0] = first
+            train(engine, [batch], times)
+            overflowed.append(bool(engine.optimizer.overflow))
+        masters = full_masters_of(engine)
+        engine.destroy()
+    return overflowed, masters
+
+
+def test_nothing_of_a_gradient_that_overflowed_enters_a_later_step() -> None:
+    (streamed,) = run_ranks(1, after_overflow, True)
+    (whole,) = run_ranks(1, after_overflow, False)
+    assert streamed[0] == whole[0] == [False, False, True, False, False]
+    for ours, theirs in zip(streamed[1], whole[1], strict=True):
+        assert torch.isfinite(ours).all()
+        assert torch.equal(ours, theirs)

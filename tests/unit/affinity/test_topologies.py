@@ -89,6 +89,7 @@ def test_reader_finds_every_core_as_it_was_written(case: Case, old: bool, tmp_pa
 def test_in_process_optimizer_keeps_each_share_whole() -> None:
     case = next(case for case in CASES if case.name.startswith("T2 "))
     topology = Topology(case.cores, (0, 1))
+    assert case.gpu_nodes is not None
     ranks = [RankFacts(rank, mask, case.gpu_nodes[rank]) for rank, mask in enumerate(allowed(case))]
     plan = plan_host(topology, ranks, PlanRequest(separate=False))
     assert [format_cpulist(rank.pytorch) for rank in plan.ranks] == [

@@ -37,7 +37,7 @@ def announce_at_launch() -> None:
         time.sleep(60)
         return process, connection
 
-    OptimizerProcess._launch = launch_and_wait
+    OptimizerProcess._launch = launch_and_wait  # type: ignore[method-assign]
 
 
 def main(end: str) -> None:
@@ -46,7 +46,7 @@ def main(end: str) -> None:
     if end == "starting":
         announce_at_launch()
     elif end == "without operators":  # DeepSpeed's CPU accelerator, and no other, cannot do without this one
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+        vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     engine = make_engine(zenflow_config(2, update_interval=1))
     losses = train(engine, batches(STEPS, 0))
     process = engine.optimizer.zenflow_adam.link.process

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def save_on_full_disk(config: dict, folder: str) -> dict[str, Any]:
     messages = []
     for tag in ("new", "good"):
         with limited(resource.RLIMIT_FSIZE, 8 * 1024 if rank == 1 else resource.RLIM_INFINITY):
-            messages.append(refused(lambda tag=tag: engine.save_checkpoint(folder, tag=tag)))
+            messages.append(refused(partial(engine.save_checkpoint, folder, tag=tag)))
     dist.barrier()
     left = sorted(path.name for path in Path(folder).rglob("*") if ".dsext-" in path.name or path.name == "new")
     latest = Path(folder, "latest").read_text()

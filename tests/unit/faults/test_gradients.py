@@ -81,16 +81,17 @@ def train_on_dirty_memory(config: dict) -> tuple[list[float], list[float]]:
     engine = make_engine(copy.deepcopy(config))
     expected = train(engine, batches(STEPS, rank))
     engine.destroy()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    fills = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     try:
         engine = make_engine(copy.deepcopy(config))
         losses = train(engine, batches(STEPS, rank))
         engine.destroy()
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        deterministic.fill_uninitialized_memory = fills
     return expected, losses
 
 

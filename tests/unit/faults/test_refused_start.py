@@ -144,7 +144,7 @@ def test_at_any_number_of_free_descriptors_it_works_or_says_why() -> None:
 def test_a_worker_without_its_cpus_runs_where_it_can_and_says_so() -> None:
     missing = max(os.sched_getaffinity(0)) + 64
     with running(place=str(WorkerPlace(frozenset({missing})))) as (_, process):
-        assert f"cannot run on CPUs {missing}" in process.ready.warning
+        assert f"cannot run on CPUs {missing}" in str(process.ready.warning)
         assert set(process.ready.cpus) == os.sched_getaffinity(0)
         process.submit([PASS])
         assert process.wait().number == 1

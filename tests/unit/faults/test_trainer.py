@@ -32,7 +32,7 @@ class Script:
     def __init__(self, end: str, folder: Path) -> None:
         self.folder = folder
         command = [sys.executable, "-m", "tests.unit.faults.lone_trainer", end, str(folder)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
         self._worker = 0
 
@@ -151,10 +151,12 @@ def train_with_forked_loader(config: dict) -> dict[str, Any]:
 
     engine = make_engine(config)
     worker = engine.optimizer.zenflow_adam.link.process.pid
-    ended = DataLoader(torch.stack(data[:4]), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    ended: DataLoader[torch.Tensor] = DataLoader(
+        torch.stack(data[:4]), batch_size=None, num_workers=2, multiprocessing_context="fork"
+    )
     losses = train(engine, ended)
     alive = psutil.pid_exists(worker)
-    kept = DataLoader(
+    kept: DataLoader[torch.Tensor] = DataLoader(
         torch.stack(data[4:]), batch_size=None, num_workers=2, multiprocessing_context="fork", persistent_workers=True
     )
     losses += train(engine, kept)

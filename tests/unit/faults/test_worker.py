@@ -35,7 +35,7 @@ def kill_at_launch() -> tuple[Any, list[float]]:
         killed.append(time.monotonic())
         return process, connection
 
-    OptimizerProcess._launch = launch_and_kill  # type: ignore[method-assign]
+    OptimizerProcess._launch = launch_and_kill  # type: ignore[method-assign, assignment]
     return launch, killed
 
 
