@@ -186,10 +186,11 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's, of the gradients' norms, which are taken without its copy of each gradient in fp64."""
         if norm_type == 2:
-            norms = [torch.full((1,), math.nan, device=grad.device) for grad in gradients]  # if ours fail: an overflow
+            norms: list[torch.Tensor] | None = None
             with self.zenflow_adam.link.keeping():
                 norms = stand_ins(gradients, params)
-            gradients = norms
+            # If that has failed, no rank makes this step: to DeepSpeed it is an overflow.
+            gradients = norms or [torch.full((1,), math.nan, device=grad.device) for grad in gradients]
         return super().get_grad_norm_direct(gradients, params, norm_type)
 
     def _optimizer_step(self, index: int) -> None:
