@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Publish, reference
+from tests.perf import bench_cpu_adam
 from tests.support.kernels import DTYPES, KERNELS, LIBRARY, array, make_kernel, needs_native
 
 
@@ -222,3 +223,19 @@ def test_first_touch_reaches_every_page_and_changes_nothing(start: int) -> None:
     make_kernel("native").first_touch(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start, numel)
     assert os.fstat(descriptor).st_blocks * 512 == ((start + numel - 1) // page + 1) * page
     os.close(descriptor)
+
+
+def test_the_benchmark_gives_every_contender_its_threads() -> None:
+    """The reference kernel once took torch's threads away, and "fused AdamW" was timed on one beside a pass on two."""
+    before, seen = torch.get_num_threads(), []
+    try:
+        found = bench_cpu_adam.contenders(5000, threads=2)
+        found["last"] = bench_cpu_adam.Contender(lambda: seen.append(torch.get_num_threads()))
+        bench_cpu_adam.measure(found, threads=2, repeats=2)
+        greedy = bench_cpu_adam.Contender(lambda: torch.set_num_threads(1))
+        with pytest.raises(AssertionError, match="threads"):
+            greedy.time(threads=2)
+    finally:
+        torch.set_num_threads(before)
+    assert {len(one.wall) for one in found.values()} == {2}
+    assert seen == [2, 2, 2]
