@@ -3,6 +3,7 @@
 import os
 import platform
 import resource
+import shlex
 import shutil
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import Literal
 
 import psutil
 
+from deepspeed_ext import shared_buffers
+from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._errors import UpstreamError
 from deepspeed_ext.affinity import tuned
 from deepspeed_ext.affinity.allowed import find_allowed, omp_binding
@@ -140,7 +143,7 @@ def check_backends() -> Check:
 
 
 def check_compiler() -> Check:
-    compiler = os.environ.get("CXX") or "c++"
+    compiler = _words(os.environ.get("CXX", "") or "c++")[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if missing:
         remedy = f"install {' and '.join(missing)}: operators are then built; without, slower torch operations run"
@@ -148,9 +151,17 @@ def check_compiler() -> Check:
     return _ok("compiler", f"{shutil.which(compiler)}, {shutil.which('ninja')}")
 
 
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command) or [command]
+    except ValueError:  # an open quotation: no program has this name
+        return [command]
+
+
 def check_adam_kernel() -> Check:
     """Which of ZenFlow's two kernels the optimizer process runs here."""
     from deepspeed_ext.zenflow.kernel import library_path
+    from deepspeed_ext.zenflow.kernel.build import FOLDER
 
     library = library_path()
     if library is None:
@@ -159,6 +170,10 @@ def check_adam_kernel() -> Check:
             "torch operations, several times slower than the native kernel",
             "install a C++ compiler with OpenMP, and leave DSEXT_NATIVE_KERNEL unset",
         )
+    cache = Path(os.path.realpath(cache_folder()))
+    if Path(library).parent not in (FOLDER, cache):
+        remedy = f"make {cache} a folder that only you can write, or name one in DSEXT_CACHE_DIR"
+        return _warning("adam kernel", f"native, compiled anew by every process: {library}", remedy)
     return _ok("adam kernel", f"native, {library}")
 
 
@@ -198,6 +213,16 @@ def check_shared_memory() -> Check:
         remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
         return _warning("shared memory", f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy)
     return _ok("shared memory", f"/dev/shm holds {size / GIB:.1f} GiB")
+
+
+def check_shared_buffers() -> Check:
+    """What DeepSpeed's communication on CPUs has left in /dev/shm is host memory until somebody removes it."""
+    paths = shared_buffers.left_over()
+    if not paths:
+        return _ok("shared buffers", "none left over")
+    nbytes = sum(path.stat().st_blocks * 512 for path in paths)
+    detail = f"{len(paths)} of DeepSpeed's, {nbytes:,} bytes, mapped by no process that is visible here"
+    return _warning("shared buffers", detail, f"rm {shlex.join(map(str, paths))}")
 
 
 def check_memfd() -> Check:
@@ -303,6 +328,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_host_memory,
     check_locked_memory,
     check_shared_memory,
+    check_shared_buffers,
     check_memfd,
     check_file_descriptors,
     check_cpu_quota,

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import is_torch_bf16_gpu_available
 
 import deepspeed_ext
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +88,8 @@ def accelerator_config() -> dict[str, bool]:
     if get_accelerator().device_name() != "cpu" or "LOCAL_RANK" not in os.environ:
         return {}
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
+    with shared_buffers.not_made():  # this starts DeepSpeed's communication
+        PartialState(backend="gloo")
     return {"use_configured_state": True}
 
 

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import deepspeed_ext
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.config import ZeroFields
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -300,7 +301,8 @@ def run(args: argparse.Namespace) -> float:
 def main() -> None:
     args = parse_args()
     share_cores()
-    deepspeed.init_distributed()
+    with shared_buffers.not_made():
+        deepspeed.init_distributed()
     run(args)
     dist.destroy_process_group()
 

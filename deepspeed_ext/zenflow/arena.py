@@ -12,7 +12,8 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,6 +38,11 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_BIG_BYTES = 1 << 20
+"""From here on it matters where in a page and in a MiB an array begins; smaller ones stay in a cache anyway."""
+_LINES_APART = 5  # odd: 64 arrays begin on 64 different lines of a page
+_PAGES_APART = 3
+_NEIGHBOURS = 40  # arrays to stay apart from: they forbid 200 of the 256 pages of a MiB
 
 
 class ArraySpec(NamedTuple):
@@ -73,15 +79,41 @@ class ArenaLayout:
 
 
 def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
-    """Place `specs` one behind the other: on a page if they fill one (so that they can be locked), else on a line."""
-    places, end = [], 0
+    """Place `specs` one behind the other, no two on one page: page-locking is per page.
+
+    A pass reads several arrays at once. If those of a power of two elements simply followed each other, all their
+    heads would fall into the same cache sets and memory banks, and evict each other. So big arrays begin on different
+    cache lines of a page and on different pages of a MiB. The pages between them are never touched: they take addresses
+    and no memory.
+    """
     assert len({spec.name for spec in specs}) == len(specs), "names of arrays are unique"
+    places: list[Place] = []
+    pages: deque[int] = deque(maxlen=_NEIGHBOURS)  # where in their MiB the latest big arrays begin
+    end = big = 0
     for spec in specs:
-        alignment = _PAGE_BYTES if spec.nbytes >= _PAGE_BYTES else _LINE_BYTES
-        offset = -(-end // alignment) * alignment
+        offset = _round_up(end, _PAGE_BYTES)
+        if spec.nbytes >= _BIG_BYTES:
+            offset += _first_free(offset // _PAGE_BYTES, pages) * _PAGE_BYTES
+            pages.append(offset // _PAGE_BYTES)
+            offset += big * _LINES_APART * _LINE_BYTES % _PAGE_BYTES
+            big += 1
         places.append(Place(spec, offset))
         end = offset + spec.nbytes
-    return ArenaLayout(tuple(places), max(_PAGE_BYTES, -(-end // _PAGE_BYTES) * _PAGE_BYTES))
+    return ArenaLayout(tuple(places), max(_PAGE_BYTES, _round_up(end, _PAGE_BYTES)))
+
+
+def _first_free(page: int, taken: Iterable[int]) -> int:
+    """How many pages after `page` the first one lies that is far enough, within its MiB, from those `taken`."""
+    per_mib = (1 << 20) // _PAGE_BYTES
+    return next(
+        skipped
+        for skipped in range(per_mib)
+        if all(_PAGES_APART <= (page + skipped - other) % per_mib <= per_mib - _PAGES_APART for other in taken)
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 class Arena:

@@ -1,135 +1,180 @@
-"""CPU Adam: torch's fused AdamW, DeepSpeedCPUAdam and the worker's whole pass, in turn on the same cores.
+"""CPU Adam: torch's fused AdamW and the worker's whole pass, in turn on the same threads, over sizes of a partition.
 
-    python tests/perf/bench_cpu_adam.py [--numel 67108864] [--threads 2] [--repeats 15] [--json out.json]
+    python -m tests.perf.bench_cpu_adam [--numel 67108864 77238400] [--threads 2] [--repeats 11] [--json out.json]
 
 "fused" is plain ``torch.optim.AdamW(fused=True)``: fp32 gradient in, nothing out. The pass reads a 16-bit gradient and
-writes a 16-bit weight and the block means besides; "interval 4" carries out four steps in one pass, per step.
+writes a 16-bit weight and the block means besides; "interval 4" carries out four steps in one pass, per step. Arrays
+lie where the arena places them; "head to tail" is the placement before, one array behind the other on page boundaries.
+Every contender gets the same number of threads; "cores" is the CPU time that it took per second, to check that.
 """
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array, Kernel, Publish, library_path, load_kernel
+from deepspeed_ext.zenflow.arena import Arena, ArenaLayout, ArraySpec, Place, plan_layout
+from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
+from deepspeed_ext.zenflow.messages import partition_specs
 
-INTERVAL = 4
+INTERVAL, BLOCK_SIZE = 4, 32
+SIZES = {
+    1 << 24: "2^24",
+    1 << 26: "2^26",
+    62_219_904: "GPT-2, 124M, of 2 ranks",
+    77_238_400: "Llama 3.2, 1B, of 16 ranks",
+    77_234_176: "a multiple of 2^15",
+    50_000_017: "odd",
+}
+BASE = "torch fused AdamW"
 
 
-def _memfd_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory as the worker has it: a shared mapping of a memfd."""
-    descriptor = os.memfd_create("bench")
-    nbytes = numel * dtype.itemsize
-    os.ftruncate(descriptor, nbytes)
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype).zero_()
+@dataclass
+class Contender:
+    """What is timed, and its seconds: of the wall and of all CPUs, for each step."""
+
+    run: Callable[[], object]
+    steps: int = 1
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def time(self, threads: int) -> None:
+        """Run once on `threads` threads and note how long it took."""
+        torch.set_num_threads(threads)
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.run()
+        self.wall.append((time.perf_counter() - wall) / self.steps)
+        self.cpu.append((time.process_time() - cpu) / self.steps)
+        assert torch.get_num_threads() == threads, "a contender has changed the threads of the next one"
+
+    def quantile(self, fraction: float) -> float:
+        """Of the wall's seconds."""
+        return sorted(self.wall)[round(fraction * (len(self.wall) - 1))]
+
+    @property
+    def cores(self) -> float:
+        """CPU seconds per second."""
+        return sum(self.cpu) / sum(self.wall)
 
 
-def _array(tensor: torch.Tensor) -> Array:
-    return Array(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel())
+def head_to_tail(specs: Sequence[ArraySpec]) -> ArenaLayout:
+    """The placement that competes for cache sets at a power of two: every array begins at the next page."""
+    places, end = [], 0
+    for spec in specs:
+        places.append(Place(spec, end))
+        end += -(-spec.nbytes // 4096) * 4096
+    return ArenaLayout(tuple(places), end)
 
 
-def _pass_runner(kernel: Kernel, numel: int, steps: int, memory: Callable[..., torch.Tensor]) -> Callable[[], None]:
-    p, m, v = (memory(numel, torch.float32) for _ in range(3))
-    published, means = memory(numel, torch.bfloat16), memory(-(-numel // 32), torch.float32)
-    grads = [memory(numel, torch.bfloat16).normal_() for _ in range(steps)]
-    v.fill_(1e-2)
-    adam = [AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + k, 0.5) for k in range(steps)]
-    adam_pass = AdamPass(
-        _array(p),
-        _array(m),
-        _array(v),
-        grads=tuple(map(_array, grads)),
-        steps=tuple(adam),
-        published=_array(published),
-        block_means=_array(means),
-        block_size=32,
-        publish=Publish(0.99, 1e-3, 0.0, 0.0, adam[-1].bias_correction2_sqrt, 1e-8),
-    )
-    keep = (p, m, v, published, means, grads)
+def _pass_arena(numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout]) -> Arena:
+    what = {"publish_dtype": "bfloat16", "grad_dtype": "bfloat16", "per_block": ("block_means", "float32")}
+    arena = Arena.create(plan(partition_specs(0, numel, block_size=BLOCK_SIZE, ring=INTERVAL, **what)))
+    for place in range(INTERVAL):
+        arena.tensor(f"g.0.{place}").normal_()
+    arena.tensor("v.0").fill_(1e-2)
+    return arena
+
+
+def _pass_runner(kernel: Kernel, arena: Arena, steps: int) -> Callable[[], None]:
+    p, m, v, published, means = (arena.array(f"{kind}.0") for kind in ("p", "m", "v", "y", "block_means"))
+    grads = tuple(arena.array(f"g.0.{place}") for place in range(steps))
+    adam = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + k, 0.5) for k in range(steps))
+    publish = Publish(0.99, 1e-3, 0.0, 0.0, adam[-1].bias_correction2_sqrt, 1e-8)
+    adam_pass = AdamPass(p, m, v, grads, adam, published, means, BLOCK_SIZE, publish)
 
     def run() -> None:
-        assert keep
+        assert arena.fileno >= 0, "the pass holds addresses in the arena"
         kernel.run(adam_pass)
 
     return run
 
 
-def _fused_runner(numel: int) -> Callable[[], None]:
+def _optimizer_runner(kind: type[torch.optim.Optimizer], numel: int, **settings: object) -> Callable[[], object]:
     parameter = torch.zeros(numel, requires_grad=True)
     parameter.grad = torch.randn(numel)
+    return kind([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **settings).step
+
+
+def _placed_fused_runner(numel: int) -> Callable[[], object]:
+    """The fused AdamW with its arrays where the arena places them."""
+    arena = Arena.create(plan_layout([ArraySpec(name, "float32", numel) for name in ("p", "m", "v", "g")]))
+    parameter = arena.tensor("p").requires_grad_()
+    parameter.grad = arena.tensor("g").normal_()
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    return lambda: optimizer.step() and None
+    moments = {"exp_avg": arena.tensor("m"), "exp_avg_sq": arena.tensor("v").fill_(1e-2)}
+    optimizer.state[parameter] = {"step": torch.tensor(100.0), **moments}
+    return optimizer.step
 
 
-def _deepspeed_runner(numel: int) -> Callable[[], None] | None:
-    try:
+def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, Contender]:
+    """Everything that is timed at one size."""
+    native, reference = load_kernel(library_path(), threads), load_kernel(None, threads)
+    spread, tight = _pass_arena(numel, plan_layout), _pass_arena(numel, head_to_tail)
+    found = {
+        BASE: Contender(_optimizer_runner(torch.optim.AdamW, numel, fused=True)),
+        f"{BASE}, placed as the arena does": Contender(_placed_fused_runner(numel)),
+        f"pass, {native.name}": Contender(_pass_runner(native, spread, 1)),
+        f"pass, {native.name}, head to tail": Contender(_pass_runner(native, tight, 1)),
+        f"pass, {native.name}, interval {INTERVAL}": Contender(_pass_runner(native, spread, INTERVAL), INTERVAL),
+        f"pass, {native.name}, interval {INTERVAL}, head to tail": Contender(
+            _pass_runner(native, tight, INTERVAL), INTERVAL
+        ),
+        "pass, torch operations": Contender(_pass_runner(reference, spread, 1)),
+    }
+    if deepspeed:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        parameter = torch.zeros(numel, requires_grad=True)
-        parameter.grad = torch.randn(numel)
-        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    except Exception as error:  # its kernel is compiled on first use: many things can be missing
-        print(f"DeepSpeedCPUAdam does not run here: {error}")
-        return None
-    return lambda: optimizer.step() and None
+        found["DeepSpeedCPUAdam"] = Contender(_optimizer_runner(DeepSpeedCPUAdam, numel))
+    return found
+
+
+def measure(found: dict[str, Contender], threads: int, repeats: int) -> None:
+    """Time all in turn, `repeats` times, after a round that touches the memory."""
+    for contender in found.values():
+        torch.set_num_threads(threads)
+        contender.run()
+    for _ in range(repeats):
+        for contender in found.values():
+            contender.time(threads)
+
+
+def _print(numel: int, threads: int, found: dict[str, Contender]) -> None:
+    print(
+        f"\n{numel:,} elements ({SIZES.get(numel, 'given')}), {threads} threads each, load {os.getloadavg()[0]:.1f}\n"
+    )
+    print("| | median ms per step | quartiles | cores | ratio |\n|---|---|---|---|---|")
+    base = found[BASE]
+    for name, one in found.items():
+        low, median, high = (1e3 * one.quantile(fraction) for fraction in (0.25, 0.5, 0.75))
+        ratio = statistics.median(a / b for a, b in zip(one.wall, base.wall, strict=True))
+        print(f"| {name} | {median:.1f} | {low:.1f} to {high:.1f} | {one.cores:.2f} | {ratio:.2f} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=64 * 1024**2)
+    parser.add_argument("--numel", type=int, nargs="+", default=list(SIZES), help="sizes of the partition")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--deepspeed", action="store_true", help="also DeepSpeedCPUAdam (compiles its kernel)")
     parser.add_argument("--json")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-
-    library = library_path()
-    native = load_kernel(library, options.threads)
-    reference = load_kernel(None, options.threads)
-
-    def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype)
-
-    contenders: dict[str, tuple[Callable[[], None], int]] = {
-        "torch fused AdamW": (_fused_runner(options.numel), 1),
-        f"whole pass, {native.name}": (_pass_runner(native, options.numel, 1, _memfd_tensor), 1),
-        f"whole pass, {native.name}, private memory": (_pass_runner(native, options.numel, 1, zeros), 1),
-        f"whole pass, {native.name}, interval {INTERVAL}": (
-            _pass_runner(native, options.numel, INTERVAL, _memfd_tensor),
-            INTERVAL,
-        ),
-        "whole pass, reference": (_pass_runner(reference, options.numel, 1, _memfd_tensor), 1),
-    }
-    deepspeed_runner = _deepspeed_runner(options.numel) if options.deepspeed else None
-    if deepspeed_runner is not None:
-        contenders["DeepSpeedCPUAdam"] = (deepspeed_runner, 1)
-
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(options.repeats + 1):
-        for name, (run, steps) in contenders.items():
-            begin = time.perf_counter()
-            run()
-            if repeat:  # the first round touches the memory
-                seconds[name].append((time.perf_counter() - begin) / steps)
-
-    base = statistics.median(seconds["torch fused AdamW"])
-    print(f"{options.numel} elements, {options.threads} threads, torch {torch.__version__}, {platform.processor()}")
-    print(f"{'':44s} median ms a step   p90 ms   ratio to fused")
-    for name, values in seconds.items():
-        values.sort()
-        median = statistics.median(values)
-        print(f"{name:44s} {median * 1e3:17.1f} {values[int(len(values) * 0.9)] * 1e3:8.1f} {median / base:16.2f}")
+    print(f"torch {torch.__version__}, {platform.platform()}; ratio: median of the ratios to {BASE}, taken in turn")
+    results = {}
+    for numel in options.numel:
+        found = contenders(numel, options.threads, options.deepspeed)
+        measure(found, options.threads, options.repeats)
+        _print(numel, options.threads, found)
+        results[numel] = {name: {"wall": one.wall, "cpu": one.cpu} for name, one in found.items()}
     if options.json:
         with open(options.json, "w") as file:
             result = {"torch": torch.__version__, "machine": platform.platform(), "options": vars(options)}
-            json.dump({**result, "seconds": seconds}, file, indent=1)
+            json.dump({**result, "seconds": results}, file, indent=1)
 
 
 if __name__ == "__main__":

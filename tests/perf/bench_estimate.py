@@ -1,9 +1,10 @@
 """The estimate of updates in flight on host memory: torch operations and the native kernel, in turn on the same cores.
 
-    python -m tests.perf.bench_estimate [--numel 16777216] [--threads 1 2] [--repeats 31]
+    python -m tests.perf.bench_estimate [--numel 16777216 15554976] [--threads 1 2] [--repeats 31]
 
 All arrays are bfloat16, as in a run whose accelerator is the CPU. "predict" is what a step of interval 1 does, "with D"
-and "move" are the steps of a longer interval; "copy" is a copy of one such array, for scale.
+and "move" are the steps of a longer interval; "copy" is a copy of one such array, for scale. At a power of two elements
+the heads of all arrays, which torch allocates here, compete for the same cache sets; so a second size is measured.
 """
 
 import argparse
@@ -42,30 +43,38 @@ def _without_native(estimate: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+def _measure(contenders: dict[str, Callable[[], object]], threads: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, in turn, on `threads` threads: torch's and the native kernel's."""
+    torch.set_num_threads(threads)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for repeat in range(repeats + 1):
+        for name, run in contenders.items():
+            begin = time.perf_counter()
+            run()
+            if repeat:  # the first round touches the memory
+                seconds[name].append(time.perf_counter() - begin)
+            assert torch.get_num_threads() == threads, f"{name} has changed the threads of the next one"
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=16 * 1024**2)
+    parser.add_argument("--numel", type=int, nargs="+", default=[1 << 24, 15_554_976])
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
     parser.add_argument("--repeats", type=int, default=31)
     options = parser.parse_args()
     if predict._native() is None:
         raise SystemExit("there is no native kernel and no C++ compiler here: nothing to compare")
 
-    contenders = _contenders(options.numel)
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for repeat in range(options.repeats + 1):
-            for name, run in contenders.items():
-                begin = time.perf_counter()
-                run()
-                if repeat:  # the first round touches the memory
-                    seconds[name].append(time.perf_counter() - begin)
-        print(f"{options.numel} elements, {threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-        print(f"{'':34s} median ms   p90 ms")
-        for name, values in seconds.items():
-            values.sort()
-            print(f"{name:34s} {statistics.median(values) * 1e3:9.1f} {values[int(len(values) * 0.9)] * 1e3:8.1f}")
+    for numel in options.numel:
+        contenders = _contenders(numel)
+        for threads in options.threads:
+            seconds = _measure(contenders, threads, options.repeats)
+            print(f"{numel} elements, {threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+            print(f"{'':34s} median ms   p90 ms")
+            for name, values in seconds.items():
+                values.sort()
+                print(f"{name:34s} {statistics.median(values) * 1e3:9.1f} {values[int(len(values) * 0.9)] * 1e3:8.1f}")
 
 
 if __name__ == "__main__":

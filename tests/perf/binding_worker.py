@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.affinity import snapshot
 from deepspeed_ext.affinity.cpulist import parse_cpulist
 from deepspeed_ext.affinity.tune_worker import optimizer_step, training_step
@@ -51,7 +52,8 @@ def offloaded_step(rank: int, ranks: int, folder: str, bind: Callable[[], None])
     from torch import nn
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}", rank=rank, world_size=ranks)
-    deepspeed.init_distributed(dist_backend="gloo")
+    with shared_buffers.not_made():
+        deepspeed.init_distributed(dist_backend="gloo")
     bind()
     layers = [nn.Sequential(nn.Linear(OFFLOAD_WIDTH, OFFLOAD_WIDTH), nn.ReLU()) for _ in range(OFFLOAD_LAYERS)]
     model = nn.Sequential(*layers)

@@ -28,6 +28,7 @@ import deepspeed
 import torch
 
 import deepspeed_ext
+from deepspeed_ext import shared_buffers
 from deepspeed_ext._errors import CheckpointError
 from tests.support.models import OddModel, two_groups
 from tests.support.zenflow import full_masters_of, weights_of, zenflow_config
@@ -168,7 +169,8 @@ def main() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.group_timeout_seconds),
     )
-    deepspeed.init_distributed(dist_backend="gloo")
+    with shared_buffers.not_made():
+        deepspeed.init_distributed(dist_backend="gloo")
     trainer = Trainer(args, rank)
     trainer.train(trainer.resume())
     trainer.finish()

@@ -23,6 +23,8 @@ def _join_group() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from deepspeed_ext import shared_buffers
+
     accelerator = get_accelerator()
     world_size = int(os.environ["WORLD_SIZE"])
     backend = "gloo"
@@ -37,7 +39,8 @@ def _join_group() -> None:
         world_size=world_size,
         timeout=timedelta(seconds=float(os.environ["DSEXT_TEST_GROUP_TIMEOUT_SECONDS"])),
     )
-    deepspeed.init_distributed(dist_backend=backend)
+    with shared_buffers.not_made():  # the tests need none of them, and pools would even share them by name
+        deepspeed.init_distributed(dist_backend=backend)
 
 
 def _reset() -> None:

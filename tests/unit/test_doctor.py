@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext import cli, doctor
+from deepspeed_ext import cli, doctor, shared_buffers
+from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._errors import UpstreamError
+from deepspeed_ext.zenflow.kernel import build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,8 +53,11 @@ def test_real_report_is_complete_json() -> None:
 
 
 def test_the_kernel_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_ext.zenflow.kernel.library_path", lambda: "/x/adam_pass.so")
-    assert doctor.check_adam_kernel() == doctor.Check("adam kernel", "ok", "native, /x/adam_pass.so", "")
+    for folder, status in ((build.FOLDER, "ok"), (cache_folder().resolve(), "ok"), (Path("/x"), "warning")):
+        library = str(folder / "adam_pass.so")
+        monkeypatch.setattr("deepspeed_ext.zenflow.kernel.library_path", lambda library=library: library)
+        check = doctor.check_adam_kernel()
+        assert (check.status, library in check.detail) == (status, True)
     monkeypatch.undo()
     monkeypatch.setenv("DSEXT_NATIVE_KERNEL", "0")
     check = doctor.check_adam_kernel()
@@ -104,6 +110,29 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check = doctor.check_operator_cache()
     assert check.status == "problem"
     assert str(lock) in check.detail
+
+
+def test_a_compiler_with_arguments_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None if " " in name else f"/bin/{name}")
+    for stated, named in (("env c++", "/bin/env"), ("", "/bin/c++"), (" ", "/bin/ ")):
+        monkeypatch.setenv("CXX", stated)
+        assert doctor.check_compiler().status == ("warning" if named == "/bin/ " else "ok"), stated
+
+
+def test_buffers_that_no_process_maps_are_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, held = (tmp_path / f"deepspeed_allreduce_buffer_0___{rank}" for rank in range(2))
+    (tmp_path / "something_else").write_bytes(b"x")
+    for path in (gone, held):
+        path.write_bytes(b"x" * 4096)
+    monkeypatch.setattr(shared_buffers, "_FOLDER", tmp_path)
+    with held.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert shared_buffers.left_over() == [gone]
+        check = doctor.check_shared_buffers()
+        assert (check.status, check.remedy) == ("warning", f"rm {gone}")
+        assert "4,096 bytes" in check.detail
+    assert shared_buffers.left_over() == [gone, held]
+    gone.unlink(), held.unlink()
+    assert doctor.check_shared_buffers().status == "ok"
 
 
 def test_a_quota_below_the_mask_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,4 +93,5 @@ def test_through_the_launcher(tmp_path: Path) -> None:
                 os.killpg(launcher.pid, signal.SIGKILL)
     assert status == 0, log.read_text()
     assert "held-out loss" in log.read_text()
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
     assert [step for step, _ in losses(tmp_path)] == [0, 1]

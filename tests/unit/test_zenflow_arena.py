@@ -1,6 +1,7 @@
 """The shared arena: places never overlap, memory is really shared, and only touched pages cost."""
 
 import gc
+import itertools
 import os
 from typing import Any
 
@@ -16,21 +17,41 @@ from deepspeed_ext.zenflow.messages import partition_specs
 from deepspeed_ext.zenflow.predictive_schedule import ring_of
 from deepspeed_ext.zenflow.transfers import Transfers
 
-sizes = st.lists(
-    st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(0, 10_000)), min_size=1, max_size=20
-)
+PAGE, MIB = 4096, 1 << 20
+numels = st.one_of(st.integers(0, 10_000), st.integers(MIB // 4, 3 * MIB), st.sampled_from([1 << k for k in range(27)]))
+sizes = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), numels), min_size=1, max_size=20)
 
 
 @given(sizes)
-def test_places_are_aligned_and_apart(described: list[tuple[str, int]]) -> None:
+def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str, int]]) -> None:
     layout = plan_layout([ArraySpec(str(i), dtype, numel) for i, (dtype, numel) in enumerate(described)])
-    end = 0
-    for spec, offset in layout.places:
-        assert offset >= end
-        assert offset % (4096 if spec.nbytes >= 4096 else 64) == 0
-        assert offset - end < 4096
+    end, free_page = 0, 0
+    for i, (spec, offset) in enumerate(layout.places):
+        assert offset % (64 if spec.nbytes >= MIB else PAGE) == 0
+        assert offset // PAGE >= free_page
+        # At most a page in front of a small array; 3 in a row, 2 on either side of each other one, for a big one.
+        assert offset - end < (PAGE if spec.nbytes < MIB else (5 * i + 2) * PAGE)
         end = offset + spec.nbytes
-    assert end <= layout.nbytes < end + 4096 + 1
+        free_page = -(-end // PAGE)
+    assert end <= layout.nbytes <= end + PAGE
+
+
+@given(
+    numel=st.one_of(st.integers(MIB // 2, 1 << 40), st.sampled_from([1 << k for k in range(19, 40)])),
+    publish_dtype=st.sampled_from(["float32", "bfloat16"]),
+    ring=st.integers(1, 30),
+    partitions=st.integers(1, 3),
+)
+def test_arrays_that_are_read_together_begin_apart(numel: int, publish_dtype: str, ring: int, partitions: int) -> None:
+    """Else the heads of equally long arrays of a power of two elements compete for cache sets and memory banks."""
+    how = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32")}
+    specs = [partition_specs(i, numel, publish_dtype=publish_dtype, ring=ring, **how) for i in range(partitions)]
+    places = plan_layout([spec for partition in specs for spec in partition]).by_name()
+    for partition in specs:
+        big = [places[spec.name].offset for spec in partition if spec.nbytes >= MIB]
+        assert len({offset % PAGE for offset in big}) == len(big)
+        pages = sorted(offset % MIB // PAGE for offset in big)
+        assert all(after - before >= 3 for before, after in itertools.pairwise([*pages, pages[0] + MIB // PAGE]))
 
 
 def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
@@ -60,7 +81,8 @@ def test_host_bytes_a_parameter() -> None:
         assert arena.resident_bytes() == 0
         for spec, _ in layout.places:
             arena.tensor(spec.name).zero_()
-        assert arena.resident_bytes() == n * expected
+        pages_begun = len(layout.places) * PAGE
+        assert n * expected <= arena.resident_bytes() <= n * expected + pages_begun
         arena.close()
 
 

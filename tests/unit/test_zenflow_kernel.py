@@ -1,9 +1,13 @@
 """The worker's pass over memory: equal to torch.optim, same for any threads and cuts, works without a compiler."""
 
+import ctypes
 import itertools
+import mmap
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Publish, library_path
+from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Publish, reference
+from tests.perf import bench_cpu_adam
 from tests.support.kernels import DTYPES, KERNELS, LIBRARY, array, make_kernel, needs_native
 
 
@@ -182,14 +187,55 @@ def test_without_compiler_and_cache_the_reference_runs(tmp_path) -> None:
     assert done.stdout.strip() == "reference"
 
 
+def test_the_reference_runs_on_its_threads_and_leaves_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk waits until all threads have one, so the pass ends only if they run at the same time."""
+    threads, before = 3, torch.get_num_threads()
+    problem = Problem(64 * threads, 1)
+    all_in_a_chunk, limits = threading.Barrier(threads), []
+    step = reference._step
+
+    def step_together(*args) -> None:
+        limits.append(torch.get_num_threads())
+        all_in_a_chunk.wait(timeout=60)
+        step(*args)
+
+    monkeypatch.setattr(reference, "_step", step_together)
+    try:
+        torch.set_num_threads(2)
+        kernel = reference.ReferenceKernel(threads, chunk_numel=64)
+        kernel.run(problem.make_pass(adam_steps(1)))
+        with ThreadPoolExecutor(1) as another:
+            seen = (torch.get_num_threads(), another.submit(torch.get_num_threads).result())
+    finally:
+        torch.set_num_threads(before)
+    assert limits == [1] * threads  # within a chunk torch divides nothing
+    assert seen == (2, 2)
+
+
 @needs_native
-def test_native_kernel_is_compiled_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSEXT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("deepspeed_ext.zenflow.kernel.build._loads", lambda path: tmp_path in path.parents)
-    first = library_path()
-    if first is None:
-        pytest.skip("no C++ compiler here")
-    stamp = os.stat(first).st_mtime_ns
-    assert library_path() == first
-    assert os.stat(first).st_mtime_ns == stamp
-    assert os.listdir(tmp_path) == [os.path.basename(first)]
+@pytest.mark.parametrize("start", [0, 1, 4095])
+def test_first_touch_reaches_every_page_and_changes_nothing(start: int) -> None:
+    """An array may begin anywhere in a page; resident pages are counted."""
+    page, numel = 4096, 4096 * 3 + 2
+    descriptor = os.memfd_create("touched")
+    os.ftruncate(descriptor, 6 * page)
+    memory = mmap.mmap(descriptor, 6 * page)
+    make_kernel("native").first_touch(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start, numel)
+    assert os.fstat(descriptor).st_blocks * 512 == ((start + numel - 1) // page + 1) * page
+    os.close(descriptor)
+
+
+def test_the_benchmark_gives_every_contender_its_threads() -> None:
+    """The reference kernel once took torch's threads away, and "fused AdamW" was timed on one beside a pass on two."""
+    before, seen = torch.get_num_threads(), []
+    try:
+        found = bench_cpu_adam.contenders(5000, threads=2)
+        found["last"] = bench_cpu_adam.Contender(lambda: seen.append(torch.get_num_threads()))
+        bench_cpu_adam.measure(found, threads=2, repeats=2)
+        greedy = bench_cpu_adam.Contender(lambda: torch.set_num_threads(1))
+        with pytest.raises(AssertionError, match="threads"):
+            greedy.time(threads=2)
+    finally:
+        torch.set_num_threads(before)
+    assert {len(one.wall) for one in found.values()} == {2}
+    assert seen == [2, 2, 2]

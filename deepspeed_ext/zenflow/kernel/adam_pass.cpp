@@ -136,10 +136,12 @@ extern "C" void dsext_adam_pass(const AdamPass *pass) {
 // The first write to a page decides its memory node: every thread writes the pages that it will work on.
 extern "C" void dsext_first_touch(char *address, int64_t bytes, int32_t threads) {
     const int64_t page = 4096;
-    const int64_t pages = (bytes + page - 1) / page;
+    const int64_t into_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % page);
+    const int64_t pages = bytes > 0 ? (into_page + bytes + page - 1) / page : 0;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t i = 0; i < pages; ++i) {
-        volatile char *target = address + i * page;
+        const int64_t start_of_page = i * page - into_page;
+        volatile char *target = address + (start_of_page > 0 ? start_of_page : 0);
         *target = *target;
     }
 }

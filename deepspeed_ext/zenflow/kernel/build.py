@@ -1,21 +1,26 @@
 """Finds the native kernel, or makes it once: nothing here is ever required.
 
-Looked for in this order: the library that ``setup.py`` built beside this file, then one in the
-folder of `deepspeed_ext._cache`, compiled there on first use when a C++ compiler is on PATH. ``DSEXT_NATIVE_KERNEL=0``
-turns it off.
+Looked for in this order: the library that ``setup.py`` built beside this file, then one in the folder of
+`deepspeed_ext._cache`, compiled there on first use if a C++ compiler is on PATH. If another user could write that
+folder, the library is compiled into a temporary one for this process. ``DSEXT_NATIVE_KERNEL=0`` turns it off.
 """
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
-from deepspeed_ext._cache import cache_folder
-from deepspeed_ext._logging import logger
+from deepspeed_ext._cache import cache_folder, make_private, why_untrusted
+from deepspeed_ext._logging import logger, warn_once
 from deepspeed_ext.zenflow.kernel.native import ABI_VERSION, NativeKernel
+from deepspeed_ext.zenflow.kernel.sealed import is_whole_elf, is_whole_sealed, seal
 
 __all__ = ["COMPILE_FLAGS", "FOLDER", "library_path"]
 
@@ -24,17 +29,32 @@ FOLDER = Path(__file__).parent
 # No -ffast-math: results must be those of the reference, to rounding.
 COMPILE_FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _COMPILE_TIMEOUT_SECONDS = 120
+_SCRATCH_PREFIX = "build-"
+
+
+class _BuildError(Exception):
+    """Why there is no native kernel."""
 
 
 def library_path() -> str | None:
-    """Return the path of a native kernel that loads here, or ``None`` (then the reference runs)."""
+    """Return the absolute path of a native kernel that loads here, or ``None`` (then the reference runs).
+
+    Unless it is turned off, a kernel that cannot be had is a warning that says why.
+    """
     if os.environ.get("DSEXT_NATIVE_KERNEL", "1") == "0":
         return None
     with contextlib.suppress(OSError):  # the folder cannot be listed: no descriptor is free, say
         for built in sorted(FOLDER.glob("_adam_pass*.so")):
-            if _loads(built):
+            if is_whole_elf(built) and _loads(built):
                 return str(built)
-    return _compile_once()
+    try:
+        return str(_find_or_compile())
+    except (_BuildError, OSError) as error:
+        warn_once(
+            f"ZenFlow's optimizer step runs as torch operations, several times slower than the native kernel: {error}. "
+            "Install a C++ compiler with OpenMP, or set DSEXT_NATIVE_KERNEL=0 to accept this"
+        )
+        return None
 
 
 def _loads(path: Path) -> bool:
@@ -46,27 +66,113 @@ def _loads(path: Path) -> bool:
     return True
 
 
-def _compile_once() -> str | None:
+def _find_or_compile() -> Path:
+    name = _library_name()
     try:
-        sources = sorted(FOLDER.glob("*.cpp"))
-        text = b"".join(path.read_bytes() for path in (*sources, *sorted(FOLDER.glob("*.h"))))
-        key = hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
-        target = cache_folder() / f"adam_pass-{ABI_VERSION}-{os.uname().machine}-{key}.so"
-        if target.exists() and _loads(target):
-            return str(target)
-        compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-        if compiler is None or not sources:
-            return None
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            # Built aside and moved: several ranks may compile at once, and none may see half a file.
-            made = Path(scratch) / target.name
-            command = [compiler, *COMPILE_FLAGS, "-shared", *map(str, sources), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_SECONDS)
-            if not _loads(made):
-                return None
-            made.replace(target)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.debug("the native kernel was not built, torch operations do its work: %s", error)
-        return None
-    return str(target)
+        folder = make_private(cache_folder())
+        reason = why_untrusted(folder)
+        if reason is None:
+            return _compiled(folder / name)
+    except OSError as error:
+        reason = str(error)
+    warn_once(
+        f"the native kernel is compiled for this process alone, since its cache cannot be used: {reason}. "
+        "Mend that, or set DSEXT_CACHE_DIR to a folder that only you can write"
+    )
+    return _compiled(_temporary_folder(os.getpid()) / name)
+
+
+def _compiled(library: Path) -> Path:
+    if not _is_usable(library):
+        _compile(library)
+    return library
+
+
+def _library_name() -> str:
+    """Sources, flags and machine decide which library it is."""
+    text = b"".join(path.read_bytes() for path in _sources("*.cpp") + _sources("*.h"))
+    key = hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
+    return f"adam_pass-{ABI_VERSION}-{os.uname().machine}-{key}.so"
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(FOLDER.glob(pattern))
+
+
+def _is_usable(library: Path) -> bool:
+    """Whether the cached library is there, ours, whole, and loads. Loading comes last: it runs what is in the file."""
+    try:
+        if reason := why_untrusted(library):
+            warn_once(f"a cached native kernel is not loaded but made anew: {reason}")
+            return False
+        return is_whole_sealed(library) and _loads(library)
+    except OSError as error:
+        logger.debug("no cached native kernel: %s", error)
+        return False
+
+
+@functools.cache
+def _temporary_folder(pid: int) -> Path:
+    """A folder for the process `pid` that goes when it ends; a forked child must not remove its parent's."""
+    folder = Path(tempfile.mkdtemp(prefix="deepspeed_ext-"))
+
+    def remove() -> None:
+        if os.getpid() == pid:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def _compiler() -> list[str]:
+    if configured := os.environ.get("CXX"):
+        try:
+            return shlex.split(configured)
+        except ValueError as error:
+            raise _BuildError(f"CXX={configured!r} cannot be read: {error}") from None
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if found is None:
+        raise _BuildError("no C++ compiler is on PATH")
+    return [found]
+
+
+def _compile(library: Path) -> None:
+    """Build aside and move: several ranks may do so at once, and none may see half a file, even after a power loss."""
+    sources = _sources("*.cpp")
+    if not sources:
+        raise _BuildError(f"its sources are not in {FOLDER}")
+    compiler = _compiler()
+    _remove_interrupted_builds(library.parent)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=_SCRATCH_PREFIX) as scratch:
+        made = Path(scratch) / library.name
+        _run([*compiler, *COMPILE_FLAGS, "-shared", *map(str, sources), "-o", str(made)])
+        if not _loads(made):
+            raise _BuildError(f"what {shlex.join(compiler)} made does not load")
+        seal(made)
+        made.replace(library)
+    _sync_folder(library.parent)
+
+
+def _remove_interrupted_builds(folder: Path) -> None:
+    for scratch in folder.glob(f"{_SCRATCH_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - scratch.stat().st_mtime > 10 * _COMPILE_TIMEOUT_SECONDS:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_SECONDS)
+    except subprocess.CalledProcessError as error:
+        words = error.stderr.decode(errors="replace").strip()
+        raise _BuildError(f"{command[0]} ended with {error.returncode}: {words[-300:]}") from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _BuildError(str(error)) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,6 +1,7 @@
 """The passes as chunked torch operations: the definition that the native kernel is tested against, and its fallback."""
 
 import ctypes
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -19,15 +20,17 @@ def as_tensor(array: Array) -> torch.Tensor:
 
 
 class ReferenceKernel:
-    """Runs passes with torch on the CPU. Results do not depend on the chunk size: every operation is elementwise,
-    and chunks end on block boundaries. Threads take chunks, and operations are not divided among threads, which would
-    wait for each other at every one of them."""
+    """Runs passes with torch on the CPU, on ``threads`` threads of its own.
+
+    Each thread takes whole chunks and does every operation alone: operations that were divided among threads would wait
+    for the slowest of them each time. Results depend neither on the threads nor on the chunk size: every operation is
+    elementwise, and chunks end on block boundaries. The calling process's number of torch threads stays as it is.
+    """
 
     name = "reference"
 
     def __init__(self, threads: int, chunk_numel: int = _CHUNK_NUMEL) -> None:
-        torch.set_num_threads(1)
-        self._pool = ThreadPoolExecutor(threads)
+        self._pool = _undivided_threads(threads)
         self._chunk_numel = chunk_numel
 
     def run(self, adam_pass: AdamPass) -> None:
@@ -72,6 +75,33 @@ class ReferenceKernel:
                 published[i][home] = p[i][home].to(published[i].dtype)
 
         list(self._pool.map(work, range(len(p))))
+
+
+def _undivided_threads(number: int) -> ThreadPoolExecutor:
+    """A pool of `number` threads, all running, in each of which torch does not divide operations.
+
+    OpenMP keeps the limit for each thread, but `torch.set_num_threads` also makes it the default of threads to come and
+    MKL's limit. So the old number is set again once every thread of the pool has taken its limit.
+    """
+    before = torch.get_num_threads()
+    all_limited = threading.Barrier(number + 1)
+
+    def take_limit() -> None:
+        torch.get_num_threads()  # a thread's first question gives it the default; later it would undo the next line
+        torch.set_num_threads(1)
+        all_limited.wait()
+
+    pool = ThreadPoolExecutor(number, thread_name_prefix="dsext-pass", initializer=take_limit)
+    try:
+        for _ in range(number):  # no thread is idle before all have passed the barrier, so each call starts one more
+            pool.submit(int)
+        all_limited.wait()
+    except RuntimeError:  # no more threads can be started: those that were must not wait for them
+        all_limited.abort()
+        raise
+    finally:
+        torch.set_num_threads(before)
+    return pool
 
 
 def _elements(of_blocks: torch.Tensor, block: int, numel: int) -> torch.Tensor:
