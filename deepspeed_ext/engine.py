@@ -248,7 +248,7 @@ class Engine(DeepSpeedEngine):
         super()._take_model_step(lr_kwargs)
         if self.core_binding is not None and not self._cores_refreshed:  # backends and autograd start threads late
             self._cores_refreshed = True
-            self.core_binding.refresh()
+            self.core_binding.refresh(self.optimizer.zenflow_adam.link.process.pid if self._has_own_zenflow() else None)
         if self._has_own_zenflow():
             self._report_zenflow()
 
