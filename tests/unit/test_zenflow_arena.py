@@ -3,7 +3,7 @@
 import os
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
@@ -15,6 +15,7 @@ sizes = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_places_are_aligned_and_apart(described: list[tuple[str, int]]) -> None:
     layout = plan_layout([ArraySpec(str(i), dtype, numel) for i, (dtype, numel) in enumerate(described)])
