@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,10 @@ from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
 ZERO_STAGE_WEIGHTS = 3
 
+# For values in messages: `repr` fails for what is nested thousands deep, and may be pages long.
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = 80
+
 __all__ = ["Engine", "HybridEngine", "PipeEngine", "ZeroConfig"]
 
 
@@ -68,9 +73,11 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
                 known = [name for model in (cls, *cls._sections()) for name in model.model_fields]
                 close = difflib.get_close_matches(str(mistake["loc"][-1]), known, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else "; remove it or see docs/config_reference.md"
-                lines.append(f"zero_optimization.{path} is not a field (its value was {mistake['input']!r}){hint}")
+                lines.append(
+                    f"zero_optimization.{path} is not a field (its value was {_brief.repr(mistake['input'])}){hint}"
+                )
             elif mistake["loc"] and mistake["loc"][0] in ZeroFields.model_fields:
-                lines.append(f"zero_optimization.{path} = {mistake['input']!r}: {mistake['msg']}")
+                lines.append(f"zero_optimization.{path} = {_brief.repr(mistake['input'])}: {mistake['msg']}")
         return "; ".join(lines)
 
     def _contradictions(self) -> str:
