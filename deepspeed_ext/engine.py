@@ -60,6 +60,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             if message := self._explain(error):
                 raise ConfigError(message) from error
             raise
+        except RecursionError:  # in a check of DeepSpeed's that prints the value
+            raise ConfigError("zero_optimization: a value is nested too deep for any field") from None
         if message := self._contradictions() or self._unbuilt():
             raise ConfigError(message)
 

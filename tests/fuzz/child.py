@@ -30,7 +30,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     faulthandler.enable()
     connection = Connection(int(descriptor))
-    connection.send("ready")
+    for target in targets.values():
+        target.prepare()
+    connection.send(list(targets))
     while (request := connection.recv()) is not None:
         case, runs = request
         connection.send(_answer(targets[case.target], case, runs, Path(folder), float(seconds)))

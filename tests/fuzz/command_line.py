@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from deepspeed_ext import cli, doctor
+from deepspeed_ext.affinity.plot import plot_result
 from deepspeed_ext.affinity.tune import Tuner
 from tests.fuzz import trees, values
 from tests.fuzz.target import Parts, Target
@@ -115,4 +116,10 @@ def call(argv: list[str]) -> tuple[Any, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-TARGET = Target("command-line", make, run)
+def prepare() -> None:
+    """Let matplotlib write its caches now."""
+    with contextlib.suppress(ImportError):
+        plot_result(RESULT, "png")
+
+
+TARGET = Target("command-line", make, run, prepare)

@@ -44,7 +44,12 @@ class Fuzzer:
     Args:
         where: ``module:name`` of the targets.
         case_seconds: a case that takes longer has hung.
+
+    Attributes:
+        names: of the targets.
     """
+
+    names: list[str]
 
     def __init__(self, where: str = ALL, case_seconds: float = CASE_SECONDS) -> None:
         self._where = where
@@ -54,6 +59,7 @@ class Fuzzer:
 
     def __enter__(self) -> Fuzzer:
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+        self._start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -126,7 +132,7 @@ class Fuzzer:
         try:
             if not self._connection.poll(START_SECONDS):
                 raise TimeoutError
-            self._connection.recv()
+            self.names = self._connection.recv()
         except (EOFError, OSError) as error:
             raise RuntimeError(f"the fuzzing process did not start: {self._log.read_text(errors='replace')}") from error
         return self._connection

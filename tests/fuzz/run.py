@@ -18,12 +18,12 @@ MOST_FAILURES = 20
 
 def main() -> int:
     arguments = _arguments()
-    names = arguments.target or _names()
-    print(f"seed {arguments.seed}, targets {', '.join(names)}")
     counts: Counter[str] = Counter()
     kinds: set[tuple[str, str]] = set()
-    end = time.monotonic() + 60 * arguments.minutes
     with Fuzzer() as fuzzer:
+        names = arguments.target or fuzzer.names
+        print(f"seed {arguments.seed}, targets {', '.join(names)}", flush=True)
+        end = time.monotonic() + 60 * arguments.minutes
         numbers: Iterable[int] = [arguments.case] if arguments.case is not None else _numbers(end)
         for number in numbers:
             for name in names:
@@ -47,12 +47,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--case", type=int, help="run this one case of each target")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "fuzz", help="folder for what fails")
     return parser.parse_args()
-
-
-def _names() -> list[str]:
-    from tests.fuzz.targets import TARGETS
-
-    return [target.name for target in TARGETS]
 
 
 def _numbers(end: float) -> Iterator[int]:

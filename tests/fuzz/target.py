@@ -25,11 +25,13 @@ class Target:
         name: for the command line and the report.
         make: invents the parts of a case.
         run: tries them in an empty folder, which is also the working directory. Every exception is a failure.
+        prepare: called once before the first case; may write elsewhere.
     """
 
     name: str
     make: Callable[[random.Random], Parts]
     run: Callable[[Parts, Path], None]
+    prepare: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ _allowed: list[str] = []
 _watching = False
 _ONE_PATH = {"os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.chown", "os.utime"}
 _TWO_PATHS = {"os.rename", "os.link", "os.symlink"}
+_THROUGH_LINKS = {"open", "os.truncate", "os.chmod", "os.chown", "os.utime"}
 _PROCESSES = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -109,13 +112,16 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _PROCESSES:
         raise OutsideError(f"{event}{arguments[:1]}")
     for path in _written(event, arguments):
-        if isinstance(path, str | bytes) and not f"{_real(path)}/".startswith(f"{_allowed[-1]}/"):
+        through_links = event in _THROUGH_LINKS
+        if isinstance(path, str | bytes) and not f"{_real(path, through_links)}/".startswith(f"{_allowed[-1]}/"):
             raise OutsideError(f"{event} of {path!r}")
 
 
-def _real(path: str | bytes) -> str:
+def _real(path: str | bytes, through_links: bool) -> str:
+    """What is written: a link itself, or what it names."""
     try:
-        return os.path.realpath(os.fsdecode(path))
+        folder, name = os.path.split(os.fsdecode(path))
+        return os.path.realpath(os.fsdecode(path)) if through_links else os.path.join(os.path.realpath(folder), name)
     except ValueError:  # a null byte: the call is about to fail
         return _allowed[-1]
 
