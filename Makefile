@@ -24,6 +24,7 @@ BUDGET ?= 570
 PYTHON_VERSION ?= 3.12
 MODE ?= zenflow
 SOAK_MINUTES ?= 30
+FUZZ_MINUTES ?= 30
 ARGS ?=
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -36,7 +37,7 @@ OFFLINE = PATH="$$(dirname "$$python"):$$PATH" TORCH_EXTENSIONS_DIR="$$(dirname 
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu check format soak bench bench-gpu wheels docs clean
+.PHONY: help train test test-full test-gpu check format soak fuzz bench bench-gpu wheels docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -64,6 +65,9 @@ format: $(VENV)/.stamp-dev  ## put the code into its standard form
 
 soak: $(VENV)/.stamp-operators  ## train with faults at random times for SOAK_MINUTES, and compare with an undisturbed run
 	python -m tests.soak.run --minutes $(SOAK_MINUTES) $(ARGS)
+
+fuzz: $(VENV)/.stamp-operators  ## try invented configs, command lines, hosts and files for FUZZ_MINUTES (ARGS="--seed 7 --target trees")
+	python -m tests.fuzz.run --minutes $(FUZZ_MINUTES) $(ARGS)
 
 bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed, side by side
 	for file in tests/perf/bench_*.py; do python -m "tests.perf.$$(basename "$$file" .py)" $(ARGS); done

@@ -6,11 +6,12 @@ Each command imports what it needs when it runs: ``plan`` answers without import
 import argparse
 import contextlib
 import json
+import math
 import os
+import re
 import runpy
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from deepspeed_ext._errors import ConfigError, DeepSpeedExtError, UnsupportedError
@@ -19,6 +20,8 @@ from deepspeed_ext._version import __version__
 __all__ = ["main"]
 
 EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
+# Above anything that exists, and far below what would use up the memory or turn into infinity.
+MOST_RANKS, MOST_CORES, MOST_ELEMENTS, MOST_STEPS, MOST_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,16 +33,16 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.name == "run":  # whatever the script raises is its own
-        return _run(parser, arguments)
+    arguments = _parser().parse_args(argv)
     try:
-        return arguments.command(arguments)
+        status: int = arguments.command(arguments)
     except (ConfigError, UnsupportedError, ValueError) as error:
         return _complain(arguments, error, EXIT_BAD_INPUT)
     except (DeepSpeedExtError, OSError) as error:
         return _complain(arguments, error, EXIT_PROBLEM)
+    if arguments.name == "run":  # whatever the script raises is its own
+        runpy.run_path(arguments.script, run_name="__main__")
+    return status
 
 
 def _complain(arguments: argparse.Namespace, error: Exception, status: int) -> int:
@@ -79,7 +82,7 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     plan.add_argument(
         "--optimizer-cores",
         metavar="K",
-        type=_positive,
+        type=_whole(1, MOST_CORES),
         help="cores of a rank for its optimizer [as tuned here, else the rest]",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
@@ -102,16 +105,23 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
     tune = commands.add_parser("tune", help="measure how many cores the optimizer needs", allow_abbrev=False)
-    tune.add_argument("--ranks", metavar="R", type=_positive, help="local ranks [number of accelerators, at least 1]")
+    tune.add_argument(
+        "--ranks", metavar="R", type=_whole(1, MOST_RANKS), help="local ranks [number of accelerators, at least 1]"
+    )
     _add_ranks(tune)
     tune.add_argument("--quick", action="store_true", help="fewer steps on smaller buffers: under 20 seconds")
     tune.add_argument(
-        "--elements", metavar="M", type=_positive, help="parameters of a rank to update [from cache size]"
+        "--elements",
+        metavar="M",
+        type=_whole(1, MOST_ELEMENTS),
+        help="parameters of a rank to update [from cache size]",
     )
     tune.add_argument(
-        "--gpu-step-ms", metavar="MS", type=float, help="accelerator time of a step that hides the update"
+        "--gpu-step-ms", metavar="MS", type=_milliseconds, help="accelerator time of a step that hides the update"
     )
-    tune.add_argument("--update-interval", metavar="S", type=_positive, default=1, help="steps a host update [1]")
+    tune.add_argument(
+        "--update-interval", metavar="S", type=_whole(1, MOST_STEPS), default=1, help="steps per host update [1]"
+    )
     tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
     tune.add_argument("--output", metavar="FILE", help="write the result there and not into the cache")
     tune.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -124,29 +134,49 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    run.set_defaults(command=_prepare_run)
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    """An argument type: a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if re.fullmatch("[0-9]{1,18}", text) is None or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number of {least} to {most}, got {_shown(text)}")
+        return int(text)
+
+    return parse
 
 
 def _reserved_cores(text: str) -> int | float:
-    from deepspeed_ext.affinity.plan import check_reserved_cores
+    from deepspeed_ext.affinity.split import check_reserved_cores
 
+    if text.isdecimal():
+        return _whole(1, MOST_CORES)(text)
     try:
-        return check_reserved_cores(int(text) if text.isdecimal() else float(text))
+        return check_reserved_cores(float(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
+        raise argparse.ArgumentTypeError(str(error)[:200]) from None
 
 
 def _node(text: str) -> int | None:
-    if text in ("-1", "none"):
-        return None
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a NUMA node number, -1 or none, got {text!r}")
-    return int(text)
+    return None if text in ("-1", "none") else _whole(0, MOST_CORES)(text)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value <= MOST_MILLISECONDS:  # false for NaN too
+        raise argparse.ArgumentTypeError(
+            f"expected milliseconds above 0 and at most {MOST_MILLISECONDS:g}, got {_shown(text)}"
+        )
+    return value
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -163,7 +193,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     from deepspeed_ext.affinity.host import read_host
     from deepspeed_ext.affinity.plan import PlanRequest, plan_host
     from deepspeed_ext.affinity.report import plan_svg, plan_text
+    from deepspeed_ext.affinity.target import Target
 
+    picture = None if arguments.svg is None else Target.check(arguments.svg, "--svg")
     host = read_host(arguments.root, arguments.allowed, arguments.gpu_node)
     optimizer_cores = arguments.optimizer_cores
     if optimizer_cores is None and arguments.pt_reserved_cores is None and arguments.root == "/":
@@ -171,8 +203,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores)
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
-    if arguments.svg:
-        Path(arguments.svg).write_text(plan_svg(host.topology, plan))
+    if picture is not None:
+        picture.write(plan_svg(host.topology, plan).encode())
     return 0
 
 
@@ -184,15 +216,21 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    if not Path(arguments.script).is_file():
-        parser.error(f"run: there is no script {arguments.script}")
+def _prepare_run(arguments: argparse.Namespace) -> int:
+    """Make this process look like ``python SCRIPT ARGS`` with the extension on."""
+    script = os.path.realpath(arguments.script)
+    if not os.path.isfile(script):
+        raise ConfigError(f"there is no script {arguments.script}")
+    with open(script, "rb"):  # readable?
+        pass
     import deepspeed_ext  # takes the affinity snapshot, which must come before torch
 
     deepspeed_ext.enable()
     sys.argv = [arguments.script, *arguments.arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(arguments.script))
-    runpy.run_path(arguments.script, run_name="__main__")
+    # As Python does: the folder of the script itself, not of a link to it, in place of this command's own; with
+    # PYTHONSAFEPATH there is neither, and the first entry is one of the user's.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(script)
     return 0
 
 

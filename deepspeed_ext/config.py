@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, field_validator
 
-from deepspeed_ext.affinity.plan import check_reserved_cores
+from deepspeed_ext.affinity.split import DEFAULT_RESERVED_FRACTION, check_reserved_cores
 
 __all__ = ["CoreBindingConfig", "FlattenTier", "ReservedCores", "ZenFlowConfig", "ZeroFields", "idle_fields"]
 
@@ -93,7 +93,7 @@ class ZenFlowConfig(_Section):
     """Cores kept for PyTorch, the rest is the worker's: a count, or a fraction of this rank's cores. Not given: what
     was tuned for this machine, else half."""
 
-    pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = DEFAULT_RESERVED_FRACTION
     """DeepSpeed's name for the fraction; used if ``pt_reserved_cores`` is not given and this is."""
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1

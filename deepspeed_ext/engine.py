@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-<<<<<<< HEAD
-from contextlib import AbstractContextManager, nullcontext
-=======
+import reprlib
 import weakref
-from contextlib import ExitStack
->>>>>>> worker
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,6 +42,10 @@ from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
 ZERO_STAGE_WEIGHTS = 3
 
+# For values in messages: `repr` fails for what is nested thousands deep, and may be pages long.
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = 80
+
 __all__ = ["Engine", "HybridEngine", "PipeEngine", "ZeroConfig"]
 
 
@@ -62,6 +63,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             if message := self._explain(error):
                 raise ConfigError(message) from error
             raise
+        except RecursionError:  # in a check of DeepSpeed's that prints the value
+            raise ConfigError("zero_optimization: a value is nested too deep for any field") from None
         if message := self._contradictions() or self._unbuilt():
             raise ConfigError(message)
 
@@ -75,9 +78,11 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
                 known = [name for model in (cls, *cls._sections()) for name in model.model_fields]
                 close = difflib.get_close_matches(str(mistake["loc"][-1]), known, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else "; remove it or see docs/config_reference.md"
-                lines.append(f"zero_optimization.{path} is not a field (its value was {mistake['input']!r}){hint}")
+                lines.append(
+                    f"zero_optimization.{path} is not a field (its value was {_brief.repr(mistake['input'])}){hint}"
+                )
             elif mistake["loc"] and mistake["loc"][0] in ZeroFields.model_fields:
-                lines.append(f"zero_optimization.{path} = {mistake['input']!r}: {mistake['msg']}")
+                lines.append(f"zero_optimization.{path} = {_brief.repr(mistake['input'])}: {mistake['msg']}")
         return "; ".join(lines)
 
     def _contradictions(self) -> str:
@@ -312,7 +317,7 @@ class Engine(DeepSpeedEngine):
         super()._take_model_step(lr_kwargs)
         if self.core_binding is not None and not self._cores_refreshed:  # backends and autograd start threads late
             self._cores_refreshed = True
-            self.core_binding.refresh()
+            self.core_binding.refresh(self.optimizer.zenflow_adam.link.process.pid if self._has_own_zenflow() else None)
         if self._has_own_zenflow():
             self._report_zenflow()
 

@@ -19,7 +19,7 @@ import torch
 from deepspeed_ext._logging import warn_once
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.affinity.cgroup import own_groups
-from deepspeed_ext.affinity.tree import read_int
+from deepspeed_ext.affinity.tree import positive, read_int, read_text
 
 __all__ = [
     "accelerator_empty",
@@ -79,11 +79,8 @@ def _cgroup_limit_and_use(root: Path) -> tuple[int, int]:
 
 def _reclaimable(path: Path) -> int:
     """Page cache that the kernel drops before it refuses an allocation."""
-    try:
-        fields = dict(line.split()[:2] for line in path.read_text().splitlines() if line)
-    except OSError:
-        return 0
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+    fields = dict(line.partition(" ")[::2] for line in (read_text(path) or "").splitlines())
+    return positive(fields.get("total_inactive_file", fields.get("inactive_file", "")))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

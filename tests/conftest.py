@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 
-import hypothesis
 import pytest
 import torch
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # machines that run tests are often busy
-hypothesis.settings.load_profile("untimed")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

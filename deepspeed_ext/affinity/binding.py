@@ -9,7 +9,8 @@ from deepspeed_ext.affinity import accelerators, tuned
 from deepspeed_ext.affinity.allowed import omp_binding
 from deepspeed_ext.affinity.apply import Masks, confine, outside, restore
 from deepspeed_ext.affinity.cgroup import read_cpuset
-from deepspeed_ext.affinity.exchange import Agreement, Gather, agree, group_gather, report_rank
+from deepspeed_ext.affinity.cpulist import format_cpulist
+from deepspeed_ext.affinity.exchange import Agreement, Gather, RankReport, agree, group_gather, report_rank
 from deepspeed_ext.affinity.openmp import ThreadCount, start_pool
 from deepspeed_ext.affinity.plan import PlanRequest, RankPlan
 from deepspeed_ext.affinity.report import plan_text
@@ -37,6 +38,20 @@ class Verification:
     def ok(self) -> bool:
         """Whether every thread is in its place."""
         return not (self.trainer or self.worker or self.lost)
+
+    def __str__(self) -> str:
+        """What is out of place and what to do, in one line."""
+        told = []
+        if self.lost:
+            told.append(
+                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this job's cpuset; threads "
+                "crowd on the others: start the job again"
+            )
+        for name, threads in (("this process", self.trainer), ("the optimizer process", self.worker)):
+            if threads:
+                cpus = format_cpulist(frozenset().union(*threads.values()))
+                told.append(f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}")
+        return "; ".join(told) or "every thread is in its place"
 
 
 class CoreBinding:
@@ -83,17 +98,21 @@ class CoreBinding:
         Raises:
             ConfigError: on every rank, if a rank's configuration contradicts itself.
             PlanMismatchError: on every rank, if ranks ask for different things.
+            RankError: on every rank, if anything else went wrong on one.
         """
         off = os.environ.get(DISABLE_VARIABLE) == "0"
-        report, topology = report_rank(
-            rank,
-            local_rank,
-            PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
-            pci_address=accelerators.pci_address(),
-            kernel=kernel,
-            tuned=tuned.load_all() if config.use_tuning_result else {},
-            disabled=f"{DISABLE_VARIABLE}=0" if off else None,
-        )
+        try:
+            report, topology = report_rank(
+                rank,
+                local_rank,
+                PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
+                pci_address=accelerators.pci_address(),
+                kernel=kernel,
+                tuned=tuned.load_all() if config.use_tuning_result else {},
+                disabled=f"{DISABLE_VARIABLE}=0" if off else None,
+            )
+        except Exception as error:  # the other ranks are on their way to the gather
+            report, topology = RankReport.of_failure(rank, local_rank, error), None
         binding = cls(agree(report, topology, gather or group_gather(group)))
         for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
             warn_once(f"core binding: {warning}")
@@ -125,10 +144,10 @@ class CoreBinding:
                 start_pool(plan.pytorch_threads)
                 os.sched_setaffinity(os.getpid(), plan.pytorch)
             confine(plan.pytorch, one_each="isolated" in plan.flags)
-        except OSError as error:
-            self._give_up(str(error))
+        except Exception as error:  # one rank that stopped here would leave the others in the next collective
+            self._give_up(error)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: Exception) -> None:
         wanted = self.plan.pytorch if self.plan else ()
         self.restore()
         warn_once(
@@ -136,20 +155,23 @@ class CoreBinding:
         )
 
     def refresh(self, worker_pid: int | None = None) -> Verification:
-        """Confine threads that were born outside since `start`, then `verify`."""
+        """Confine threads that were born outside since `start`, then `verify` and warn of what is out of place."""
         if self.plan is not None:
             try:
                 confine(self.plan.pytorch, one_each="isolated" in self.plan.flags)
-            except OSError as error:
-                self._give_up(str(error))
-        return self.verify(worker_pid)
+            except Exception as error:  # as in `_apply`
+                self._give_up(error)
+        found = self.verify(worker_pid)
+        if not found.ok:
+            warn_once(f"core binding: {found}")
+        return found
 
     def verify(self, worker_pid: int | None = None) -> Verification:
         """Ask the kernel where the threads of this process, and of the optimizer process, may run."""
         if self.plan is None:
             return Verification()
         planned = frozenset(self.plan.pytorch)
-        lost = planned - ((read_cpuset() or planned) & read_online())
+        lost = planned - ((read_cpuset() or planned) & (read_online() or planned))
         worker = outside(self.plan.optimizer, worker_pid) if worker_pid is not None else {}
         return Verification(outside(planned), worker, lost)
 

@@ -4,9 +4,10 @@ A cpuset says which CPUs, a quota says how much CPU time: they are kept apart.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from deepspeed_ext.affinity.tree import read_cpus, read_int, read_text
+from deepspeed_ext.affinity.tree import positive, read_cpus, read_int, read_text
 
 __all__ = [
     "own_groups",
@@ -17,6 +18,9 @@ __all__ = [
     "read_throttled_count",
 ]
 
+# Groups are nested in each other a few deep; a path of thousands would be walked for minutes.
+_MAX_DEPTH = 128
+
 
 def own_groups(root: Path, controller: str) -> Iterator[Path]:
     """This process's directory for ``controller`` and all its parents, version 1 then version 2; some may not exist.
@@ -25,24 +29,30 @@ def own_groups(root: Path, controller: str) -> Iterator[Path]:
     mounted: the walk up then ends at the mount's root, which is the container's own group.
     """
     mounts = root / "sys/fs/cgroup"
-    for line in (read_text(root / "proc/self/cgroup") or f"0::/\n1:{controller}:/").splitlines():
-        fields = line.split(":", 2)
-        if len(fields) != 3:
-            continue
-        if fields[1] == "":
+    for controllers, group in _memberships(root) or [("", "/"), (controller, "/")]:
+        if controllers == "":
             tops = [mounts / "unified", mounts]
-        elif controller in fields[1].split(","):
+        elif controller in controllers.split(","):
             tops = [top for top in _entries(mounts) if controller in top.name.split(",")]
         else:
             continue
-        parts = [part for part in PurePosixPath(fields[2]).parts if part not in ("/", "..")]
+        parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")][:_MAX_DEPTH]
         for top in tops:
             for depth in range(len(parts), -1, -1):
                 yield top.joinpath(*parts[:depth])
 
 
+def _memberships(root: Path) -> list[tuple[str, str]]:
+    """(controllers, path of the group) for each line of /proc/self/cgroup; version 2 names no controllers."""
+    lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
+    fields = (line.split(":", 2) for line in lines)
+    return [(field[1], field[2]) for field in fields if len(field) == 3]
+
+
 def _entries(directory: Path) -> list[Path]:
-    return sorted(directory.iterdir()) if directory.is_dir() else []
+    with suppress(OSError):
+        return sorted(directory.iterdir())
+    return []
 
 
 def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
@@ -51,7 +61,7 @@ def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
     for group in own_groups(Path(root), "cpu"):
         fields = (read_text(group / "cpu.max") or "").split()
         if len(fields) == 2:
-            quota, period = (int(field) if field.isdecimal() else 0 for field in fields)
+            quota, period = (positive(field) for field in fields)
         else:
             quota = read_int(group / "cpu.cfs_quota_us") or 0
             period = read_int(group / "cpu.cfs_period_us") or 0
@@ -87,8 +97,8 @@ def read_throttled_count(root: Path | str = "/") -> int:
     for group in own_groups(Path(root), "cpu"):
         for line in (read_text(group / "cpu.stat") or "").splitlines():
             key, _, value = line.partition(" ")
-            if key == "nr_throttled" and value.isdecimal():
-                return int(value)
+            if key == "nr_throttled":
+                return positive(value)
     return 0
 
 
@@ -99,6 +109,5 @@ def read_cgroup_id(root: Path | str = "/") -> str:
         inside = str(namespace.readlink())
     except OSError:
         inside = ""
-    lines = (read_text(Path(root, "proc/self/cgroup")) or "").splitlines()
-    paths = [line.split(":", 2)[2] for line in lines if line.startswith("0::") or ":cpu" in line]
-    return "|".join([inside, *sorted(set(paths))])
+    paths = {group for names, group in _memberships(Path(root)) if names == "" or names.startswith("cpu")}
+    return "|".join([inside, *sorted(paths)])

@@ -8,7 +8,11 @@ __all__ = ["format_cpulist", "parse_cpulist", "parse_cpumask"]
 # Linux itself stops at 8192; the bound keeps a typing error such as 0-4000000000 from eating the memory.
 MAX_CPU_ID = (1 << 16) - 1
 
-_ITEM = re.compile(r"(\d+)(?:-(\d+)(?::(\d+)(?:/(\d+))?)?)?")
+# A file of 64 KiB could name every CPU thousands of times.
+_MAX_NAMED = 16 * (MAX_CPU_ID + 1)
+_NUMBER = "([0-9]{1,9})"
+_ITEM = re.compile(f"{_NUMBER}(?:-{_NUMBER}(?::{_NUMBER}(?:/{_NUMBER})?)?)?")
+_MASK = re.compile("[0-9a-f]{1,8}(?:,[0-9a-f]{1,8})*", re.IGNORECASE)
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
@@ -20,28 +24,32 @@ def parse_cpulist(text: str) -> frozenset[int]:
         ValueError: the text is not a CPU list; the message quotes the item.
     """
     cpus: set[int] = set()
+    named = 0
     text = text.strip()
     for item in text.split(",") if text else ():
-        cpus.update(_expand(item.strip()))
+        span, used, group = _parse_item(item.strip())
+        named += len(span)
+        if named > _MAX_NAMED:
+            raise ValueError(f"a CPU list that names more than {_MAX_NAMED} CPUs, most of them again and again")
+        cpus.update(span if used == group else (cpu for cpu in span if (cpu - span.start) % group < used))
     return frozenset(cpus)
 
 
-def _expand(item: str) -> Iterable[int]:
+def _parse_item(item: str) -> tuple[range, int, int]:
+    """(all CPUs of the item's range, how many are used of each group, size of a group)."""
     match = _ITEM.fullmatch(item)
     if match is None:
-        raise ValueError(f"{item!r} is not a CPU number or range (write for example 0,4-11)")
+        raise ValueError(f"{item[:40]!r} is not a CPU number or range (write for example 0,4-11)")
     first = int(match[1])
     last = int(match[2]) if match[2] else first
     if last < first:
         raise ValueError(f"the range {item!r} runs backwards")
     if last > MAX_CPU_ID:
         raise ValueError(f"CPU {last} in {item!r} is beyond the highest supported number {MAX_CPU_ID}")
-    if match[3] is None:
-        return range(first, last + 1)
-    used, group = (int(match[3]), int(match[4])) if match[4] else (1, int(match[3]))
+    used, group = (int(match[3]), int(match[4])) if match[4] else (1, int(match[3] or 1))
     if not 0 < used <= group:
         raise ValueError(f"{item!r}: a group takes at least one CPU and at most its own size")
-    return (cpu for cpu in range(first, last + 1) if (cpu - first) % group < used)
+    return range(first, last + 1), used, group
 
 
 def parse_cpumask(text: str) -> frozenset[int]:
@@ -50,10 +58,13 @@ def parse_cpumask(text: str) -> frozenset[int]:
     Raises:
         ValueError: the text is not a hex mask.
     """
-    mask = 0
-    for group in text.strip().split(","):
-        mask = (mask << 32) | int(group, 16)
-    return frozenset(cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1)
+    text = text.strip()
+    if _MASK.fullmatch(text) is None:
+        raise ValueError(f"{text[:40]!r} is not a CPU mask (hex digits in groups of at most eight)")
+    mask = int("".join(group.rjust(8, "0") for group in text.split(",")), 16)
+    if mask.bit_length() > MAX_CPU_ID + 1:
+        raise ValueError(f"a CPU mask beyond the highest supported number {MAX_CPU_ID}")
+    return frozenset(cpu for cpu, bit in enumerate(reversed(f"{mask:b}")) if bit == "1")
 
 
 def format_cpulist(cpus: Iterable[int]) -> str:

@@ -7,12 +7,12 @@ that cannot read its host or does not want to be bound still takes part: nobody 
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext._errors import ConfigError, PlanMismatchError, UnsupportedError
+from deepspeed_ext._errors import ConfigError, PlanMismatchError, RankError, UnsupportedError
 from deepspeed_ext.affinity.allowed import find_allowed
 from deepspeed_ext.affinity.cgroup import read_cgroup_id, read_cpu_quota_cores
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
@@ -43,6 +43,15 @@ class RankReport:
     """Why this rank does not want to be bound."""
     error: str | None = None
     """A contradiction in this rank's configuration."""
+    failure: str | None = None
+    """What else went wrong on this rank before it could report."""
+
+    @classmethod
+    def of_failure(cls, rank: int, local_rank: int, error: Exception) -> "RankReport":
+        """The report of a rank that could not make one: its error, for all ranks."""
+        report = cls(rank, "", RankFacts(local_rank, frozenset()), None, PlanRequest())
+        is_contradiction = isinstance(error, ConfigError)
+        return replace(report, error=str(error)) if is_contradiction else replace(report, failure=_described(error))
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ def report_rank(
     disabled: str | None = None,
     root: Path | str = "/",
 ) -> tuple[RankReport, Topology | None]:
-    """Read this rank's host. Never raises: what went wrong is part of the report."""
+    """Read this rank's host. A host that cannot be read, and a contradiction, are part of the report."""
     topology, node, quota, error = None, None, None, None
     warnings: tuple[str, ...] = ()
     allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
@@ -119,10 +128,12 @@ def agree(mine: RankReport, topology: Topology | None, gather: Gather) -> Agreem
     Raises:
         ConfigError: on every rank, if a rank's configuration contradicts itself.
         PlanMismatchError: on every rank, if ranks asked for different things or computed different plans.
+        RankError: on every rank, if anything else went wrong on one.
     """
     reports: Sequence[RankReport] = gather(mine)
     if errors := [f"rank {report.rank}: {report.error}" for report in reports if report.error]:
         raise ConfigError("; ".join(errors))
+    _raise_failures((report.rank, report.failure) for report in reports)
     if len({report.request for report in reports}) > 1:
         listing = "; ".join(f"rank {report.rank}: {report.request}" for report in reports)
         raise PlanMismatchError(f"the ranks ask for different core plans, give all the same config: {listing}")
@@ -130,11 +141,28 @@ def agree(mine: RankReport, topology: Topology | None, gather: Gather) -> Agreem
         (report for report in reports if report.boot_id == mine.boot_id),
         key=lambda report: (report.facts.local_rank, report.rank),
     )
-    agreement = _plan_with(mine, topology, peers)
-    # A host whose ranks each plan for themselves has nothing to compare.
-    shared = agreement.host is not None and len(agreement.host.ranks) == len(peers)
-    _require_equal(gather((mine.rank, mine.boot_id, agreement.host.digest() if shared and agreement.host else "")))
+    agreement, digest, failure = None, "", None
+    try:
+        agreement = _plan_with(mine, topology, peers)
+        # A host whose ranks each plan for themselves has nothing to compare.
+        if agreement.host is not None and len(agreement.host.ranks) == len(peers):
+            digest = agreement.host.digest()
+    except Exception as error:  # the ranks of other hosts are on their way to the next gather
+        failure = error
+    plans = gather((mine.rank, mine.boot_id, digest, failure and _described(failure)))
+    _raise_failures((rank, text) for rank, _, _, text in plans)
+    _require_equal([plan[:3] for plan in plans])
+    assert agreement is not None
     return agreement
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _raise_failures(failures: Iterable[tuple[int, str | None]]) -> None:
+    if texts := [f"rank {rank}: {text}" for rank, text in failures if text]:
+        raise RankError(f"core binding: {'; '.join(texts)}")
 
 
 def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[RankReport]) -> Agreement:

@@ -13,12 +13,16 @@ from pathlib import Path
 
 import torch
 
+from deepspeed_ext.affinity.tree import read_text
+
 __all__ = ["ThreadCount", "start_pool"]
 
 _RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # torch splits elementwise work into pieces of at least this many elements.
 _GRAIN_ELEMENTS = 32768
+# A process may have 65530 mappings, and a path in each.
+_MAPS_LIMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,7 @@ def start_pool(threads: int) -> None:
 
 def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
     """The OpenMP runtimes mapped into this process; none where /proc does not tell."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return
+    lines = (read_text(Path("/proc/self/maps"), _MAPS_LIMIT_BYTES) or "").splitlines()
     for path in sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}):
         try:
             yield path, ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)

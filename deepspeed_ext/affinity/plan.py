@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,27 +9,10 @@ from dataclasses import asdict, dataclass
 from deepspeed_ext.affinity.cpulist import format_cpulist
 from deepspeed_ext.affinity.place import Need, Placement, place
 from deepspeed_ext.affinity.share import Pool, home_node, share_cores, usable_cores
+from deepspeed_ext.affinity.split import check_reserved_cores, split_cores, within_quota
 from deepspeed_ext.affinity.topology import Core, Topology
 
-__all__ = ["HostPlan", "PlanRequest", "RankFacts", "RankPlan", "check_reserved_cores", "plan_host"]
-
-# Share of a rank's cores kept for PyTorch where nobody said and nothing was measured.
-DEFAULT_RESERVED_FRACTION = 0.5
-
-
-def check_reserved_cores(value: int | float) -> int | float:
-    """``value`` if it can say how many cores to keep for PyTorch: a count of at least 1 or a fraction in (0, 1).
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"expected a count of cores (1, 2, ...) or a fraction between 0 and 1, got {value!r}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"PyTorch needs at least 1 core, got {value}")
-    if isinstance(value, float) and not 0.0 < value < 1.0:
-        raise ValueError(f"a fraction of the cores lies between 0 and 1, both excluded; got {value} (a count is whole)")
-    return value
+__all__ = ["HostPlan", "PlanRequest", "RankFacts", "RankPlan", "plan_host"]
 
 
 @dataclass(frozen=True)
@@ -180,42 +162,30 @@ class _HostPlanner:
         facts = self.ranks[rank]
         near = pool.cores if facts.accelerator_node is not None else _slice(pool, rank)
         home = home_node(self.topology, facts.accelerator_node, near)
-        total = self._within_quota(sum(share.values()), facts)
+        total = within_quota(sum(share.values()), facts.quota_cores, self._quota_sharers(facts))
         fastest = min(share)
         if not self.request.separate or total == 1:
             kinds = tuple(share) if total > 1 else (fastest,)
             return Need(home, total, kinds, 0, fastest, spread_training=True)
-        training = min(self._training_count(rank, total), share[fastest])
+        reserved, most = self.request.pt_reserved_cores, self.request.optimizer_cores
+        training, optimizer = split_cores(total, reserved, most)
+        self._warn_about_split(rank, total, training, optimizer)
+        training = min(training, share[fastest])
         left = share | {fastest: share[fastest] - training}
         # A static loop over equal chunks is as slow as its slowest core: one kind only.
         kind = max(left, key=lambda kind: (left[kind], -kind))
-        optimizer = total - training
-        if self.request.optimizer_cores is not None:
-            optimizer = min(optimizer, self.request.optimizer_cores)
+        optimizer = total - training if most is None else min(total - training, most)
         return Need(home, training, (fastest,), min(optimizer, left[kind]), kind)
-
-    def _within_quota(self, total: int, facts: RankFacts) -> int:
-        if facts.quota_cores is None:
-            return total
-        return min(total, max(2, math.floor(facts.quota_cores) // self._quota_sharers(facts)))
 
     def _quota_sharers(self, facts: RankFacts) -> int:
         return sum(other.cgroup == facts.cgroup and other.quota_cores is not None for other in self.ranks)
 
-    def _training_count(self, rank: int, total: int) -> int:
-        """Training cores out of ``total`` >= 2; the optimizer keeps at least one."""
-        reserved, tuned = self.request.pt_reserved_cores, self.request.optimizer_cores
-        if tuned is not None and tuned > total - 1:
-            self._warn(rank, f"has {total} cores: its optimizer gets {total - 1}, not {tuned}")
-        rest = total - min(tuned, total - 1) if tuned is not None else total - 1
-        if reserved is None:
-            reserved = rest if tuned is not None else DEFAULT_RESERVED_FRACTION
-        if isinstance(reserved, float):
-            # Rounded first: 0.07 of 100 cores is 7, although 0.07 * 100 is above 7 in binary.
-            reserved = math.ceil(round(reserved * total, 9))
-        elif reserved > rest:
-            self._warn(rank, f"has {total} cores: PyTorch gets {rest}, not {reserved}")
-        return max(1, min(reserved, rest))
+    def _warn_about_split(self, rank: int, total: int, training: int, optimizer: int) -> None:
+        reserved, most = self.request.pt_reserved_cores, self.request.optimizer_cores
+        if most is not None and most > total - 1:
+            self._warn(rank, f"has {total} cores: its optimizer gets {optimizer}, not {most}")
+        if isinstance(reserved, int) and reserved > training:
+            self._warn(rank, f"has {total} cores: PyTorch gets {training}, not {reserved}")
 
     def _on_own_cores(self, rank: int, pool: Pool, need: Need, placement: Placement) -> RankPlan:
         facts, usable = self.ranks[rank], self.usable[rank]

@@ -1,31 +1,35 @@
 """The tuning result as a picture."""
 
+import io
+from pathlib import Path
 from typing import Any
 
-from deepspeed_ext._errors import UnsupportedError
+from deepspeed_ext._errors import ConfigError, UnsupportedError
 
-__all__ = ["plot_result", "require_matplotlib"]
+__all__ = ["plot_format", "plot_result"]
 
 
-def require_matplotlib() -> None:
-    """Raise early, before anything is measured.
+def plot_format(path: str) -> str:
+    """The format that the name of a picture asks for, PNG without an ending. To be asked before anything is measured.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
+        ConfigError: the ending names no format that it can write.
     """
     try:
         import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UnsupportedError("--plot needs matplotlib; install it with: pip install 'deepspeed-ext[plots]'") from None
+    ending = Path(path).suffix.removeprefix(".").lower() or "png"
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if ending not in known:
+        raise ConfigError(f"--plot {path!r}: the format {ending!r} is not supported; known are {', '.join(known)}")
+    return ending
 
 
-def plot_result(result: dict[str, Any], path: str) -> None:
-    """Draw bandwidth against optimizer cores, the chosen point, and what it costs PyTorch, into ``path``.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: its ending names no known format.
-    """
+def plot_result(result: dict[str, Any], format: str) -> bytes:
+    """A picture, in a format of `plot_format`: bandwidth against cores, the chosen point, and what it costs PyTorch."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -53,4 +57,6 @@ def plot_result(result: dict[str, Any], path: str) -> None:
     colours = ["tab:gray", *("tab:green" if split["optimizer_cores"] == chosen else "tab:blue" for split in splits)]
     training.bar(labels, [seconds * 1e3 for seconds in times], color=colours)
     training.set(xlabel="PyTorch + optimizer cores", ylabel="ms a training step", title="PyTorch beside it")
-    figure.savefig(path, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, format=format, dpi=120)
+    return content.getvalue()

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from deepspeed_ext._errors import UnsupportedError
-from deepspeed_ext.affinity.tree import numbered, read_cpus, read_int, read_text
+from deepspeed_ext.affinity.tree import numbered, parse_whole, positive, read_cpus, read_int, read_text
 
 __all__ = [
     "Core",
@@ -114,16 +114,18 @@ def read_topology(root: Path | str = "/") -> Topology:
     online = read_online(root)
     if not online:
         raise UnsupportedError(f"no CPU is described under {base} (is /sys mounted?)")
-    siblings = _read_siblings(base, online)
+    # Asking one by one for the files of all CPUs that are said to be online could take minutes.
+    described = online & frozenset(cpu for cpu, _ in numbered(base, "cpu"))
+    siblings = _read_siblings(base, described) | {cpu: frozenset({cpu}) for cpu in online - described}
     nodes, distances, node_of = _read_nodes(root / "sys/devices/system/node", online)
-    kind_of, low_power = _read_kinds(root, online)
+    kind_of, low_power = _read_kinds(root, online, described)
     cores = [
         Core(
             id=first,
             pus=tuple(sorted(full)),
             node=node_of.get(first, -1),
-            package=_read_package(base / f"cpu{first}/topology"),
-            cache=_read_cache(base / f"cpu{first}/cache"),
+            package=_read_package(base / f"cpu{first}/topology") if first in described else 0,
+            cache=_read_cache(base / f"cpu{first}/cache") if first in described else -1,
             kind=kind_of.get(first, 0),
             is_low_power=bool(full & low_power),
         )
@@ -166,12 +168,19 @@ def _read_nodes(
             node_of.setdefault(cpu, node)
     rows: list[tuple[int, ...]] = []
     for path in paths.values():
-        row = (read_text(path / "distance") or "").split()
-        if len(row) != len(paths) or not all(value.isdecimal() for value in row):
-            rows = []
-            break
-        rows.append(tuple(int(value) for value in row))
+        row = _whole_numbers(read_text(path / "distance") or "")
+        if len(row) != len(paths):
+            return tuple(paths), (), node_of
+        rows.append(row)
     return tuple(paths), tuple(rows), node_of
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    """The numbers in `text`; none if any of its words is no number."""
+    try:
+        return tuple(parse_whole(word) for word in text.split())
+    except ValueError:
+        return ()
 
 
 def _read_package(topology: Path) -> int:
@@ -201,20 +210,20 @@ def read_cache_bytes(root: Path | str = "/") -> int:
         for _, index in numbered(cpu / "cache", "index"):
             shared = read_cpus(index, "shared_cpu_list", "shared_cpu_map") or frozenset()
             size = (read_text(index / "size") or "0").upper()
-            number = int(size.rstrip("KMG")) if size.rstrip("KMG").isdecimal() else 0
+            number = positive(size.rstrip("KMG"))
             sizes[read_int(index / "level") or 0, shared] = number << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
     last = max((level for level, _ in sizes), default=0)
     return sum(size for (level, _), size in sizes.items() if level == last)
 
 
-def _read_kinds(root: Path, online: frozenset[int]) -> tuple[dict[int, int], frozenset[int]]:
+def _read_kinds(root: Path, online: frozenset[int], described: frozenset[int]) -> tuple[dict[int, int], frozenset[int]]:
     """(kind of each CPU, low-power CPUs): from the per-kind PMUs, else from capacity, else from clocks."""
     names = ("cpu_core", "cpu_atom", "cpu_lowpower")
     pmus = [read_cpus(root / "sys/devices" / name, "cpus") or frozenset() for name in names]
     if pmus[0] & online and (pmus[1] | pmus[2]) & online:
         return {cpu: kind for kind in (2, 1, 0) for cpu in pmus[kind] & online}, pmus[2]
     for name in ("cpu_capacity", "cpufreq/base_frequency", "cpufreq/cpuinfo_max_freq"):
-        speeds = {cpu: read_int(root / f"sys/devices/system/cpu/cpu{cpu}" / name) for cpu in online}
+        speeds = {cpu: read_int(root / f"sys/devices/system/cpu/cpu{cpu}" / name) for cpu in described}
         known = {cpu: speed for cpu, speed in speeds.items() if speed is not None and speed > 0}
         if len(known) == len(online):
             return _group_by_speed(known), frozenset()

@@ -12,18 +12,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from deepspeed_ext._errors import ConfigError, WorkerError
+from deepspeed_ext._errors import ConfigError, OutOfMemoryError, WorkerError
 from deepspeed_ext.affinity import accelerators, tuned
 from deepspeed_ext.affinity.cgroup import read_memory_limit_bytes
 from deepspeed_ext.affinity.crew import Crew, Quiet
 from deepspeed_ext.affinity.host import HostFacts, read_host
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
+from deepspeed_ext.affinity.plot import plot_format, plot_result
 from deepspeed_ext.affinity.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
+from deepspeed_ext.affinity.target import Target
 from deepspeed_ext.affinity.topology import read_accelerator_node, read_cache_bytes
 from deepspeed_ext.affinity.tune_worker import BYTES_PER_ELEMENT, Steps
 from deepspeed_ext.affinity.worker import WorkerPlace
@@ -57,11 +58,17 @@ class TuneSettings:
 
     @classmethod
     def for_host(cls, ranks: int, *, quick: bool, elements: int | None = None, **others: Any) -> "TuneSettings":
-        """Buffers eight times the caches (quick: four), but at most a quarter of the host's memory."""
+        """Buffers eight times the caches (quick: four), but at most a quarter of the host's memory.
+
+        Raises:
+            OutOfMemoryError: that is nothing.
+        """
         cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT[tuned.DEFAULT_KERNEL]
         wanted = max(8 << 20, min(4 * cache_elements, 32 << 20)) if quick else max(64 << 20, 8 * cache_elements)
         memory = min(psutil.virtual_memory().available, read_memory_limit_bytes() or sys.maxsize)
         fitting = int(HOST_MEMORY_FRACTION * memory) // (ranks * STATE_BYTES_PER_ELEMENT)
+        if fitting < 1:
+            raise OutOfMemoryError(f"{memory} bytes of free memory are too few to measure {ranks} rank(s)")
         settings = cls(min(elements or wanted, fitting), **others)
         if quick:
             settings = replace(settings, maximum_steps=11, training_seconds=1.0, deadline_seconds=12.0)
@@ -121,6 +128,11 @@ class Tuner:
         """The most optimizer cores that every rank could have."""
         return min(len(rank.optimizer) for rank in self.plan(len(self.host.topology.cores)).ranks)
 
+    @property
+    def fingerprint(self) -> tuned.Fingerprint:
+        """What the result will depend on."""
+        return tuned.Fingerprint.of(self.host.topology, self.host.ranks, self.settings.kernel)
+
     def run(self) -> dict[str, object]:
         """Measure, choose, and return the result as it is written to disk."""
         points = Sweep(self.maximum, self.measure, self._out_of_time).run()
@@ -130,7 +142,7 @@ class Tuner:
         cores = choose(points, self.settings.hidden_seconds)
         alone, training = self.measure_training([point.cores for point in points if point.cores <= cores])
         chosen = training_choice({int(split["optimizer_cores"]): split["slowdown"] for split in training})
-        fingerprint = tuned.Fingerprint.of(self.host.topology, self.host.ranks, self.settings.kernel)
+        fingerprint = self.fingerprint
         at = next(point for point in points if point.cores == chosen)
         return {
             "schema": tuned.SCHEMA,
@@ -250,21 +262,61 @@ def _place(cpus: Sequence[int]) -> WorkerPlace:
     return WorkerPlace(frozenset(cpus))
 
 
+@dataclass(frozen=True)
+class _Outputs:
+    """Where the results go; all of it is looked at before anything is measured."""
+
+    result: Target
+    records: Target | None
+    """Beside `result`, unless that is a device or the like."""
+    picture: Target | None
+    picture_format: str = ""
+
+    @classmethod
+    def check(cls, output: str | None, plot: str | None, key: str) -> "_Outputs":
+        """
+        Raises:
+            ConfigError: one of them cannot be written, or two are the same file.
+            UnsupportedError: a picture is asked for and matplotlib is not installed.
+        """
+        picture_format = plot_format(plot) if plot is not None else ""
+        if output is None:
+            result = Target.check(tuned.cached(key), "the cache for tuning results")
+        else:
+            result = Target.check(output, "--output")
+        picture = Target.check(plot, "--plot") if plot is not None else None
+        records = None
+        if not result.in_place:
+            beside = result.path.with_suffix(".jsonl")
+            beside = beside if beside != result.path else result.path.with_suffix(".records.jsonl")
+            records = Target.check(beside, "the records beside --output")
+        if picture is not None and picture in (result, records):
+            raise ConfigError(f"--plot {plot!r} is where the result or its records go: give another name")
+        return cls(result, records, picture, picture_format)
+
+    def write(self, result: dict[str, Any], records: Sequence[dict[str, object]]) -> None:
+        self.result.write(tuned.as_bytes(result))
+        if self.records is not None:
+            self.records.write("".join(json.dumps(record) + "\n" for record in records).encode())
+        if self.picture is not None:
+            self.picture.write(plot_result(result, self.picture_format))
+
+
 def run_from_cli(arguments: Any) -> Iterator[str]:
-    """Tune as the command line asks; yields what to print.
+    """Tune as the command line asks; yields what to print, the result before it is written.
 
     Raises:
-        ConfigError: the arguments contradict each other or the host.
+        ConfigError: the arguments contradict each other or the host, or the result cannot be written where they say.
+        UnsupportedError: a picture is asked for and matplotlib is not installed.
+        OutOfMemoryError: there is no memory to measure in.
         WorkerError: nothing could be measured.
     """
     from tqdm import tqdm
 
     if arguments.gpu_step_ms is not None and arguments.elements is None:
-        raise ValueError("--gpu-step-ms needs --elements, the number of parameters that a rank updates")
-    if arguments.plot:
-        from deepspeed_ext.affinity.plot import require_matplotlib
-
-        require_matplotlib()
+        raise ConfigError("--gpu-step-ms needs --elements, the number of parameters that a rank updates")
+    if arguments.plot is not None:
+        plot_format(arguments.plot)  # needs nothing of the host
     host = local_host(arguments.ranks, arguments.allowed, arguments.gpu_node)
     settings = TuneSettings.for_host(len(host.ranks), quick=arguments.quick, elements=arguments.elements)
     if arguments.gpu_step_ms is not None:
@@ -278,17 +330,13 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
             bar.update()
 
         with Tuner(host, settings, report) as tuner:
+            outputs = _Outputs.check(arguments.output, arguments.plot, tuner.fingerprint.key)
             result = tuner.run()
             records = tuner.records
-    path = tuned.save(str(result["key"]), result, Path(arguments.output) if arguments.output else None)
-    path.with_suffix(".jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    if arguments.plot:
-        from deepspeed_ext.affinity.plot import plot_result
-
-        plot_result(result, arguments.plot)
     yield json.dumps(result) if arguments.json else as_text(result)
+    outputs.write(result, records)
     if not arguments.json:
-        yield f"written to {path}"
+        yield f"written to {outputs.result.path}"
 
 
 def as_text(result: Any) -> str:

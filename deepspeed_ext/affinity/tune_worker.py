@@ -5,6 +5,7 @@ the requests on the connection: ``Move`` to other cores, ``Steps`` to take, end-
 """
 
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -26,7 +27,8 @@ BYTES_PER_ELEMENT = {"zenflow-adam-pass": 28, "torch-fused-adamw": 28}
 written. Torch's: fp32 p, g, m, v are read, p, m, v written."""
 PASS_BLOCK_SIZE = 32
 
-Step = Callable[[], None]
+Step = Callable[[int], None]
+"""Takes one step on the given number of threads, which torch is set to already."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def optimizer_step(kernel: str, elements: int) -> Step:
         raise ValueError(f"unknown kernel {kernel!r}; known: {', '.join(BYTES_PER_ELEMENT)}")
     parameter = torch.zeros(elements, requires_grad=True)
     parameter.grad = torch.full((elements,), 1e-3)
-    return torch.optim.AdamW([parameter], fused=True).step
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return lambda threads: optimizer.step()
 
 
 def adam_pass_step(elements: int) -> Step:
@@ -77,10 +80,12 @@ def adam_pass_step(elements: int) -> Step:
     exact = Publish.exact(adam.bias_correction2_sqrt, adam.eps)
     work = AdamPass(p, m, v, (g,), (adam,), y, block_means, PASS_BLOCK_SIZE, exact)
     owners = (*state, gradient, published, means)
+    # One kernel for each number of threads, as the optimizer process has it: the reference starts a pool of them.
+    kernel_of = functools.lru_cache(maxsize=1)(functools.partial(load_kernel, library))
 
-    def step() -> None:
+    def step(threads: int) -> None:
         assert owners, "the arrays are addresses; their memory must live as long as the step"
-        load_kernel(library, torch.get_num_threads()).run(work)  # loading is cheap, and the threads may have changed
+        kernel_of(threads).run(work)
 
     return step
 
@@ -98,7 +103,7 @@ def training_step(rank: int) -> Step:
     model = nn.Sequential(*layers).to(device)
     batch = torch.randn(TRAINING_BATCH, TRAINING_WIDTH, device=device)
 
-    def step() -> None:
+    def step(threads: int) -> None:
         model(batch).square().mean().backward()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -107,9 +112,10 @@ def training_step(rank: int) -> Step:
 
 
 class _Worker:
-    def __init__(self, make_step: Callable[[], Step]) -> None:
+    def __init__(self, make_step: Callable[[], Step], threads: int) -> None:
         self.make_step = make_step
         self.step = make_step()
+        self.threads = threads
 
     def move(self, move: Move) -> None:
         import torch
@@ -120,6 +126,7 @@ class _Worker:
             except ProcessLookupError:
                 continue
         torch.set_num_threads(move.threads)
+        self.threads = move.threads
         if move.reallocate:
             del self.step
             self.step = self.make_step()
@@ -129,7 +136,7 @@ class _Worker:
         deadline = time.perf_counter() + request.seconds
         while len(taken) < request.count or time.perf_counter() < deadline:
             start = time.perf_counter()
-            self.step()
+            self.step(self.threads)
             taken.append(time.perf_counter() - start)
         return taken
 
@@ -139,11 +146,13 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor, place, role, rank, elements = sys.argv[1:]
     connection = Connection(int(descriptor))
-    WorkerPlace.parse(place).take()
+    seat = WorkerPlace.parse(place)
+    seat.take()
     worker = _Worker(
         (lambda: training_step(int(rank)))
         if role == "training"
-        else (lambda: optimizer_step(role.removeprefix("optimizer:"), int(elements)))
+        else (lambda: optimizer_step(role.removeprefix("optimizer:"), int(elements))),
+        len(seat.cpus),
     )
     connection.send("ready")
     while True:

@@ -2,22 +2,26 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from deepspeed_ext._cache import cache_folder
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext._logging import warn_once
 from deepspeed_ext._version import __version__
-from deepspeed_ext.affinity.cpulist import format_cpulist
+from deepspeed_ext.affinity.cpulist import MAX_CPU_ID, format_cpulist
 from deepspeed_ext.affinity.plan import RankFacts
+from deepspeed_ext.affinity.target import Target
 from deepspeed_ext.affinity.topology import Topology
 from deepspeed_ext.affinity.tree import read_text
 
-__all__ = ["DEFAULT_KERNEL", "SCHEMA", "Fingerprint", "cache_folder", "load_all", "save"]
+__all__ = ["DEFAULT_KERNEL", "SCHEMA", "Fingerprint", "as_bytes", "cache_folder", "cached", "load_all", "save"]
 
 SCHEMA = 1
+# Thousands of CPUs at about two kilobytes each.
+_CPUINFO_LIMIT_BYTES = 16 << 20
 DEFAULT_KERNEL = "zenflow-adam-pass"
 """What is tuned for: the pass over memory that ZenFlow's optimizer process makes."""
 
@@ -63,29 +67,78 @@ def _installed(package: str) -> str:
 
 
 def _cpu_model() -> str:
-    fields = dict(line.split(":", 1) for line in (read_text(Path("/proc/cpuinfo")) or "").splitlines() if ":" in line)
+    text = read_text(Path("/proc/cpuinfo"), _CPUINFO_LIMIT_BYTES) or ""
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     named = {key.strip(): value.strip() for key, value in fields.items()}
     return named.get("model name") or named.get("cpu") or named.get("CPU part") or "unknown"
 
 
-def save(key: str, result: dict[str, object], path: Path | None = None) -> Path:
-    """Write a result, atomically, to ``path`` or to its place in the cache; returns where."""
-    path = path or cache_folder() / f"tune-{key}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(result, indent=2) + "\n")
-    scratch.replace(path)
-    return path
+def cached(key: str) -> Path:
+    """Where the result for `key` belongs in the cache.
+
+    Raises:
+        ConfigError: there is no home directory, and no variable names a cache.
+    """
+    try:
+        return cache_folder() / f"tune-{key}.json"
+    except RuntimeError as error:
+        raise ConfigError(f"there is no place for a cache ({error}): set DSEXT_CACHE_DIR to a folder") from None
+
+
+def as_bytes(result: Mapping[str, object]) -> bytes:
+    """A result as it is on disk."""
+    return f"{json.dumps(result, indent=2)}\n".encode()
+
+
+def save(key: str, result: Mapping[str, object]) -> Path:
+    """Write a result, atomically, to its place in the cache; returns where.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    target = Target.check(cached(key), "the tuning result")
+    target.write(as_bytes(result))
+    return target.path
 
 
 def load_all() -> dict[str, int]:
-    """Optimizer cores of a rank by fingerprint key, for every readable result in the cache."""
-    found = {}
-    for path in sorted(cache_folder().glob("tune-*.json")):
+    """Optimizer cores of a rank by fingerprint key, for every result in the cache.
+
+    Never raises, because one rank may read another cache than the others: what cannot be read is ignored, and one
+    warning says so.
+    """
+    found: dict[str, int] = {}
+    ignored: list[str] = []
+    try:
+        paths = sorted(cache_folder().glob("tune-*.json"))
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home directory
+        paths, ignored = [], [str(error)]
+    for path in paths:
         try:
-            result = json.loads(path.read_text())
-            if result["schema"] == SCHEMA and int(result["opt_cores_per_rank"]) >= 1:
-                found[path.stem.removeprefix("tune-")] = int(result["opt_cores_per_rank"])
-        except (OSError, ValueError, KeyError, TypeError):
+            cores = _read(path)
+        except Exception as error:
+            ignored.append(f"{path} ({type(error).__name__}: {str(error)[:80]})")
             continue
+        if cores is not None:
+            found[path.stem.removeprefix("tune-")] = cores
+    if ignored:
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        warn_once(
+            f"tuning results that cannot be read are ignored: {', '.join(ignored[:3])}{more}. "
+            "Delete them and run deepspeed-ext tune again"
+        )
     return found
+
+
+def _read(path: Path) -> int | None:
+    """Optimizer cores of a rank; None if another version wrote the result. Raises whatever reading it raises."""
+    text = read_text(path)
+    if text is None:
+        raise ValueError("not a readable regular file of at most 64 KiB")
+    result = json.loads(text)
+    if result["schema"] != SCHEMA:
+        return None
+    cores = result["opt_cores_per_rank"]
+    if type(cores) is not int or not 1 <= cores <= MAX_CPU_ID:
+        raise ValueError("opt_cores_per_rank is not a number of cores")
+    return cores

@@ -4,16 +4,19 @@ The parent passes the place as one word on the command line and changes nothing 
 parent is ever moved for a child's sake, and no numactl binary is needed.
 """
 
+import contextlib
 import ctypes
 import os
 import platform
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES
 from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.affinity.plan import RankPlan
+from deepspeed_ext.affinity.tree import numbered
 
 __all__ = ["WorkerPlace", "can_set_memory_policy"]
 
@@ -59,7 +62,7 @@ class WorkerPlace:
         return variables
 
     def take(self, environ: MutableMapping[str, str] = os.environ) -> str | None:
-        """Bind the calling process here; to be called before torch is imported.
+        """Bind every thread of the calling process here; to be called before torch is imported.
 
         Returns:
             What could not be done, for the parent to log; None if all is well. The thread count is set in any case.
@@ -71,7 +74,9 @@ class WorkerPlace:
             environ.pop(name, None)
         environ.update(self.environment())
         try:
-            os.sched_setaffinity(0, self.cpus)
+            for tid in (0, *(tid for tid, _ in numbered(Path("/proc/self/task"), ""))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(tid, self.cpus)
         except (OSError, AttributeError) as error:
             return f"cannot run on CPUs {format_cpulist(self.cpus)} only: {error}"
         if self.numa_node >= 0:

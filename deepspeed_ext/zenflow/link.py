@@ -126,11 +126,12 @@ class WorkerLink:
         """Wait for everything in flight, as a collective.
 
         Raises:
-<<<<<<< HEAD
-            WorkerError: on every rank, if the worker of any has failed; from then on at every wait.
+            WorkerError: on every rank, if the worker of any has failed, or has ended with nothing to do; from then on
+                at every wait.
         """
         with self.keeping():
             self.wait()
+            self.process.require_alive()
         self._raise_together()
 
     def raise_kept(self) -> None:
@@ -140,17 +141,6 @@ class WorkerLink:
             DeepSpeedExtError: on every rank.
         """
         self._raise_together()
-=======
-            WorkerError: on every rank, if the worker of any has failed, or has ended with nothing to do.
-        """
-        error = self.wait()
-        if error is None:
-            try:
-                self.process.require_alive()
-            except WorkerError as ended:
-                error = ended
-        self._require_all(error)
->>>>>>> worker
 
     def receive(self) -> None:
         """`wait_together` within a step: this rank's own wait counts in the figures."""
@@ -169,25 +159,18 @@ class WorkerLink:
             raise
 
     def close(self) -> None:
-<<<<<<< HEAD
         """End the worker. The arena's tensors stay readable. Idempotent, also after a start that failed."""
-=======
-        """End the worker. The arena's tensors stay readable. Idempotent."""
->>>>>>> worker
         if hasattr(self, "process"):
             self.process.close()
         self.transfers.unlock()
         if hasattr(self, "arena"):
             self.arena.close()
-<<<<<<< HEAD
-=======
 
     def abandon(self) -> None:
         """`close`, and give the memory back whoever still has tensors in it: the constructor of the engine failed."""
         self.close()
         if hasattr(self, "arena"):
             self.arena.discard()
->>>>>>> worker
 
 
 def _require_room(nbytes: int, ranks: RankGroup) -> None:

@@ -1,10 +1,16 @@
-"""Where the worker runs: where the core plan says, or unbound on the cores that PyTorch does not reserve."""
+"""Where the worker runs: at its place in the core plan, or unbound with as many threads as the plan would give it."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
+from deepspeed_ext._errors import ConfigError, UnsupportedError
+from deepspeed_ext.affinity.allowed import find_allowed
+from deepspeed_ext.affinity.cgroup import read_cpu_quota_cores
+from deepspeed_ext.affinity.share import usable_cores
+from deepspeed_ext.affinity.split import split_cores, within_quota
+from deepspeed_ext.affinity.topology import read_topology
 from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZenFlowConfig
 
@@ -33,14 +39,22 @@ def planned_seat(place: WorkerPlace) -> WorkerSeat:
 
 
 def unplanned_seat(settings: ZenFlowConfig, local_ranks: int) -> WorkerSeat:
-    """As many threads as this rank's share of the usable cores has left; at least one.
+    """As many threads as a plan would give the optimizer out of this rank's share of the usable cores; at least one.
 
     Args:
         settings: says how many cores PyTorch keeps.
         local_ranks: ranks on this host, which share its cores evenly.
     """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, usable // max(1, local_ranks))
-    reserved = reserved_cores(settings) or 0.5
-    kept = reserved if isinstance(reserved, int) else round(share * reserved)
-    return WorkerSeat(None, max(1, share - kept))
+    sharers = max(1, local_ranks)
+    share = within_quota(max(1, _count_cores() // sharers), read_cpu_quota_cores(), sharers)
+    _, optimizer = split_cores(share, reserved_cores(settings))
+    return WorkerSeat(None, optimizer)
+
+
+def _count_cores() -> int:
+    """Physical cores that this process may use, as a plan counts them; CPUs if the host does not describe its cores."""
+    try:
+        topology = read_topology()
+        return len(usable_cores(topology, find_allowed(topology).cpus))
+    except (ConfigError, UnsupportedError):
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

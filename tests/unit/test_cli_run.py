@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from deepspeed_ext import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,9 +23,10 @@ sys.exit(3)
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "deepspeed_ext.cli", "run", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
 
 
 def test_a_script_runs_as_main_with_its_arguments_and_the_extension(tmp_path: Path) -> None:
@@ -42,7 +48,27 @@ def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
     assert "ValueError: mine" in done.stderr
 
 
-def test_a_missing_script_is_bad_input(tmp_path: Path) -> None:
-    done = run(str(tmp_path / "none.py"))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+def test_a_linked_script_finds_its_neighbours_and_safe_paths_stay_whole(tmp_path: Path) -> None:
+    """As with ``python SCRIPT``: the folder of the script itself comes first, with PYTHONSAFEPATH no folder does."""
+    for name in ("scripts", "links", "first"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "scripts/neighbour.py").write_text("")
+    (tmp_path / "first/wanted.py").write_text("")
+    (tmp_path / "scripts/train.py").write_text("import sys, wanted\nprint(sys.path[0], 'neighbour' in sys.argv[1:])\n")
+    (tmp_path / "scripts/both.py").write_text("import wanted, neighbour\nprint('both')\n")
+    paths = os.pathsep.join([str(tmp_path / "first"), str(ROOT)])
+    (tmp_path / "links/train.py").symlink_to(tmp_path / "scripts/both.py")
+    assert run(str(tmp_path / "links/train.py"), PYTHONPATH=paths).stdout.splitlines()[-1] == "both"
+    safe = run(str(tmp_path / "scripts/train.py"), PYTHONPATH=paths, PYTHONSAFEPATH="1")
+    assert safe.stdout.splitlines()[-1] == f"{tmp_path / 'first'} False", safe.stderr
+
+
+@pytest.mark.parametrize("name", ["none.py", "n" * 300, "x" * 5000, "fifo", ".", "loop", "null\0byte"])
+def test_what_is_no_script_is_bad_input(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    os.symlink("loop", "loop")
+    assert cli.main(["run", name]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

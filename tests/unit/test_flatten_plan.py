@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext._errors import ConfigError
@@ -17,6 +17,7 @@ fractions = st.floats(0.0, 0.99)
 failures = st.sets(st.sampled_from(("accelerator", "distributed")))
 
 
+@settings(deadline=None)
 @given(facts_of_any_size, fractions, failures)
 def test_never_overshoots(facts: FlattenFacts, reserve: float, failed: set) -> None:
     plan = choose_tier(facts, None, reserve, tuple(failed))
@@ -28,6 +29,7 @@ def test_never_overshoots(facts: FlattenFacts, reserve: float, failed: set) -> N
         assert facts.ranks > 1
 
 
+@settings(deadline=None)
 @given(facts_of_any_size, fractions, failures)
 def test_takes_the_fastest_tier_that_fits(facts: FlattenFacts, reserve: float, failed: set) -> None:
     chosen = TIERS.index(choose_tier(facts, None, reserve, tuple(failed)).tier)
@@ -38,6 +40,7 @@ def test_takes_the_fastest_tier_that_fits(facts: FlattenFacts, reserve: float, f
         )
 
 
+@settings(deadline=None)
 @given(facts_of_any_size, fractions, st.integers(0, 1 << 45))
 def test_more_free_memory_never_makes_it_slower(facts: FlattenFacts, reserve: float, more: int) -> None:
     richer = FlattenFacts(facts.buffer_bytes, facts.ranks, facts.free_bytes + more, facts.total_bytes)

@@ -58,6 +58,7 @@ def test_buckets_are_worth_a_collective_and_bounded(known: list[ParameterFacts],
     assert sum(plan.numels[i] < min_numel for i in fetch.singles) <= 1 + len(fetch.buckets)
 
 
+@settings(deadline=None)
 @given(parameters, st.integers(0, 200), st.randoms())
 def test_the_plan_does_not_depend_on_the_order_of_the_facts(
     known: list[ParameterFacts], min_numel: int, rng: random.Random

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.perf import bandwidth, bench_offload_step, bench_startup, sides, suite
@@ -150,6 +150,7 @@ def test_recomputed_activations_change_no_gradient() -> None:
 # -- the idle share -------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=12))
 def test_covered_is_the_length_of_the_union(spans: list[tuple[int, int]]) -> None:
     marked = {moment for begin, length in spans for moment in range(begin, begin + length)}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.soak.plan import RANKS, Kind, Round, plan_round
@@ -13,6 +13,7 @@ from tests.soak.run import run_round
 LONGEST = 8.0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 100))
 def test_faults_are_a_function_of_the_seed(seed: int, number: int) -> None:
     plan = plan_round(seed, number, LONGEST)

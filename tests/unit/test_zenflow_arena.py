@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow import arena as arena_module
@@ -22,6 +22,7 @@ numels = st.one_of(st.integers(0, 10_000), st.integers(MIB // 4, 3 * MIB), st.sa
 sizes = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), numels), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str, int]]) -> None:
     layout = plan_layout([ArraySpec(str(i), dtype, numel) for i, (dtype, numel) in enumerate(described)])

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +20,7 @@ def exact(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 20_000), st.sampled_from(DTYPES), st.integers(0, 100))
 def test_equals_the_norm_in_fp64(numel: int, dtype: torch.dtype, seed: int) -> None:
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)

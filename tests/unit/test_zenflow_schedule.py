@@ -1,7 +1,7 @@
 """The schedule: every gradient is handed over once, in order, and nothing is written while the worker may read it."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, WeightRule
@@ -35,6 +35,7 @@ def test_interval_two_as_drawn_in_the_module() -> None:
     assert [p.publish_ahead for p in plans] == [False, True, True, True, True, True]
 
 
+@settings(deadline=None)
 @given(
     interval=st.integers(1, 9),
     warm_up=st.one_of(st.none(), st.integers(0, 30)),
@@ -73,6 +74,7 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
     assert schedule.warm_up_steps >= interval
 
 
+@settings(deadline=None)
 @given(interval=st.integers(1, 5), cut=st.integers(0, 40), rest=st.integers(0, 20))
 def test_a_restored_schedule_continues(interval: int, cut: int, rest: int) -> None:
     straight = PredictiveSchedule(interval, overlap=True, warm_up_steps=None)
@@ -103,6 +105,7 @@ def test_smallest_interval_that_the_worker_keeps_up_with(worker: float, device: 
     assert smallest_interval(worker, device, limit=8) == expected
 
 
+@settings(deadline=None)
 @given(worker=st.floats(1e-3, 1e3), device=st.floats(1e-3, 1e3), limit=st.integers(1, 16))
 def test_interval_is_minimal_and_sufficient(worker: float, device: float, limit: int) -> None:
     def keeps_up(interval: int) -> bool:

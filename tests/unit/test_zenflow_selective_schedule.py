@@ -2,7 +2,7 @@
 way."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext._errors import ConfigError
@@ -50,6 +50,7 @@ schedules = st.integers(1, 6).flatmap(
 )
 
 
+@settings(deadline=None)
 @given(schedules, st.integers(0, 80))
 def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(settings: tuple, steps: int) -> None:
     interval, lag, _, warm_up = settings

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from deepspeed_ext.affinity import binding
+from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.cpulist import format_cpulist
+from deepspeed_ext.affinity.exchange import Agreement
+from deepspeed_ext.affinity.plan import RankPlan
+from deepspeed_ext.affinity.topology import flat_topology
 from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.config import CoreBindingConfig
 from tests.unit.affinity.scenarios import run_scenario
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -149,6 +157,59 @@ def test_trainer_and_worker_are_both_verified() -> None:
     assert answer["ok"]
     assert answer["moved"] >= 1
     assert answer["threads"] == answer["cpus"]
+
+
+def test_what_is_out_of_place_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU of the plan goes offline and a thread of the worker roams; this process stays where it is."""
+    heard: list[str] = []
+    monkeypatch.setattr(binding, "warn_once", heard.append)
+    topology = flat_topology(frozenset(CPUS))
+    plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 1, 0, 0)
+    bound = CoreBinding(Agreement(plan, None, topology))
+    assert bound.refresh(os.getpid()).ok == (len(CPUS) == 1)
+    assert len(heard) == (len(CPUS) > 1)
+    monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
+    heard.clear()
+    assert bound.refresh().ok
+    assert heard == []
+    monkeypatch.setattr(binding, "read_online", frozenset)
+    assert bound.refresh().ok, "a host that does not say what is online has lost nothing"
+    monkeypatch.setattr(binding, "read_online", lambda: frozenset(CPUS[1:]) | {4001})
+    assert bound.refresh().lost == {CPUS[0]}
+    (warning,) = heard
+    assert f"CPUs {CPUS[0]} of the plan" in warning
+    assert "start the job again" in warning
+
+
+def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any kind, because the other ranks go on to their next collective."""
+    heard: list[str] = []
+    monkeypatch.setattr(binding, "warn_once", heard.append)
+    monkeypatch.setattr(binding, "confine", lambda *_, **__: {})
+
+    def fail(threads: int) -> None:
+        raise AttributeError("no such symbol")
+
+    monkeypatch.setattr(binding.ThreadCount, "change", fail)
+    answer = CoreBinding.start(CoreBindingConfig(), rank=0, local_rank=0, gather=lambda item: [item])
+    assert answer.plan is None
+    assert "no such symbol" in heard[-1]
+
+
+@several_cpus
+def test_a_worker_takes_its_place_with_every_thread() -> None:
+    code = """
+import os, sys, threading
+stop = threading.Event()
+threading.Thread(target=stop.wait).start()
+from deepspeed_ext.affinity.apply import thread_masks
+from deepspeed_ext.affinity.worker import WorkerPlace
+print(WorkerPlace(frozenset({int(sys.argv[1])})).take(), sorted(set(map(tuple, thread_masks().values()))))
+stop.set()
+"""
+    command = [sys.executable, "-c", code, str(CPUS[-1])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"None [({CPUS[-1]},)]\n"
 
 
 def test_every_openmp_runtime_is_told() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed_ext._errors import ConfigError, PlanMismatchError
-from deepspeed_ext.affinity import tuned
+from deepspeed_ext._errors import ConfigError, PlanMismatchError, RankError
+from deepspeed_ext.affinity import binding, tuned
+from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.affinity.exchange import Agreement, RankReport, agree, group_gather, report_rank
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
 from deepspeed_ext.affinity.topology import Core, Topology
+from deepspeed_ext.config import CoreBindingConfig
 from tests.support.ranks import run_ranks
 from tests.support.sysfs import write, write_host
 from tests.unit.affinity.topologies import cores
@@ -39,10 +41,15 @@ def seat(
 
 
 def meet(seats: Sequence[Seat]) -> list[Agreement | Exception]:
-    """Run `agree` for all seats as threads that gather from each other; a rank that never comes is an error."""
-    barrier = threading.Barrier(len(seats), timeout=TIMEOUT_SECONDS)
-    board: list[Any] = [None] * len(seats)
-    answers: list[Any] = [None] * len(seats)
+    """Run `agree` for all seats; see `run_together`."""
+    return run_together(len(seats), lambda rank, gather: agree(*seats[rank], gather))
+
+
+def run_together(number: int, call: Callable[[int, Any], Any]) -> list[Any]:
+    """Answers or errors of ranks as threads that gather from each other; a rank that never comes is an error."""
+    barrier = threading.Barrier(number, timeout=TIMEOUT_SECONDS)
+    board: list[Any] = [None] * number
+    answers: list[Any] = [None] * number
 
     def gather_for(rank: int) -> Callable[[Any], list[Any]]:
         def gather(item: Any) -> list[Any]:
@@ -56,11 +63,11 @@ def meet(seats: Sequence[Seat]) -> list[Agreement | Exception]:
 
     def run(index: int) -> None:
         try:
-            answers[index] = agree(*seats[index], gather_for(index))
+            answers[index] = call(index, gather_for(index))
         except Exception as error:
             answers[index] = error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(seats))]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(number)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -173,6 +180,39 @@ def test_a_report_is_made_of_what_the_host_shows(tmp_path: Path) -> None:
     assert (report.facts.accelerator_node, report.facts.quota_cores) == (1, 3.0)
     assert topology is not None
     assert report.topology_digest == topology.digest()
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(RuntimeError("driver gone"), RankError), (ConfigError("x contradicts y"), ConfigError)]
+)
+def test_whatever_a_rank_raises_before_the_gather_is_raised_on_all(
+    raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through `CoreBinding.start`: the second rank cannot even ask where its accelerator is."""
+    unlucky = threading.local()
+
+    def pci_address() -> None:
+        if getattr(unlucky, "here", False):
+            raise raised
+
+    def start(rank: int, gather: Any) -> Any:
+        unlucky.here = rank == 1
+        config = CoreBindingConfig(dry_run=True)
+        return CoreBinding.start(config, rank=rank, local_rank=rank, gather=gather)
+
+    monkeypatch.setattr(binding.accelerators, "pci_address", pci_address)
+    answers = run_together(2, start)
+    assert [type(answer) for answer in answers] == [expected, expected]
+    assert str(answers[0]) == str(answers[1])
+    assert f"rank 1: {'RuntimeError: ' if expected is RankError else ''}{raised}" in str(answers[0])
+
+
+def test_a_host_that_cannot_be_planned_is_an_error_of_all_hosts() -> None:
+    """Its ranks fail between the two gathers, where the others would wait for them."""
+    seats = [seat(0, "0-3", topology=flat(4)), seat(1, "8-9", host="b", topology=flat(4))]
+    answers = meet(seats)
+    assert [type(answer) for answer in answers] == [RankError, RankError]
+    assert "rank 1: ValueError: local rank 0: none of its CPUs 8-9 is online" in str(answers[0])
 
 
 def test_a_host_that_cannot_be_read_is_reported_and_not_raised(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, plan_h
 from deepspeed_ext.affinity.share import Sharing, share_cores, usable_cores
 from deepspeed_ext.affinity.topology import Core, Topology
 
-settings.register_profile("planner", max_examples=250, deadline=None, derandomize=True, database=None)
-settings.load_profile("planner")
+planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)
 
 ONE_CORE_FLAGS = {"shared", "smt"}
 
@@ -104,6 +103,7 @@ def core_counts(sharing: Sharing, number: int) -> list[int]:
     return [owned.get(rank, 0) for rank in range(number)]
 
 
+@planned
 @given(hosts())
 def test_sets_are_allowed_and_not_empty(host: Host) -> None:
     for rank, facts in zip(host.plan().ranks, host.ranks, strict=True):
@@ -112,6 +112,7 @@ def test_sets_are_allowed_and_not_empty(host: Host) -> None:
         assert {*rank.pytorch, *rank.optimizer} <= facts.allowed
 
 
+@planned
 @given(hosts())
 def test_no_core_has_two_users_unless_flagged(host: Host) -> None:
     core_of = host.topology.core_of
@@ -128,6 +129,7 @@ def test_no_core_has_two_users_unless_flagged(host: Host) -> None:
             assert len(set(sharing)) == 1 or all("shared" in mine for mine in flags)
 
 
+@planned
 @given(hosts())
 def test_optimizer_has_one_thread_a_core_of_one_kind(host: Host) -> None:
     for rank in host.plan().ranks:
@@ -136,6 +138,7 @@ def test_optimizer_has_one_thread_a_core_of_one_kind(host: Host) -> None:
         assert len({core.kind for core in cores}) == 1
 
 
+@planned
 @given(hosts(form="same"))
 def test_equal_masks_get_equal_shares(host: Host) -> None:
     usable = usable_cores(host.topology, host.ranks[0].allowed)
@@ -145,6 +148,7 @@ def test_equal_masks_get_equal_shares(host: Host) -> None:
         assert sum(counts) == len(usable)
 
 
+@planned
 @given(hosts(form="random", max_cores=3, max_nodes=2))
 def test_overlapping_masks_get_max_min_fair_shares(host: Host) -> None:
     ranks = host.ranks[:3]
@@ -163,6 +167,7 @@ def test_overlapping_masks_get_max_min_fair_shares(host: Host) -> None:
         assert best[0] == 0
 
 
+@planned
 @given(hosts(), st.integers(0, 10**6))
 def test_plan_does_not_depend_on_order(host: Host, seed: int) -> None:
     rng = random.Random(seed)
@@ -172,6 +177,7 @@ def test_plan_does_not_depend_on_order(host: Host, seed: int) -> None:
     assert plan_host(replace(host.topology, cores=tuple(cores)), ranks, host.request) == host.plan()
 
 
+@planned
 @given(hosts(), st.integers(0, 10**6))
 def test_counts_do_not_depend_on_cpu_numbers(host: Host, seed: int) -> None:
     numbers = sorted(host.topology.cpus)
@@ -200,6 +206,7 @@ def test_counts_do_not_depend_on_cpu_numbers(host: Host, seed: int) -> None:
     assert counts(plan_host(renumbered, ranks, host.request)) == counts(host.plan())
 
 
+@planned
 @given(hosts(form="same", plain=True), st.sampled_from([None, 0.2, 1, 3]))
 def test_optimizer_stays_in_one_node_that_could_hold_it(host: Host, reserved: float | int | None) -> None:
     plan = plan_host(host.topology, host.ranks, PlanRequest(reserved))
@@ -212,6 +219,7 @@ def test_optimizer_stays_in_one_node_that_could_hold_it(host: Host, reserved: fl
         held -= Counter(node_of[cpu] for cpu in rank.optimizer)
 
 
+@planned
 @given(hosts(form="disjoint"))
 def test_a_rank_alone_has_its_optimizer_in_one_node(host: Host) -> None:
     plan = host.plan()
@@ -224,6 +232,7 @@ def test_a_rank_alone_has_its_optimizer_in_one_node(host: Host) -> None:
         assert len({core.node for core in cores}) == 1 or max(held.values()) < len(cores)
 
 
+@planned
 @given(hosts())
 def test_every_allowed_core_is_used_or_reported_idle(host: Host) -> None:
     plan = host.plan()
@@ -236,6 +245,7 @@ def test_every_allowed_core_is_used_or_reported_idle(host: Host) -> None:
     assert any("idle" in warning for warning in plan.warnings) == bool(plan.idle)
 
 
+@planned
 @given(hosts(plain=True), st.integers(0, 10**6))
 def test_one_more_core_never_lowers_the_minimum_share(host: Host, seed: int) -> None:
     rng = random.Random(seed)
@@ -249,6 +259,7 @@ def test_one_more_core_never_lowers_the_minimum_share(host: Host, seed: int) -> 
     assert min(core_counts(shares_of(replace(host, ranks=tuple(ranks))), len(ranks))) >= before
 
 
+@planned
 @given(hosts())
 def test_in_process_plan_uses_disjoint_whole_cores(host: Host) -> None:
     plan = plan_host(host.topology, host.ranks, replace(host.request, separate=False))

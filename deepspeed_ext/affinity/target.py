@@ -1,0 +1,84 @@
+"""Files that a user names as output: looked at before anything is measured, written without harm to what is there."""
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_ext._errors import ConfigError
+
+__all__ = ["Target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to write. An absent or regular file is replaced as a whole; a device or a FIFO stays and is written to.
+
+    Symbolic links are followed: a link stays, and what it names is written.
+    """
+
+    path: Path
+    in_place: bool = False
+    """`path` cannot be replaced: it is no regular file, or its folder is not writable."""
+
+    @classmethod
+    def check(cls, path: Path | str, name: str) -> "Target":
+        """Look at `path`, and make its folder if that is absent.
+
+        Args:
+            path: where to write.
+            name: what the user calls it, such as ``--output``.
+
+        Raises:
+            ConfigError: it is a directory, or cannot be written.
+        """
+        try:
+            return cls._examine(os.fspath(path))
+        except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
+            raise ConfigError(f"{name} {os.fspath(path)!r} cannot be written: {error}") from None
+
+    @classmethod
+    def _examine(cls, path: str) -> "Target":
+        resolved = Path(os.path.realpath(path))
+        resolved.parent.mkdir(parents=True, exist_ok=True)
+        replaceable = os.access(resolved.parent, os.W_OK | os.X_OK)
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            if replaceable and path:
+                return cls(resolved)
+            raise
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        if stat.S_ISREG(mode) and replaceable:
+            return cls(resolved)
+        return cls(Path(path), in_place=True)
+
+    def write(self, content: bytes) -> None:
+        """Write `content`; a file that is replaced is the old or the new one at any moment, with its old mode.
+
+        Raises:
+            OSError: it could not be written, for example to a FIFO that nobody reads.
+        """
+        if self.in_place:
+            # Opening a FIFO that nobody reads would wait for a reader.
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "wb") as file:
+                file.write(content)
+            return
+        scratch = self.path.with_name(f".{secrets.token_hex(8)}.tmp")
+        with contextlib.ExitStack() as on_failure:
+            with open(scratch, "xb") as file:
+                on_failure.callback(scratch.unlink, missing_ok=True)
+                file.write(content)
+            if self.path.exists():
+                shutil.copymode(self.path, scratch)
+            scratch.replace(self.path)
+            on_failure.pop_all()

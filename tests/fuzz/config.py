@@ -1,0 +1,84 @@
+"""Target: the section ``zero_optimization``. It is accepted, or refused with an error that is meant for the user."""
+
+from __future__ import annotations
+
+import json
+import random
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext._upstream import DeepSpeedZeroConfig
+from deepspeed_ext.config import CoreBindingConfig, ZenFlowConfig, ZeroFields
+from deepspeed_ext.engine import ZeroConfig
+from tests.fuzz import values
+from tests.fuzz.target import Parts, Target, require
+
+SECTIONS: dict[str, list[str]] = {
+    "zenflow": list(ZenFlowConfig.model_fields),
+    "core_binding": list(CoreBindingConfig.model_fields),
+    "offload_optimizer": ["device", "ratio", "pin_memory", "super_offload", "nvme_path", "buffer_count"],
+    "offload_param": ["device", "buffer_size", "max_in_cpu"],
+}
+OURS = list(ZeroFields.model_fields)
+THEIRS = [name for name in DeepSpeedZeroConfig.model_fields if name not in OURS]
+ALMOST = ("zenfow", "core_bindings", "update_intervall", "strict", "", "é", "stage ", "cpu_offload", "model_config")
+SENSIBLE: tuple[Any, ...] = (True, False, None, 1, 2, 3, 0.5, "auto", "cpu", "none", "predictive", "selective", {})
+
+
+def make(rng: random.Random) -> Parts:
+    """Settings: (path, value)."""
+    settings: Parts = [(("stage",), rng.choice([1, 2, 3]))] if rng.random() < 0.7 else []
+    for _ in range(rng.randint(1, 8)):
+        setting = rng.choice(SENSIBLE) if rng.random() < 0.4 else values.value(rng)
+        settings.append((_path(rng), setting))
+    return settings
+
+
+def _path(rng: random.Random) -> tuple[str, ...]:
+    if rng.random() < 0.6:
+        section = rng.choice(["zenflow", "zenflow", "zenflow", *SECTIONS])
+        return section, rng.choice(SECTIONS[section] if rng.random() < 0.9 else ALMOST)
+    return (rng.choice(rng.choice([OURS, OURS, THEIRS, ALMOST])),)
+
+
+def run(parts: Parts, folder: Path) -> None:
+    data: dict[str, Any] = {}
+    for (*sections, name), setting in parts:
+        place: Any = data
+        for section in sections:
+            place = place.setdefault(section, {})
+        if isinstance(place, dict):
+            place[name] = setting
+    given = data if _too_deep(data) else json.loads(json.dumps(data))  # as it comes from a file
+    try:
+        accepted = ZeroConfig(**given)
+    except ConfigError as error:
+        require(str(error))
+    except ValidationError as error:
+        require(not any(mistake["loc"][:1] and mistake["loc"][0] in OURS for mistake in error.errors()), str(error))
+    except Exception as error:
+        if not _upstreams(error, given):
+            raise
+    else:
+        assert accepted.zenflow is None or accepted.zenflow.rule in ("predictive", "selective")
+
+
+def _too_deep(data: dict[str, Any]) -> bool:
+    try:
+        json.dumps(data)
+    except RecursionError:
+        return True
+    return False
+
+
+def _upstreams(error: Exception, data: dict[str, Any]) -> bool:
+    """Whether DeepSpeed's own code raised `error` because of a setting of its own."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return "/deepspeed/" in last and any(name not in OURS for name in data)
+
+
+TARGET = Target("config", make, run)

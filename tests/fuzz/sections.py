@@ -1,0 +1,137 @@
+"""Target: the ZenFlow section of a checkpoint. `target` makes one of the function that checks a section."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.zenflow.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.schedule import State
+from deepspeed_ext.zenflow.selective_schedule import SelectiveState
+from tests.fuzz import values
+from tests.fuzz.target import Parts, Target, require
+
+VERSION = 4
+NUMELS = (70, 33)
+BLOCK_SIZE = 32
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64)
+
+
+def valid(rule: str) -> dict[str, Any]:
+    """A section as a run with `rule` saves it, of two partitions."""
+    return {
+        "version": VERSION,
+        "rule": rule,
+        "kernel": "native",
+        "block_size": BLOCK_SIZE,
+        "schedule": asdict(State(interval=1) if rule == "predictive" else SelectiveState(interval=1)),
+        "updates": 5,
+        "partitions": [_partition(rule, numel) for numel in NUMELS],
+    }
+
+
+def _partition(rule: str, numel: int) -> dict[str, Any]:
+    step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled=True, step=5, grad_scale=1.0)
+    blocks = -(-numel // BLOCK_SIZE)
+    common = {"numel": numel, "collected": [asdict(step)], "gradients": [torch.zeros(numel, dtype=torch.bfloat16)]}
+    if rule == "selective":
+        return common | {"block_updates": torch.full((blocks,), 4, dtype=torch.int32), "hot_blocks": torch.tensor([0])}
+    exact = asdict(Publish.exact(step.bias_correction2_sqrt, step.eps))
+    return common | {
+        "publish": exact,
+        "last_clip": 1.0,
+        "drift": torch.zeros(blocks),
+        "inverse": torch.ones(blocks),
+    }
+
+
+def make(rng: random.Random) -> Parts:
+    """The rule, then edits: (path as numbers between 0 and 1, what is done there, seed of the new value)."""
+    edits = [
+        ([rng.random() for _ in range(rng.randint(0, 5))], rng.choice(CHANGES), rng.randrange(1 << 30))
+        for _ in range(rng.randint(0, 4))
+    ]
+    return [("rule", rng.choice(["predictive", "selective"])), *edits]
+
+
+def build(parts: Parts) -> Any:
+    """The section after all edits."""
+    rule = next((part[1] for part in parts if part[0] == "rule"), "predictive")
+    holder = [valid(rule)]
+    for part in parts:
+        if part[0] != "rule":
+            path, change, seed = part
+            _edit(holder, path, change, random.Random(seed))
+    return holder[0]
+
+
+def _edit(holder: list[Any], path: list[float], change: str, rng: random.Random) -> None:
+    place, key = holder, 0
+    for fraction in path:
+        found: Any = place[key]
+        keys = list(found) if isinstance(found, dict) else list(range(len(found))) if isinstance(found, list) else []
+        if not keys:
+            break
+        place, key = found, keys[int(fraction * len(keys))]
+    if change == "delete":
+        place.pop(key)
+        holder.extend([] if holder else [{}])
+    elif change == "double":
+        place[key] = [copy.copy(place[key]), place[key]]
+    elif change == "tensor":
+        place[key] = _tensor(rng)
+    elif change == "reshape" and isinstance(place[key], torch.Tensor):
+        place[key] = _reshaped(place[key], rng)
+    elif change == "add" and isinstance(place[key], dict):
+        place[key][values.text(rng)] = values.value(rng, 2)
+    else:
+        place[key] = values.value(rng)
+
+
+CHANGES = ("delete", "double", "tensor", "reshape", "reshape", "add", "value", "value")
+
+
+def _tensor(rng: random.Random) -> torch.Tensor:
+    shape = rng.choice([(), (0,), (1,), (3,), (70,), (2, 35), (33, 1)])
+    made = torch.ones(shape, dtype=rng.choice(DTYPES))
+    return made.to_sparse() if rng.random() < 0.1 else made
+
+
+def _reshaped(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """Another size, dtype, layout or content."""
+    kind = rng.randrange(6)
+    if kind == 0:
+        return tensor.reshape(-1)[: rng.randint(0, tensor.numel())]
+    if kind == 1:
+        return tensor.to(rng.choice(DTYPES))
+    if kind == 2:
+        return torch.cat([tensor.reshape(-1)] * 2)
+    if kind == 3:
+        return tensor.to("meta")
+    if kind == 4:
+        return tensor.reshape(1, -1)
+    return torch.full_like(tensor, rng.choice([-1, 1 << 30]) if not tensor.is_floating_point() else float("nan"))
+
+
+def target(check: Callable[[Any], None]) -> Target:
+    """`check` returns for a section that can be restored and raises a CheckpointError for any other.
+
+    Args:
+        check: given a section of partitions of `NUMELS` elements.
+    """
+
+    def run(parts: Parts, folder: Path) -> None:
+        try:
+            check(build(parts))
+        except CheckpointError as error:
+            require(str(error))
+            require(len(parts) > 1, f"a section as it was saved is refused: {error}")
+
+    return Target("sections", make, run)
