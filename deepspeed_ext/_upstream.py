@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as engine_module
@@ -27,6 +28,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
 from deepspeed.runtime.zero import config as zero_config_module
 from deepspeed.runtime.zero import stage3 as stage3_module
 from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
@@ -43,6 +45,7 @@ from deepspeed_ext._errors import UpstreamError
 __all__ = [
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
+    "DeepSpeedZenFlowConfig",
     "DeepSpeedZeroConfig",
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
@@ -62,6 +65,7 @@ __all__ = [
     "dist",
     "entry_swaps",
     "get_accelerator",
+    "group_timeout_seconds",
     "host_offload_config",
     "is_on_nvme",
     "is_quantized",
@@ -329,6 +333,16 @@ def local_world_size() -> int:
 def local_rank() -> int:
     """This rank's number on its host, as the launcher says."""
     return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def group_timeout_seconds(group: Any) -> float:
+    """After how long a collective of `group` (None: of the world) is given up; infinite if its backend does not say."""
+    group = torch.distributed.group.WORLD if group is None else group
+    try:
+        backend = group._get_backend(torch.device(get_accelerator().current_device_name()))
+        return backend.options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return float("inf")
 
 
 class _RoomyAccelerator:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError
@@ -15,12 +17,14 @@ from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
+    DeepSpeedZenFlowConfig,
     DeepSpeedZeroConfig,
     OffloadDeviceEnum,
     PipelineEngine,
     TorchCheckpointEngine,
     dist,
     get_accelerator,
+    group_timeout_seconds,
     local_rank,
     optimizer_class,
     stage3_optimizer_class,
@@ -28,7 +32,7 @@ from deepspeed_ext._upstream import (
 )
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.checkpoint_files import JointCheckpointEngine
-from deepspeed_ext.config import ZeroFields, idle_fields
+from deepspeed_ext.config import ZenFlowConfig, ZeroFields, given_of_the_other_rule, idle_fields
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.zenflow.seat import reserved_cores
@@ -38,24 +42,37 @@ from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
 ZERO_STAGE_WEIGHTS = 3
 
+DEEPEST = 16
+"""Levels of nesting in ``zero_optimization``; the deepest field that there is has 3."""
+
 __all__ = ["Engine", "HybridEngine", "PipeEngine", "ZeroConfig"]
+
+
+class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
+    """Our ``zenflow`` section, which is also one of DeepSpeed's to code that asks for its type."""
 
 
 class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     """DeepSpeed's ``zero_optimization`` section with our fields.
 
+    It only reads: what cannot be built is refused by `Engine`, so that tools can look at any config.
+
     Raises:
         ConfigError: a field of ours has a value that is not allowed, or a field is unknown to both.
     """
 
+    zenflow: ZenFlowSection | None = None
+
     def __init__(self, **data: Any) -> None:
+        if _is_deeper_than(data, DEEPEST):
+            raise ConfigError(f"zero_optimization is nested more than {DEEPEST} levels deep; no section of it is")
         try:
             super().__init__(**data)
         except ValidationError as error:
             if message := self._explain(error):
                 raise ConfigError(message) from error
             raise
-        if message := self._contradictions() or self._unbuilt():
+        if message := self._contradictions():
             raise ConfigError(message)
 
     @classmethod
@@ -63,15 +80,28 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         """One line for each mistake in our fields or in the name of a field; DeepSpeed's own checks keep their text."""
         lines = []
         for mistake in error.errors():
-            path = ".".join(str(part) for part in mistake["loc"])
+            place = [str(part) for part in mistake["loc"]]
+            path, value = ".".join(["zero_optimization", *place]), _shown(mistake["input"])
+            whole_section = place in (["zenflow"], [])  # DeepSpeed has it too, and its own error for it
             if mistake["type"] == "extra_forbidden":
-                known = [name for model in (cls, *cls._sections()) for name in model.model_fields]
-                close = difflib.get_close_matches(str(mistake["loc"][-1]), known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else "; remove it or see docs/config_reference.md"
-                lines.append(f"zero_optimization.{path} is not a field (its value was {mistake['input']!r}){hint}")
-            elif mistake["loc"] and mistake["loc"][0] in ZeroFields.model_fields:
-                lines.append(f"zero_optimization.{path} = {mistake['input']!r}: {mistake['msg']}")
+                hint = cls._meant(place) or "; remove it or see docs/config_reference.md"
+                lines.append(f"{path} is not a field (its value was {value}){hint}")
+            elif not whole_section and place[0] in ZeroFields.model_fields:
+                lines.append(f"{path} = {value}: {mistake['msg']}")
         return "; ".join(lines)
+
+    @classmethod
+    def _meant(cls, place: Sequence[str]) -> str:
+        """A guess at the field that an unknown one stands for: one of its section, else of any."""
+        sections = _sections(cls)
+        *section, name = place
+        here = sections.get(tuple(section), ())
+        elsewhere = {field: (*path, field) for path, fields in reversed(sections.items()) for field in fields}
+        if close := difflib.get_close_matches(name, here, n=1):
+            return f"; did you mean {close[0]!r}?"
+        if close := difflib.get_close_matches(name, elsewhere, n=1):
+            return f"; did you mean {'.'.join(('zero_optimization', *elsewhere[close[0]]))!r}?"
+        return ""
 
     def _contradictions(self) -> str:
         """One line for each pair of settings that ask for different things."""
@@ -86,7 +116,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             if is_set and self.stage3_allgather_single_param
         )
 
-    def _unbuilt(self) -> str:
+    def unbuilt(self) -> str:
         """What is asked for together with ``zenflow`` and is not built, in one line."""
         if self.zenflow is None:
             return ""
@@ -108,10 +138,35 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         message = f"zero_optimization.zenflow is not built for {' and '.join(found)}: "
         return message + "remove that setting or the zenflow section" if found else ""
 
-    @classmethod
-    def _sections(cls) -> list[Any]:
-        defaults = (field.get_default(call_default_factory=True) for field in ZeroFields.model_fields.values())
-        return [type(value) for value in defaults if hasattr(type(value), "model_fields")]
+
+def _is_deeper_than(value: Any, levels: int) -> bool:
+    """Whether dicts and lists are nested deeper than that; without recursion, which Python bounds."""
+    level = [value]
+    for _ in range(levels):
+        containers = [each for each in level if isinstance(each, dict | list)]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, dict | list) for each in level)
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message, cut where it is long."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxlong = short.maxother = 100
+    try:
+        return short.repr(value)
+    except ValueError:  # Python bounds the digits of an int that it prints
+        return "an int of too many digits"
+
+
+def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:
+    """The names in `model` and in every section that its annotations hold, by the path to the section."""
+    found: dict[tuple[str, ...], list[str]] = {(): []}
+    for name, field in model.model_fields.items():
+        found[()] += [name, *([field.alias] if field.alias else [])]
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= {(name, *path): names for path, names in _sections(kind).items()}
+    return found
 
 
 class Engine(DeepSpeedEngine):
@@ -127,6 +182,17 @@ class Engine(DeepSpeedEngine):
     checkpoint_engine: Any
     _cores_refreshed: bool = False
 
+    def _do_sanity_check(self) -> None:
+        """As DeepSpeed's, which is its first look at the config.
+
+        Raises:
+            ConfigError: the ``zenflow`` section cannot be built together with another setting.
+        """
+        settings = self._config.zero_config
+        if isinstance(settings, ZeroConfig) and (message := settings.unbuilt()):
+            raise ConfigError(message)
+        super()._do_sanity_check()
+
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
         settings = self._config.zero_config
@@ -136,6 +202,10 @@ class Engine(DeepSpeedEngine):
             flattens = isinstance(self.optimizer, ZeroOptimizer)
             for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
                 logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
+            for field in given_of_the_other_rule(settings.zenflow) if settings.zenflow is not None else ():
+                logger.warning(
+                    f"zero_optimization.zenflow.{field} has no effect: the update rule is {settings.zenflow.rule}"
+                )
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         settings = self._config.zero_config
@@ -146,7 +216,7 @@ class Engine(DeepSpeedEngine):
         if settings.zenflow is None:
             swaps = [optimizer_class(partial(ZeroOptimizer, settings=settings, check_replicas=check_replicas))]
         else:
-            settings = self._with_epoch_length(settings)
+            settings = self._with_epoch_length(self._within_group_timeout(settings))
             place = self.core_binding.worker_place if self.core_binding is not None else None
             stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, place=place)
             stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, place=place)
@@ -163,6 +233,27 @@ class Engine(DeepSpeedEngine):
             return settings
         steps = max(1, len(self.training_dataloader) // self.gradient_accumulation_steps())
         return settings.model_copy(update={"zenflow": settings.zenflow.model_copy(update={"steps_per_epoch": steps})})
+
+    def _within_group_timeout(self, settings: ZeroConfig) -> ZeroConfig:
+        """`settings` with a wait for the worker that ends before the collectives in which other ranks wait meanwhile.
+
+        Raises:
+            ConfigError: the user asks for a longer wait than they take.
+        """
+        zenflow = settings.zenflow
+        if zenflow is None or dist.get_world_size() == 1:
+            return settings
+        shortest = min(map(group_timeout_seconds, (None, self.seq_data_parallel_group)))
+        if zenflow.worker_timeout_seconds < shortest:
+            return settings
+        if "worker_timeout_seconds" in zenflow.model_fields_set:
+            raise ConfigError(
+                f"zero_optimization.zenflow.worker_timeout_seconds = {zenflow.worker_timeout_seconds:g} is not below "
+                f"the process group's timeout of {shortest:g} s, after which the communication library ends the job: "
+                "give less, or a longer timeout to init_distributed or in minutes by DEEPSPEED_TIMEOUT"
+            )
+        update = {"worker_timeout_seconds": shortest / 2}
+        return settings.model_copy(update={"zenflow": zenflow.model_copy(update=update)})
 
     def _bind_cores(self, settings: ZeroConfig) -> None:
         """Confine this rank to its share of the cores, if asked for or if the optimizer is a process of its own."""

@@ -44,7 +44,7 @@ class RankOutcome:
 class RankPool:
     """`world_size` processes that run bodies until closed."""
 
-    def __init__(self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 60.0) -> None:
+    def __init__(self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 900.0) -> None:
         self.world_size = world_size
         self.folder = Path(tempfile.mkdtemp(prefix="dsext-ranks-"))
         self.connections: list[Connection] = []
