@@ -202,10 +202,9 @@ class Engine(DeepSpeedEngine):
             flattens = isinstance(self.optimizer, ZeroOptimizer)
             for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
                 logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
-            for field in given_of_the_other_rule(settings.zenflow) if settings.zenflow is not None else ():
-                logger.warning(
-                    f"zero_optimization.zenflow.{field} has no effect: the update rule is {settings.zenflow.rule}"
-                )
+            zenflow = settings.zenflow
+            for field in given_of_the_other_rule(zenflow) if zenflow is not None else ():
+                logger.warning(f"zero_optimization.zenflow.{field} has no effect: the other update rule is in force")
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         settings = self._config.zero_config

@@ -148,7 +148,7 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
             2,
             {"zenflow": {"topk_ratio": 0.1, "block_size": 64}},
             {},
-            "zenflow.block_size has no effect: the update rule is selective",
+            "zenflow.block_size has no effect: the other update rule is in force",
         ),
     ],
 )
