@@ -7,6 +7,7 @@ forks is like one that has just imported these modules; its environment is its o
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +23,21 @@ from typing import Any, BinaryIO
 PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parents[2]
 _MOST_BYTES = 2**17
+
+WHAT_ENGINES_IMPORT = (
+    "pytest",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.parallel",
+    "torch.onnx",
+    "functorch.compile",
+    "networkx",
+    "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed_ext.engine",
+)
+"""Nearly all that is loaded by the time that the first engine has been built."""
 
 
 class ForkedRank:
@@ -65,6 +82,10 @@ class Nursery:
         """A rank with that environment, that connection to its pool and that file as its output."""
         return ForkedRank(self, self.ask(("fork", environment), (connection, log.fileno())))
 
+    def load(self, *modules: str) -> None:
+        """Import more, for the ranks that are started from now on."""
+        self.ask(("load", modules))
+
     def ask(self, order: tuple[str, Any], fds: tuple[int, ...] = (), timeout_seconds: float | None = None) -> Any:
         self._socket.settimeout(timeout_seconds)
         socket.send_fds(self._socket, [pickle.dumps(order)], fds)
@@ -76,6 +97,14 @@ class Nursery:
     def close(self) -> None:
         self._socket.close()
         self._process.wait(timeout=10)
+
+
+def _load(modules: Iterable[str]) -> None:
+    for name in modules:
+        with suppress(ImportError):  # then no test needs it, or the one that does will say so
+            importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: a fork would lose all but one"
 
 
 def _serve(orders: socket.socket) -> None:
@@ -92,6 +121,9 @@ def _serve(orders: socket.socket) -> None:
             for fd in fds:
                 os.close(fd)
             orders.send(pickle.dumps(pid))
+        elif what == "load":
+            _load(value)
+            orders.send(pickle.dumps(None))
         else:
             orders.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1])))
 
@@ -116,15 +148,7 @@ def _become_rank(environment: dict[str, str], connection: int, log: int) -> None
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    import deepspeed  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
-
-    import deepspeed_ext.engine  # noqa: F401
-
-    torch.set_num_threads(1)
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads: a fork would lose all but one"
+    _load(WHAT_ENGINES_IMPORT)
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 
