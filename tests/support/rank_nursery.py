@@ -96,7 +96,8 @@ class Nursery:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(timeout=10)
+        self._process.kill()
+        self._process.wait()
 
 
 def _load(modules: Iterable[str]) -> None:
