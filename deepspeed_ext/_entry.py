@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from deepspeed_ext import _upstream
-from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine, ZeroConfig
+from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine
+from deepspeed_ext.zero_config import ZeroConfig
 
 _active = ExitStack()
 _enabled = False

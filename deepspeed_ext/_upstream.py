@@ -1,14 +1,13 @@
 """The only file that names a private part of DeepSpeed.
 
 Everything that deepspeed_ext reads, overrides or swaps in DeepSpeed beyond its public functions is listed here, once:
-the supported versions, the classes that are subclassed, the names that are swapped, and `CONTRACT`, the members that
-our subclasses rely on. `check` compares the contract with the installed DeepSpeed and names whatever has moved.
+the supported versions, the classes that are subclassed and the names that are swapped. Their members that we rely on
+are in `_contract`; `check` compares them with the installed DeepSpeed and names whatever has moved.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import functools
 import os
 import sys
 import threading
@@ -30,6 +29,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
 from deepspeed.runtime.torch_autocast import get_autocast_dtype, is_autocast_initialized
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
 from deepspeed.runtime.zero import config as zero_config_module
 from deepspeed.runtime.zero import stage3 as stage3_module
 from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
@@ -41,11 +41,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepS
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 
+from deepspeed_ext._contract import broken
 from deepspeed_ext._errors import UpstreamError
 
 __all__ = [
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
+    "DeepSpeedZenFlowConfig",
     "DeepSpeedZeroConfig",
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
@@ -67,6 +69,7 @@ __all__ = [
     "dist",
     "entry_swaps",
     "get_accelerator",
+    "group_timeout_seconds",
     "host_offload_config",
     "is_on_nvme",
     "is_quantized",
@@ -85,179 +88,13 @@ PartitionedParameter = Any
 SUPPORTED_FROM = (0, 19, 8)
 SUPPORTED_BELOW = (0, 20, 0)
 
-# member -> parameters that we pass or override; None: an attribute or a method whose signature does not matter to us
-CONTRACT: dict[str, tuple[str, ...] | None] = {
-    "deepspeed:DeepSpeedEngine": None,
-    "deepspeed:DeepSpeedHybridEngine": None,
-    "deepspeed:PipelineEngine": None,
-    "deepspeed.runtime.engine:DeepSpeedZeroOptimizer": None,
-    "deepspeed.runtime.engine:DeepSpeedEngine._configure_zero_optimizer": ("self", "optimizer"),
-    "deepspeed.runtime.engine:DeepSpeedEngine._configure_optimizer": ("self", "client_optimizer", "model_parameters"),
-    "deepspeed.runtime.engine:DeepSpeedEngine.zero_optimization_stage": ("self",),
-    "deepspeed.runtime.engine:DeepSpeedEngine.is_sanity_checks_enabled": ("self",),
-    "deepspeed.runtime.zero.config:DeepSpeedZeroConfig.__init__": None,
-    "deepspeed.runtime.zero.config:get_zero_config": ("param_dict",),
-    "deepspeed.runtime.zero.stage_1_and_2:get_accelerator": None,
-    "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups": (
-        "groups_flat",
-        "partitioned_param_groups",
-        "dp_process_group",
-        "start_alignment_factor",
-        "allgather_bucket_size",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned": (
-        "self",
-        "tensor_list",
-        "alignment",
-        "use_cpu_data",
-        "param_padding",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_data_parallel_partitions": (
-        "self",
-        "tensor",
-        "group_id",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_model_bit16_weights": ("self", "group_index"),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.initialize_optimizer_states": ("self",),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.initialize_gradient_partitioning_data_structures": (
-        "self",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.create_gradient_handling_hooks": ("self",),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._link_all_hp_params": ("self",),
-    "deepspeed.runtime.zero.partition_parameters:get_allgather_dtype": ("param", "param_ds_tensor"),
-    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.AVAILABLE": None,
-    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.NOT_AVAILABLE": None,
-    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.INFLIGHT": None,
-    "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("self", "param"),
-    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.pin_empty": None,
-    "deepspeed.runtime.engine:DeepSpeedEngine._configure_checkpointing": ("self",),
-    "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint": (
-        "self",
-        "save_dir",
-        "tag",
-        "client_state",
-        "save_latest",
-        "exclude_frozen_parameters",
-    ),
-    "deepspeed.runtime.engine:DeepSpeedEngine._save_checkpoint": None,
-    "deepspeed.runtime.engine:DeepSpeedEngine._save_zero_checkpoint": None,
-    "deepspeed.runtime.engine:DeepSpeedEngine.use_node_local_storage": ("self",),
-    "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint": ("self",),
-    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.create": ("self", "info"),
-    "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script": ("self", "save_path"),
-    "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint": None,
-    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.__init__": ("self", "config_params"),
-    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.makedirs": ("self", "path", "exist_ok"),
-    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.save": ("self", "state_dict", "path"),
-    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.load": ("self", "path", "map_location"),
-    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine.commit": ("self", "info"),
-    "deepspeed.runtime.engine:DeepSpeedEngine.zenflow_config": ("self",),
-    "deepspeed.runtime.engine:DeepSpeedEngine._take_model_step": ("self", "lr_kwargs"),
-    "deepspeed.runtime.engine:DeepSpeedEngine.zero_force_ds_cpu_optimizer": ("self",),
-    "deepspeed.runtime.engine:DeepSpeedEngine.zero_use_cpu_optimizer": ("self",),
-    "deepspeed.runtime.engine:DeepSpeedEngine.zero_cpu_offload": ("self",),
-    "deepspeed.utils.tensor_fragment:tensor_fragment.get_hp_fragment": ("self", "optim_state_key"),
-    "deepspeed.runtime.engine:DeepSpeedEngine.get_optimizer_configuration": (
-        "self",
-        "optimizer_parameters",
-        "adam_w_mode",
-        "allow_legacy_fallback",
-    ),
-    **{
-        f"deepspeed.runtime.zero.{module}:{optimizer}.{member}": parameters
-        for module, optimizer, group in (
-            ("stage_1_and_2", "DeepSpeedZeroOptimizer", "group_no"),
-            ("stage3", "DeepSpeedZeroOptimizer_Stage3", "sub_group_id"),
-        )
-        for member, parameters in {
-            "step": ("self", "closure"),
-            "_optimizer_step": ("self", group),
-            "check_overflow": ("self", "partition_gradients"),
-            "get_grad_norm_direct": ("self", "gradients", "params", "norm_type"),
-            "initialize_optimizer_states": ("self",),
-            "state_dict": ("self",),
-            "_restore_from_bit16_weights": ("self",),
-            "destroy": ("self",),
-            "load_state_dict": (
-                "self",
-                "state_dict_list",
-                "load_optimizer_states",
-                "load_from_fp32_weights",
-                "checkpoint_folder",
-                "load_serial",
-                "param_shapes",
-            ),
-        }.items()
-    },
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.unscale_and_clip_grads": (
-        "self",
-        "grad_groups_flat",
-        "total_norm",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params": ("self",),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition": (
-        "self",
-        "param",
-        "group_idx",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_gradient_for_reduction": ("self", "param"),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_preflattened_grad_partition": (
-        "self",
-        "group_idx",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_compact_grad_partition_slice": (
-        "self",
-        "group_idx",
-        "partition_id",
-        "param_id",
-        "num_elements",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._load_legacy_checkpoint": None,
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._rigid_load_state_dict": None,
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": ("self",),
-    # DeepSpeed wraps these for profiling, which hides their parameters.
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": None,
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step": None,
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.partition_grads": None,
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": None,
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": None,
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank": ("self", "param"),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor": ("self",),
-}
 
-
-def moved() -> list[str]:
-    """What of `CONTRACT` the installed DeepSpeed does not fulfil: one line a member, empty if all is well."""
-    found = []
-    for name, expected in CONTRACT.items():
-        module_name, path = name.split(":")
-        try:
-            member: Any = importlib.import_module(module_name)
-            for part in path.split("."):
-                member = inspect.getattr_static(member, part)
-        except (ImportError, AttributeError):
-            found.append(f"{name} does not exist")
-            continue
-        if expected is not None:
-            parameters = tuple(inspect.signature(_undecorated(member)).parameters)
-            if parameters != expected:
-                found.append(f"{name} takes {parameters}, expected {expected}")
-    return found
-
-
-def _undecorated(member: Any) -> Any:
-    """The function behind a decorator that takes anything, as DeepSpeed's for profiler ranges; else `member`."""
-    cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
-    functions = [cell for cell in cells if inspect.isfunction(cell)]
-    takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")
-    return functions[0] if takes_anything and len(functions) == 1 else member
-
-
+@functools.cache
 def check() -> None:
-    """Refuse a DeepSpeed that this package does not know.
+    """Refuse a DeepSpeed that this package does not know; looks once per process.
 
     Raises:
-        UpstreamError: the version is outside the supported range, or a member of `CONTRACT` has moved.
+        UpstreamError: the version is outside the supported range, or a member of the contract has moved.
     """
     found = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
     if not SUPPORTED_FROM <= found < SUPPORTED_BELOW:
@@ -266,7 +103,7 @@ def check() -> None:
             f"deepspeed_ext supports DeepSpeed from {first} to below {below} and found {deepspeed.__version__}; "
             f"install one with: pip install 'deepspeed>={first},<{below}'"
         )
-    if lines := moved():
+    if lines := broken():
         raise UpstreamError(
             f"DeepSpeed {deepspeed.__version__} differs from what deepspeed_ext builds on: {'; '.join(lines)}. "
             "Install the DeepSpeed version named in the README, or a newer deepspeed_ext"
@@ -351,6 +188,16 @@ def local_world_size() -> int:
 def local_rank() -> int:
     """This rank's number on its host, as the launcher says."""
     return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def group_timeout_seconds(group: Any) -> float:
+    """After how long a collective of `group` (None: of the world) is given up; infinite if its backend does not say."""
+    group = torch.distributed.group.WORLD if group is None else group
+    try:
+        backend = group._get_backend(torch.device(get_accelerator().current_device_name()))
+        return backend.options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return float("inf")
 
 
 class _RoomyAccelerator:

@@ -1,16 +1,13 @@
-"""The engines that `deepspeed.initialize` builds when the extension is on, and the config class that they read."""
+"""The engines that `deepspeed.initialize` builds when the extension is on."""
 
 from __future__ import annotations
 
-import difflib
-import reprlib
 import weakref
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError
@@ -19,12 +16,11 @@ from deepspeed_ext._undo import on_failure, undone_on_failure
 from deepspeed_ext._upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
-    DeepSpeedZeroConfig,
-    OffloadDeviceEnum,
     PipelineEngine,
     TorchCheckpointEngine,
     dist,
     get_accelerator,
+    group_timeout_seconds,
     local_rank,
     optimizer_class,
     stage3_optimizer_class,
@@ -32,98 +28,18 @@ from deepspeed_ext._upstream import (
 )
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.checkpoint_files import JointCheckpointEngine
-from deepspeed_ext.config import ZeroFields, idle_fields
+from deepspeed_ext.config import given_of_the_other_rule, idle_fields
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.zenflow.seat import reserved_cores
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+from deepspeed_ext.zero_config import ZeroConfig
 
 ZERO_STAGE_WEIGHTS = 3
 
-# For values in messages: `repr` fails for what is nested thousands deep, and may be pages long.
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxother = 80
-
-__all__ = ["Engine", "HybridEngine", "PipeEngine", "ZeroConfig"]
-
-
-class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
-    """DeepSpeed's ``zero_optimization`` section with our fields.
-
-    Raises:
-        ConfigError: a field of ours has a value that is not allowed, or a field is unknown to both.
-    """
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            if message := self._explain(error):
-                raise ConfigError(message) from error
-            raise
-        except RecursionError:  # in a check of DeepSpeed's that prints the value
-            raise ConfigError("zero_optimization: a value is nested too deep for any field") from None
-        if message := self._contradictions() or self._unbuilt():
-            raise ConfigError(message)
-
-    @classmethod
-    def _explain(cls, error: ValidationError) -> str:
-        """One line for each mistake in our fields or in the name of a field; DeepSpeed's own checks keep their text."""
-        lines = []
-        for mistake in error.errors():
-            path = ".".join(str(part) for part in mistake["loc"])
-            if mistake["type"] == "extra_forbidden":
-                known = [name for model in (cls, *cls._sections()) for name in model.model_fields]
-                close = difflib.get_close_matches(str(mistake["loc"][-1]), known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else "; remove it or see docs/config_reference.md"
-                lines.append(
-                    f"zero_optimization.{path} is not a field (its value was {_brief.repr(mistake['input'])}){hint}"
-                )
-            elif mistake["loc"] and mistake["loc"][0] in ZeroFields.model_fields:
-                lines.append(f"zero_optimization.{path} = {_brief.repr(mistake['input'])}: {mistake['msg']}")
-        return "; ".join(lines)
-
-    def _contradictions(self) -> str:
-        """One line for each pair of settings that ask for different things."""
-        rivals = {
-            "stage3_allgather_sequential": self.allgather_sequential,
-            "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
-        }
-        return "; ".join(
-            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two ways of gathering "
-            "parameters; set one of them to false"
-            for rival, is_set in rivals.items()
-            if is_set and self.stage3_allgather_single_param
-        )
-
-    def _unbuilt(self) -> str:
-        """What is asked for together with ``zenflow`` and is not built, in one line."""
-        if self.zenflow is None:
-            return ""
-        offload, offload_param = self.offload_optimizer, self.offload_param
-        refused = {
-            "stage = 0": self.stage == 0,
-            'zenflow.accumulate_on = "host"': self.zenflow.accumulate_on == "host",
-            'offload_optimizer.device = "nvme"': offload is not None and offload.device == OffloadDeviceEnum.nvme,
-            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
-            "offload_optimizer.super_offload": offload is not None and offload.super_offload,
-            "offload_param": offload_param is not None and offload_param.device != OffloadDeviceEnum.none,
-            "elastic_checkpoint": self.elastic_checkpoint,
-            "compute_grad_norm = false": not self.compute_grad_norm,
-            "zero_quantized_weights": self.zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
-            "zero_quantized_gradients": self.zero_quantized_gradients,
-        }
-        found = [name for name, given in refused.items() if given]
-        message = f"zero_optimization.zenflow is not built for {' and '.join(found)}: "
-        return message + "remove that setting or the zenflow section" if found else ""
-
-    @classmethod
-    def _sections(cls) -> list[Any]:
-        defaults = (field.get_default(call_default_factory=True) for field in ZeroFields.model_fields.values())
-        return [type(value) for value in defaults if hasattr(type(value), "model_fields")]
+__all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
 
 class WeakEngine:
@@ -176,6 +92,17 @@ class Engine(DeepSpeedEngine):
     def _create_module_forward_post_hook(self) -> Any:
         return DeepSpeedEngine._create_module_forward_post_hook(WeakEngine(self) if self._has_own_zenflow() else self)
 
+    def _do_sanity_check(self) -> None:
+        """As DeepSpeed's, which is its first look at the config.
+
+        Raises:
+            ConfigError: the ``zenflow`` section cannot be built together with another setting.
+        """
+        settings = self._config.zero_config
+        if isinstance(settings, ZeroConfig) and (message := settings.unbuilt()):
+            raise ConfigError(message)
+        super()._do_sanity_check()
+
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
         settings = self._config.zero_config
@@ -185,6 +112,9 @@ class Engine(DeepSpeedEngine):
             flattens = isinstance(self.optimizer, ZeroOptimizer)
             for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
                 logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
+            zenflow = settings.zenflow
+            for field in given_of_the_other_rule(zenflow) if zenflow is not None else ():
+                logger.warning(f"zero_optimization.zenflow.{field} has no effect: the other update rule is in force")
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         settings = self._config.zero_config
@@ -195,7 +125,7 @@ class Engine(DeepSpeedEngine):
         if settings.zenflow is None:
             swaps = [optimizer_class(partial(ZeroOptimizer, settings=settings, check_replicas=check_replicas))]
         else:
-            settings = self._with_epoch_length(settings)
+            settings = self._with_epoch_length(self._within_group_timeout(settings))
             place = self.core_binding.worker_place if self.core_binding is not None else None
             stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, place=place)
             stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, place=place)
@@ -212,6 +142,27 @@ class Engine(DeepSpeedEngine):
             return settings
         steps = max(1, len(self.training_dataloader) // self.gradient_accumulation_steps())
         return settings.model_copy(update={"zenflow": settings.zenflow.model_copy(update={"steps_per_epoch": steps})})
+
+    def _within_group_timeout(self, settings: ZeroConfig) -> ZeroConfig:
+        """`settings` with a wait for the worker that ends before the collectives in which other ranks wait meanwhile.
+
+        Raises:
+            ConfigError: the user asks for a longer wait than they take.
+        """
+        zenflow = settings.zenflow
+        if zenflow is None or dist.get_world_size() == 1:
+            return settings
+        shortest = min(map(group_timeout_seconds, (None, self.seq_data_parallel_group)))
+        if zenflow.worker_timeout_seconds < shortest:
+            return settings
+        if "worker_timeout_seconds" in zenflow.model_fields_set:
+            raise ConfigError(
+                f"zero_optimization.zenflow.worker_timeout_seconds = {zenflow.worker_timeout_seconds:g} is not below "
+                f"the process group's timeout of {shortest:g} s, after which the communication library ends the job: "
+                "give less, or a longer timeout to init_distributed or in minutes by DEEPSPEED_TIMEOUT"
+            )
+        update = {"worker_timeout_seconds": shortest / 2}
+        return settings.model_copy(update={"zenflow": zenflow.model_copy(update=update)})
 
     def _bind_cores(self, settings: ZeroConfig) -> None:
         """Confine this rank to its share of the cores, if asked for or if the optimizer is a process of its own."""

@@ -25,8 +25,10 @@ INTRODUCTION = f"""# Config reference
 
 The fields that deepspeed_ext adds to a DeepSpeed config. All of them live under `{SECTION}`, beside DeepSpeed's own
 [ZeRO fields](https://www.deepspeed.ai/docs/config-json/#zero-optimizations-for-fp16-training), and all are optional.
-None of them takes the value `"auto"`: leave a field out to have it chosen. An unknown field or an impossible value is
-an error at `initialize` that names the field. Editors can check a config against `configs/schema.json`.
+The value `"auto"` means the same as leaving the field out, as in DeepSpeed's own sections; under Accelerate and the
+Hugging Face Trainer leave it out, because they refuse an `"auto"` that they do not fill in. An unknown field or an
+impossible value is an error at `initialize` that names the field. Editors can check a config against
+`configs/schema.json`.
 """
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "bool", "integer": "int", "number": "float", "string": "str", "object": "object", "null": "none"}

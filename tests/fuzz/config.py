@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._upstream import DeepSpeedZeroConfig
 from deepspeed_ext.config import CoreBindingConfig, ZenFlowConfig, ZeroFields
-from deepspeed_ext.engine import ZeroConfig
+from deepspeed_ext.zero_config import ZeroConfig
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 

@@ -21,6 +21,9 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
+from tests.support.same import assert_same
+
+__all__ = ["Record", "assert_same", "base_config", "compare_with_upstream", "train"]
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Record:
 
     losses: list[float] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    probe: Any = None
+    probe: Any = field(default=None, compare=False)
 
 
 def base_config(stage: int, dtype: torch.dtype, micro_batch: int = 4, accumulation: int = 1) -> dict[str, Any]:
@@ -116,18 +119,6 @@ def _tensors(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, (list, tuple)):
         return [leaf for index, item in enumerate(value) for leaf in _tensors(item, f"{path}/{index}")]
     return []
-
-
-def assert_same(expected: Record, actual: Record) -> None:
-    """Fail unless losses and tensors are equal to the bit."""
-    assert actual.losses == expected.losses
-    assert list(actual.tensors) == list(expected.tensors)
-    for name, tensor in expected.tensors.items():
-        other = actual.tensors[name]
-        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(
-            other.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
-        ), name
 
 
 def compare_with_upstream(

@@ -62,11 +62,11 @@ def _run(task: bytes) -> tuple[object, str | None]:
         return None, traceback.format_exc()
 
 
-def main() -> None:
+def main(connection_fd: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)
-    connection = Connection(int(sys.argv[1]))
+    connection = Connection(connection_fd)
     try:
         _join_group()
         connection.send_bytes(pickle.dumps((None, None)))
@@ -89,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

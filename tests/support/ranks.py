@@ -9,6 +9,7 @@ accelerator; always a file rendezvous, never a port), and its return value trave
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import pickle
 import shutil
@@ -21,9 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.rank_nursery import ROOT, ForkedRank, Nursery
+
 START_TIMEOUT_SECONDS = 300.0  # an operator may have to be compiled first
 GRACE_SECONDS = 3.0
 
@@ -44,27 +46,17 @@ class RankOutcome:
 class RankPool:
     """`world_size` processes that run bodies until closed."""
 
-    def __init__(self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 60.0) -> None:
+    def __init__(self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 900.0) -> None:
         self.world_size = world_size
         self.folder = Path(tempfile.mkdtemp(prefix="dsext-ranks-"))
         self.connections: list[Connection] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         for rank in range(world_size):
             ours, theirs = Pipe()
-            log = open(self._log_path(rank), "wb")  # noqa: SIM115 (the child owns it from here on)
-            command = [sys.executable, "-m", "tests.support.rank_worker", str(theirs.fileno())]
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=self._environment(rank, device, group_timeout_seconds),
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-            log.close()
+            environment = self._environment(rank, device, group_timeout_seconds)
+            with open(self._log_path(rank), "wb") as log:
+                start = nursery().start if device == "cpu" else _start_alone
+                self.processes.append(start(environment, theirs.fileno(), log))
             theirs.close()
             self.connections.append(ours)
         self._require(self._collect(START_TIMEOUT_SECONDS), "start")
@@ -149,6 +141,26 @@ class RankPool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _start_alone(environment: dict[str, str], connection: int, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """A rank in a process that imports everything itself: an accelerator may not be initialised before a fork."""
+    command = [sys.executable, "-m", "tests.support.rank_worker", str(connection)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        pass_fds=[connection],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """The process that forks the ranks of this one."""
+    return Nursery()
+
+
 _pools: dict[tuple[int, str, str], RankPool] = {}
 
 
@@ -200,6 +212,9 @@ def close_pools() -> None:
     """Stop every kept process."""
     while _pools:
         _pools.popitem()[1].close()
+    if nursery.cache_info().currsize:
+        nursery().close()
+        nursery.cache_clear()
 
 
 atexit.register(close_pools)

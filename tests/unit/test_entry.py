@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +15,10 @@ from deepspeed import comm as dist
 import deepspeed_ext
 from deepspeed_ext import memory
 from deepspeed_ext._errors import ConfigError
-from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine, ZeroConfig
+from deepspeed_ext._upstream import group_timeout_seconds
+from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.zero_config import ZeroConfig
 from tests.support.compare import base_config
 from tests.support.models import OddModel
 from tests.support.ranks import run_ranks
@@ -95,11 +99,6 @@ def bad_config_body(zero: dict[str, Any], free_bytes: int | None) -> str:
     ("zero", "free_bytes", "says"),
     [
         ({"flaten_tier": "host"}, None, ["zero_optimization.flaten_tier", "'host'", "'flatten_tier'"]),
-        ({"flatten_tier": "gpu"}, None, ["zero_optimization.flatten_tier", "'gpu'", "'accelerator', 'distributed'"]),
-        ({"flatten_reserve_fraction": 1.5}, None, ["zero_optimization.flatten_reserve_fraction", "1.5", "less than 1"]),
-        ({"flatten_reserve_fraction": "some"}, None, ["flatten_reserve_fraction", "'some'", "number"]),
-        ({"core_binding": {"enable": True}}, None, ["zero_optimization.core_binding.enable", "'enabled'"]),
-        ({"core_binding": 3}, None, ["zero_optimization.core_binding", "3"]),
         ({"flatten_tier": "accelerator"}, 1000, ['flatten_tier = "accelerator"', "1,000", "leave the field out"]),
         ({"flatten_tier": "distributed"}, 1000, ['flatten_tier = "distributed"', "1,000", "leave the field out"]),
     ],
@@ -115,38 +114,50 @@ def test_bad_config_is_one_clear_error_on_every_rank(
             assert part in message
 
 
-def test_deepspeeds_own_checks_keep_their_error() -> None:
-    with pytest.raises(ValueError, match="stage") as error:
-        ZeroConfig(stage=17)
-    assert not isinstance(error.value, ConfigError)
-
-
-def test_auto_means_not_given() -> None:
-    assert ZeroConfig(flatten_tier="auto", flatten_reserve_fraction="auto") == ZeroConfig()
-
-
 def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> list[str]:
     config = base_config(stage, torch.bfloat16) | other
     config["zero_optimization"] |= zero
     model = OddModel()
     with patch("deepspeed_ext.engine.logger.warning") as warning:
-        deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.destroy()
     return [call.args[0] for call in warning.call_args_list]
 
 
 @pytest.mark.parametrize(
     ("stage", "zero", "other", "says"),
     [
-        (2, {"stage3_allgather_single_param": True}, {}, "ZeRO stage 2 with ZeroOptimizer"),
-        (0, {"flatten_tier": "host"}, {}, "ZeRO stage 0 with FP16_UnfusedOptimizer"),
-        (1, {"flatten_tier": "host"}, {"data_types": {"grad_accum_dtype": "fp32"}}, "ZeRO stage 1 with BF16_Optimizer"),
+        (
+            2,
+            {"stage3_allgather_single_param": True},
+            {},
+            "stage3_allgather_single_param has no effect: this run uses ZeRO stage 2 with ZeroOptimizer",
+        ),
+        (
+            0,
+            {"flatten_tier": "host"},
+            {},
+            "flatten_tier has no effect: this run uses ZeRO stage 0 with FP16_UnfusedOptimizer",
+        ),
+        (
+            1,
+            {"flatten_tier": "host"},
+            {"data_types": {"grad_accum_dtype": "fp32"}},
+            "flatten_tier has no effect: this run uses ZeRO stage 1 with BF16_Optimizer",
+        ),
+        (
+            2,
+            {"zenflow": {"topk_ratio": 0.1, "block_size": 64}},
+            {},
+            "zenflow.block_size has no effect: the other update rule is in force",
+        ),
     ],
 )
 def test_a_setting_without_effect_warns_on_rank_0_only(
     stage: int, zero: dict[str, Any], other: dict[str, Any], says: str
 ) -> None:
     on_rank_0, on_rank_1 = run_ranks(2, warnings_body, stage, zero, other)
-    assert on_rank_0 == [f"zero_optimization.{next(iter(zero))} has no effect: this run uses {says}"]
+    assert on_rank_0 == [f"zero_optimization.{says}"]
     assert on_rank_1 == []
 
 
@@ -166,3 +177,30 @@ def startup_body() -> dict[str, Any]:
 def test_startup_breakdown_has_the_bytes_of_every_phase() -> None:
     for measurements in run_ranks(2, startup_body):
         assert 0 < measurements["flatten_seconds"] < measurements["startup_seconds"]
+
+
+def shorter_group_timeout(seconds: float) -> float:
+    return group_timeout_seconds(torch.distributed.new_group([0], timeout=timedelta(seconds=seconds)))
+
+
+def test_the_timeout_of_a_group_can_be_read() -> None:
+    assert run_ranks(1, shorter_group_timeout, 77.0) == [77.0]
+
+
+def test_a_worker_is_not_awaited_longer_than_the_other_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_ext.engine.dist.get_world_size", lambda: 2)
+    timeouts = {None: 1800.0, "data parallel": 300.0}
+    monkeypatch.setattr("deepspeed_ext.engine.group_timeout_seconds", lambda group: timeouts[group])
+    engine: Any = SimpleNamespace(seq_data_parallel_group="data parallel")
+
+    def settled(**zenflow: Any) -> float:
+        return Engine._within_group_timeout(engine, ZeroConfig(zenflow=zenflow)).zenflow.worker_timeout_seconds
+
+    assert settled() == 240
+    assert settled(worker_timeout_seconds=299) == 299
+    with pytest.raises(ConfigError, match=r"worker_timeout_seconds = 300 is not below .* 300 s.*DEEPSPEED_TIMEOUT"):
+        settled(worker_timeout_seconds=300)
+    timeouts["data parallel"] = 60.0
+    assert settled() == 30
+    monkeypatch.setattr("deepspeed_ext.engine.dist.get_world_size", lambda: 1)
+    assert settled(worker_timeout_seconds=3600) == 3600, "one rank waits for no other"

@@ -1,10 +1,11 @@
-"""A rank that dies or falls silent during a gather ends the others with an error, within the group's timeout."""
+"""A rank that dies or falls silent during a gather ends the others with an error."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +13,28 @@ import torch
 
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks
+from tests.support.waiting import GENEROUS_SECONDS, wait_until
 from tests.unit.test_gather_features import OURS, engine_for
 
-GROUP_TIMEOUT_SECONDS = 5.0
+SILENCE_SECONDS = 3.0
+"""The group's timeout once training has begun; making the group may take longer."""
 
 
 class FailingGather:
-    """Stands in front of the gather of one rank; at the third fetch the rank dies, or sleeps past the timeout."""
+    """Stands in front of the gather of one rank; at the third fetch the rank dies, or waits until `over` exists."""
 
-    def __init__(self, gather: Any, dies: bool) -> None:
-        self.gather, self.dies, self.calls = gather, dies, 0
+    def __init__(self, gather: Any, over: Path | None) -> None:
+        self.gather, self.over, self.calls = gather, over, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if self.calls == 3 and self.dies:
+        if self.calls < 3:
+            return self.gather(*args, **kwargs)
+        if self.over is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.calls == 3:
-            time.sleep(2 * GROUP_TIMEOUT_SECONDS)
-        return self.gather(*args, **kwargs)
+        else:
+            wait_until(self.over.exists, "the error of the other rank")
+        raise RuntimeError("it has been silent")
 
 
 def train(engine: Any) -> None:
@@ -38,24 +43,39 @@ def train(engine: Any) -> None:
         engine.step()
 
 
-def body(dies: bool, min_numel: int) -> float:
+def body(over: Path | None, min_numel: int) -> str:
+    """The error with which training ends; the rank that is awaited is silent until `over` exists, or dies."""
     engine = engine_for(OURS | {"stage3_single_param_min_numel": min_numel})
+    parameters = list(engine.module.parameters())
     if torch.distributed.get_rank() == 1:
-        failing = FailingGather(engine.parameter_gather, dies)
-        for parameter in engine.module.parameters():
+        failing = FailingGather(engine.parameter_gather, over)
+        for parameter in parameters:
             parameter.all_gather_coalesced = failing
-    start = time.monotonic()
-    with pytest.raises(RuntimeError):
+    elif over is not None:
+        short = timedelta(seconds=SILENCE_SECONDS)
+        torch.distributed.distributed_c10d._set_pg_timeout(short, parameters[0].ds_process_group)
+    with pytest.raises(RuntimeError) as error:
         train(engine)
-    return time.monotonic() - start
+    if over is not None:
+        over.touch()
+    return str(error.value)
 
 
 @pytest.mark.parametrize(("dies", "min_numel"), [(True, 0), (False, 10_000)], ids=["killed", "silent"])
-def test_the_other_rank_ends_with_an_error(dies: bool, min_numel: int) -> None:
+def test_the_other_rank_ends_with_an_error(dies: bool, min_numel: int, tmp_path: Path) -> None:
+    """The group itself would wait for ten times the bound within which the survivor must end."""
     survivor, failed = run_fresh_ranks(
-        2, body, dies, min_numel, timeout_seconds=60, group_timeout_seconds=GROUP_TIMEOUT_SECONDS
+        2,
+        body,
+        None if dies else tmp_path / "over",
+        min_numel,
+        timeout_seconds=GENEROUS_SECONDS,
+        group_timeout_seconds=10 * GENEROUS_SECONDS,
     )
-    assert survivor.error is None
-    assert survivor.value < 2 * GROUP_TIMEOUT_SECONDS
+    assert survivor.error is None, survivor.error
     if dies:
         assert failed.exit_code == -signal.SIGKILL
+        assert any(how in survivor.value for how in ("closed by peer", "reset by peer", "Broken pipe"))
+    else:
+        assert failed.value == "it has been silent"
+        assert f"{SILENCE_SECONDS * 1000:.0f}ms" in survivor.value

@@ -18,6 +18,7 @@ from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.suite import Part
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 from tools import offline, wheels
 
 
@@ -143,8 +144,8 @@ def test_recomputed_activations_change_no_gradient() -> None:
         torch.manual_seed(0)
         model = Llama(replace(shape, recompute=recompute))
         model(torch.arange(shape.sequence)[None]).backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert_same(*grads)
 
 
 # -- the idle share -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import (
     make_engine,
     masters_of,
@@ -125,8 +126,8 @@ def test_other_settings_go_on_from_the_exact_weights(stage: int, changes: dict, 
     assert found["updates"] == 7
     flat = torch.cat([w.flatten() for w in found["weights"].values()])
     exact = torch.cat([m.bfloat16().float() for m in found["masters"]])
-    assert flat.sum() == pytest.approx(float(exact.sum()), abs=1e-2)
-    assert found["losses"][-1] < found["losses"][0] + 1
+    assert_same(exact[: flat.numel()], flat)
+    assert max(found["losses"]) < 1.1 * found["losses"][0]
 
 
 @pytest.mark.parametrize(("saved", "goes_on"), [(MEASURED_INTERVAL_LIMIT, True), (MEASURED_INTERVAL_LIMIT + 1, False)])
@@ -139,7 +140,8 @@ def test_an_interval_left_open_takes_the_saved_one_if_its_gradients_find_room(
     assert found["interval"] == (saved if goes_on else None)
 
 
-def load_module_only(config: dict, folder: str) -> bool:
+def load_module_only(config: dict, folder: str) -> list[str]:
+    """Where a master is not the weight that was loaded."""
     engine = make_engine(config)
     train(engine, batches(3, 5))
     engine.load_checkpoint(folder, tag="t", load_module_only=True)
@@ -147,20 +149,23 @@ def load_module_only(config: dict, folder: str) -> bool:
     flats = engine.optimizer.fp16_partitioned_groups_flat if stage == 3 else None
     adam = engine.optimizer.zenflow_adam
     adam.drain()
-    equal = True
+    found = []
     for index, partition in enumerate(adam.partitions):
         weights = flats[index] if flats else engine.optimizer._weights(index)
-        equal &= torch.equal(partition.master.detach(), weights.float())
+        found.append(first_difference(weights.float(), partition.master, f"master {index}"))
     losses = train(engine, batches(3, 6))
+    assert max(losses) < 1.1 * losses[0]
     close(engine)
-    return equal and all(loss == loss for loss in losses)
+    return found
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_loading_only_the_module_refreshes_the_masters(stage: int, tmp_path: Path) -> None:
     config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
     run_ranks(2, save_mid_interval, config, str(tmp_path))
-    assert all(run_ranks(2, load_module_only, config, str(tmp_path)))
+    assert [
+        found for on_one in run_ranks(2, load_module_only, config, str(tmp_path)) for found in on_one if found
+    ] == []
 
 
 def load_universal(config: dict, folder: str) -> dict[str, Any]:
@@ -187,8 +192,8 @@ def test_universal_checkpoint_resumes_with_other_ranks(stage: int, tmp_path: Pat
     assert converted.returncode == 0, converted.stdout + converted.stderr
     one = run_ranks(1, load_universal, config, str(tmp_path))[0]
     assert one["updates"] == 7
-    assert all(torch.equal(value, expected[name]) for name, value in one["masters"].items())
-    assert one["losses"][-1] < one["losses"][0] + 1
+    assert_same({name: expected[name] for name in one["masters"]}, one["masters"])
+    assert max(one["losses"]) < 1.1 * one["losses"][0]
 
 
 def load_and_catch(config: dict, folder: str) -> str:

@@ -9,21 +9,18 @@ from deepspeed import comm as dist
 
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
+from tests.support.same import first_difference
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 WARM_UP = 3
 
 
-def final_state(engine: Any) -> list[torch.Tensor]:
-    return [*weights_of(engine).values(), *full_masters_of(engine)]
+def final_state(engine: Any) -> dict[str, Any]:
+    return {"weights": weights_of(engine), "masters": full_masters_of(engine)}
 
 
-def same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
-
-
-def train_and_save(config: dict, first: int, last: int, folder: str) -> bool:
-    """Train to `last + 2` straight, and again saving after each of the steps `first` .. `last`; is it the same?"""
+def train_and_save(config: dict, first: int, last: int, folder: str) -> str:
+    """Train to `last + 2` straight, and again saving after each of the steps `first` .. `last`; how they differ."""
     data = batches(last + 2, dist.get_rank())
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, data)
@@ -38,13 +35,13 @@ def train_and_save(config: dict, first: int, last: int, folder: str) -> bool:
         saving += train(engine, data[step - 1 : step])
         if first <= step <= last:
             engine.save_checkpoint(folder, tag=str(step))
-    unchanged = saving == losses and same(expected, final_state(engine))
+    difference = first_difference((losses, expected), (saving, final_state(engine)), "saving: losses, state")
     engine.destroy()
-    return unchanged
+    return difference
 
 
-def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[int]:
-    """The steps from which a run does not continue to the bit; every other engine has been used before it loads."""
+def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[str]:
+    """Where a run does not continue to the bit; every other engine has been used before it loads."""
     data = batches(last + 2, dist.get_rank())
     expected = torch.load(Path(folder, f"expected-{dist.get_rank()}.pt"))
     failed = []
@@ -55,22 +52,21 @@ def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[i
         engine.load_checkpoint(folder, tag=str(step))
         assert engine.optimizer.zenflow_adam.kernel == expected["kernel"], "kernels differ in their last bits"
         rest = train(engine, data[step:])
-        if rest != expected["losses"][step:] or not same(expected["state"], final_state(engine)):
-            failed.append(step)
+        wanted = (expected["losses"][step:], expected["state"])
+        failed.append(first_difference(wanted, (rest, final_state(engine)), f"from step {step}: losses, state"))
         engine.destroy()
     return failed
 
 
-def failed_resumes(ranks: int, config: dict, first: int, last: int, folder: str, device: str = "cpu") -> list[int]:
-    """Train and save in one set of processes, resume in another; the steps from which any rank did not continue to the
-    bit, and 0 if saving has changed something.
+def failed_resumes(ranks: int, config: dict, first: int, last: int, folder: str, device: str = "cpu") -> list[str]:
+    """Train and save in one set of processes, resume in another; what differs on any rank, to the bit.
 
     Both run the same settings in the same order and nothing else: DeepSpeed's stage 3 leaves another
     ``torch.nn.functional.linear`` behind in its process, which rounds differently."""
     steps = (config, first, last, folder)
-    unchanged = run_ranks(ranks, train_and_save, *steps, device=device, pool="to save", timeout_seconds=280)
+    changed = run_ranks(ranks, train_and_save, *steps, device=device, pool="to save", timeout_seconds=280)
     failed = run_ranks(ranks, resume_from_each, *steps, device=device, pool="to resume", timeout_seconds=280)
-    return sorted({step for steps in failed for step in steps} | ({0} if not all(unchanged) else set()))
+    return [difference for on_one in (changed, *failed) for difference in on_one if difference]
 
 
 PAIRWISE = {(1, 1, 1), (1, 2, 4), (2, 2, 1), (2, 1, 4), (3, 1, 1), (3, 2, 4)}

@@ -8,6 +8,7 @@ from deepspeed import comm as dist
 
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 from tests.support.zenflow import Outcome, make_engine, offload_config, run, train, weights_of, zenflow_config
 
 STAGES = [1, 2, 3]
@@ -27,8 +28,7 @@ def initial_weights(stage: int, dtype: torch.dtype) -> dict:
 def test_initialize_changes_no_weight(stage: int, ranks: int, dtype: torch.dtype) -> None:
     expected = {name: p.detach().to(dtype).float() for name, p in _start().named_parameters()}
     for found in run_ranks(ranks, initial_weights, stage, dtype):
-        assert list(found) == list(expected)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert_same(expected, found)
 
 
 def with_and_without(config: dict, steps: int) -> tuple[Outcome, Outcome]:

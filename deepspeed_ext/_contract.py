@@ -1,0 +1,276 @@
+"""What deepspeed_ext relies on in DeepSpeed, member by member, and the comparison with the installed one.
+
+`_upstream` names the classes; here are their members: whatever our subclasses override, call through ``super()``, read
+or assign through ``self``, and what DeepSpeed hangs on a parameter. A test walks our sources and finds what is missing
+here, so that a rename in DeepSpeed is an error at the start and never an override that nobody calls.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+__all__ = ["ASSIGNED", "CONTRACT", "EXISTS", "Takes", "broken"]
+
+EXISTS = "exists"
+"""A class, a property, or a function whose parameters do not matter to us."""
+
+ASSIGNED = "assigned"
+"""An attribute that methods of the class assign; of a module: attributes that its functions hang on objects."""
+
+
+@dataclass(frozen=True)
+class Takes:
+    """A function that takes at least these parameters by name."""
+
+    names: tuple[str, ...]
+
+
+Member = str | Takes
+"""`EXISTS`, `ASSIGNED`, `Takes`, or all parameters of a function in order: ``"(self, closure)"``."""
+
+
+_OF_BOTH_OPTIMIZERS: dict[str, Member] = {
+    "_restore_from_bit16_weights": "(self)",
+    "check_overflow": "(self, partition_gradients)",
+    "destroy": "(self)",
+    "get_grad_norm_direct": "(self, gradients, params, norm_type)",
+    "get_param_id": "(self, param)",
+    "initialize_optimizer_states": "(self)",
+    "is_gradient_accumulation_boundary": "(self)",
+    "load_state_dict": (
+        "(self, state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial,"
+        " param_shapes)"
+    ),
+    "loss_scale": EXISTS,
+    "state_dict": "(self)",
+    "step": "(self, closure)",
+    "device": ASSIGNED,
+    "dp_process_group": ASSIGNED,
+    "dtype": ASSIGNED,
+    "grad_position": ASSIGNED,
+    "gradient_accumulation_dtype": ASSIGNED,
+    "optimizer": ASSIGNED,
+    "overflow": ASSIGNED,
+}
+
+_BUILT_WITH = (
+    "bf16_master_weights_and_gradients",
+    "bf16_optimizer_states",
+    "fp16_master_weights_and_gradients",
+    "gradient_accumulation_dtype",
+    "gradient_accumulation_steps",
+    "offload_optimizer_config",
+)
+
+CONTRACT: dict[str, dict[str, Member]] = {
+    "deepspeed": {"DeepSpeedEngine": EXISTS, "DeepSpeedHybridEngine": EXISTS, "PipelineEngine": EXISTS},
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": {"pin_empty": EXISTS},
+    "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {
+        "__init__": "(self, config_params)",
+        "commit": "(self, info)",
+        "load": "(self, path, map_location)",
+        "makedirs": "(self, path, exist_ok)",
+        "save": "(self, state_dict, path)",
+    },
+    "deepspeed.runtime.engine": {"DeepSpeedZeroOptimizer": EXISTS},
+    "deepspeed.runtime.engine:DeepSpeedEngine": {
+        "_configure_checkpointing": "(self)",
+        "_configure_optimizer": "(self, client_optimizer, model_parameters)",
+        "_configure_zero_optimizer": "(self, optimizer)",
+        "_copy_recovery_script": "(self, save_path)",
+        "_do_sanity_check": "(self)",
+        "_take_model_step": "(self, lr_kwargs)",
+        "destroy": "(self)",
+        "get_optimizer_configuration": "(self, optimizer_parameters, adam_w_mode, allow_legacy_fallback)",
+        "gradient_accumulation_steps": "(self)",
+        "is_sanity_checks_enabled": "(self)",
+        "load_checkpoint": EXISTS,
+        "save_checkpoint": "(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
+        "steps_per_print": "(self)",
+        "wall_clock_breakdown": "(self)",
+        "zenflow_config": "(self)",
+        "zero_cpu_offload": "(self)",
+        "zero_force_ds_cpu_optimizer": "(self)",
+        "zero_optimization_stage": "(self)",
+        "zero_use_cpu_optimizer": "(self)",
+        "_config": ASSIGNED,
+        "checkpoint_engine": ASSIGNED,
+        "global_rank": ASSIGNED,
+        "global_samples": ASSIGNED,
+        "global_steps": ASSIGNED,
+        "monitor": ASSIGNED,
+        "optimizer": ASSIGNED,
+        "seq_data_parallel_group": ASSIGNED,
+        "training_dataloader": ASSIGNED,
+    },
+    "deepspeed.runtime.config:DeepSpeedConfig": {"zero_config": ASSIGNED},
+    "deepspeed.monitor.monitor:MonitorMaster": {"write_events": "(self, event_list)", "enabled": ASSIGNED},
+    "deepspeed.runtime.zero.config": {"get_zero_config": "(param_dict)"},
+    "deepspeed.runtime.zero.config:DeepSpeedZeroConfig": {"__init__": EXISTS},
+    "deepspeed.runtime.zero.partition_parameters": {
+        "get_allgather_dtype": "(param, param_ds_tensor)",
+        # hung on every parameter, or on its partition
+        "all_gather": ASSIGNED,
+        "all_gather_coalesced": ASSIGNED,
+        "ds_id": ASSIGNED,
+        "ds_numel": ASSIGNED,
+        "ds_process_group": ASSIGNED,
+        "ds_quant_scale": ASSIGNED,
+        "ds_secondary_tensor": ASSIGNED,
+        "ds_shape": ASSIGNED,
+        "ds_status": ASSIGNED,
+        "ds_summary": ASSIGNED,
+        "ds_tensor": ASSIGNED,
+        "ds_zero_param_process_group": ASSIGNED,
+        "ds_zero_partition_world_size": ASSIGNED,
+        "final_location": ASSIGNED,
+        "partition_numel": ASSIGNED,
+    },
+    "deepspeed.runtime.zero.partition_parameters:Init": {"_convert_to_deepspeed_param": "(self, param)"},
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": {
+        "AVAILABLE": EXISTS,
+        "INFLIGHT": EXISTS,
+        "NOT_AVAILABLE": EXISTS,
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "all_gather_dp_groups": (
+            "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, allgather_bucket_size)"
+        ),
+        "get_accelerator": EXISTS,
+    },
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
+        **_OF_BOTH_OPTIMIZERS,
+        "__init__": Takes(("init_optimizer", "allgather_bucket_size", "has_moe_layers", *_BUILT_WITH)),
+        "_get_compact_grad_partition_slice": "(self, group_idx, partition_id, param_id, num_elements)",
+        "_get_preflattened_grad_partition": "(self, group_idx)",
+        "_lazy_init_hp_params_optimizer_state": "(self)",
+        "_link_all_hp_params": "(self)",
+        "_optimizer_step": "(self, group_no)",
+        "_update_model_bit16_weights": "(self, group_index)",
+        "copy_grads_in_partition": "(self, param, group_idx)",
+        "create_gradient_handling_hooks": "(self)",
+        "flatten_dense_tensors_aligned": "(self, tensor_list, alignment, use_cpu_data, param_padding)",
+        "get_data_parallel_partitions": "(self, tensor, group_id)",
+        "get_gradient_for_reduction": "(self, param)",
+        "initialize_gradient_partitioning_data_structures": "(self)",
+        "unscale_and_clip_grads": "(self, grad_groups_flat, total_norm)",
+        "update_lp_params": "(self)",
+        "_hp_optimizer_states_linked": ASSIGNED,
+        "_offload_gradient_safety_enabled": ASSIGNED,
+        "averaged_gradients": ASSIGNED,
+        "bit16_groups": ASSIGNED,
+        "bit16_groups_flat": ASSIGNED,
+        "cpu_offload": ASSIGNED,
+        "mpu": ASSIGNED,
+        "parallel_partitioned_bit16_groups": ASSIGNED,
+        "param_buffer_of_bit16_for_cpu_offload_groups": ASSIGNED,
+        "real_dp_process_group": ASSIGNED,
+        "single_partition_of_fp32_groups": ASSIGNED,
+        "temp_grad_buffer_for_cpu_offload": ASSIGNED,
+        "temp_grad_buffer_for_gpu_offload": ASSIGNED,
+        "zero_stage_string": ASSIGNED,
+    },
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
+        **_OF_BOTH_OPTIMIZERS,
+        "__init__": Takes(("module", "init_optimizer", *_BUILT_WITH)),
+        "_get_fp32_opt_state_partition": EXISTS,
+        "_get_param_partition_rank": "(self, param)",
+        "_optimizer_step": "(self, sub_group_id)",
+        "_partition_all_parameters": "(self)",
+        "invalidate_secondary_tensor": "(self)",
+        "partition_grads": "(self, params_to_release, grad_partitions)",
+        "unscale_and_clip_grads": "(self, sub_group_id, total_norm)",
+        "deepspeed_adam_offload": ASSIGNED,
+        "fp16_groups": ASSIGNED,
+        "fp16_partitioned_groups_flat": ASSIGNED,
+        "fp32_partitioned_groups_flat": ASSIGNED,
+        "inf_or_nan_tracker": ASSIGNED,
+        "offload_optimizer": ASSIGNED,
+        "offload_optimizer_pin_memory": ASSIGNED,
+        "persistent_parameters": ASSIGNED,
+        "sub_group_to_group_id": ASSIGNED,
+    },
+    "deepspeed.utils.mixed_precision_linkage": {"_hp_mapping": ASSIGNED},
+    "deepspeed.utils.tensor_fragment:tensor_fragment": {"get_hp_fragment": "(self, optim_state_key)"},
+}
+"""By class (``module:Class``) or module: the members that we rely on."""
+
+
+def broken() -> list[str]:
+    """What of `CONTRACT` the installed DeepSpeed does not fulfil: one line per member, empty if all is well."""
+    found = []
+    for place, members in CONTRACT.items():
+        module_name, _, class_name = place.partition(":")
+        try:
+            owner = importlib.import_module(module_name)
+            owner = getattr(owner, class_name) if class_name else owner
+        except (ImportError, AttributeError):
+            found.append(f"{place} does not exist")
+            continue
+        assigned = _assigned_by(owner, {name for name, expected in members.items() if expected == ASSIGNED})
+        for name, expected in members.items():
+            if mistake := _mistake(owner, name, expected, assigned):
+                found.append(f"{place}.{name} {mistake}")
+    return found
+
+
+def _mistake(owner: Any, name: str, expected: Member, assigned: set[str]) -> str:
+    """How a member differs from what is expected of it; empty if it does not."""
+    if expected == ASSIGNED:
+        return "" if name in assigned else "is not assigned anywhere"
+    try:
+        member = inspect.getattr_static(owner, name)
+    except AttributeError:
+        return "does not exist"
+    if expected == EXISTS:
+        return ""
+    parameters = tuple(inspect.signature(_undecorated(member)).parameters)
+    if isinstance(expected, Takes):
+        lacking = [parameter for parameter in expected.names if parameter not in parameters]
+        return f"takes no parameter {', '.join(lacking)}" if lacking else ""
+    found = f"({', '.join(parameters)})"
+    return "" if found == expected else f"takes {found}, expected {expected}"
+
+
+def _undecorated(member: Any) -> Any:
+    """The function behind a decorator that takes anything, as DeepSpeed's for profiler ranges; else `member`."""
+    cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
+    functions = [cell for cell in cells if inspect.isfunction(cell)]
+    takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")
+    return functions[0] if takes_anything and len(functions) == 1 else member
+
+
+def _assigned_by(owner: Any, wanted: set[str]) -> set[str]:
+    """Which of `wanted` the methods of a class assign to ``self``, or the functions of a module to anything."""
+    if inspect.isclass(owner):
+        classes = [each for each in owner.__mro__ if each.__module__.startswith("deepspeed.")]
+        functions = []
+    else:
+        inside = [each for each in vars(owner).values() if getattr(each, "__module__", "") == owner.__name__]
+        classes = [each for each in inside if inspect.isclass(each)]
+        functions = [each for each in inside if inspect.isfunction(each)]
+    functions += [each for a_class in classes for each in vars(a_class).values() if inspect.isfunction(each)]
+    codes = [_undecorated(function).__code__ for function in functions]
+    return {name for code in codes for name in _stores(code, wanted, to_self=inspect.isclass(owner))}
+
+
+def _stores(code: CodeType, wanted: set[str], to_self: bool) -> Iterator[str]:
+    """Which of `wanted` a function, or a function inside it, assigns: to ``self``, or to anything."""
+    if not wanted.isdisjoint(code.co_names):
+        before: Any = None
+        for instruction in dis.get_instructions(code):
+            stores = instruction.opname == "STORE_ATTR" and instruction.argval in wanted
+            if stores and (before == "self" or not to_self):
+                yield instruction.argval
+            # Python 3.13 loads two names by one instruction
+            before = instruction.argval
+            before = before[-1] if isinstance(before, tuple) and before else before
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _stores(constant, wanted, to_self)

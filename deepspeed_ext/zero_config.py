@@ -1,0 +1,142 @@
+"""DeepSpeed's ``zero_optimization`` section with our fields: reading it, and one clear error for each mistake."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext._upstream import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig, OffloadDeviceEnum
+from deepspeed_ext.config import ZenFlowConfig, ZeroFields
+
+__all__ = ["ZeroConfig"]
+
+DEEPEST = 16
+"""Levels of nesting in ``zero_optimization``; the deepest field that there is has 3."""
+
+
+class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
+    """Our ``zenflow`` section, which is also one of DeepSpeed's to code that asks for its type."""
+
+
+class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
+    """DeepSpeed's ``zero_optimization`` section with our fields.
+
+    It only reads: what cannot be built is refused by `Engine`, so that tools can look at any config.
+
+    Raises:
+        ConfigError: a field of ours has a value that is not allowed, or a field is unknown to both.
+    """
+
+    zenflow: ZenFlowSection | None = None
+
+    def __init__(self, **data: Any) -> None:
+        if _is_deeper_than(data, DEEPEST):
+            raise ConfigError(f"zero_optimization is nested more than {DEEPEST} levels deep; no section of it is")
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            if message := self._explain(error):
+                raise ConfigError(message) from error
+            raise
+        except RecursionError:  # in a check of DeepSpeed's that prints the value
+            raise ConfigError("zero_optimization: a value is nested too deep for any field") from None
+        if message := self._contradictions():
+            raise ConfigError(message)
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        """One line for each mistake in our fields or in the name of a field; DeepSpeed's own checks keep their text."""
+        lines = []
+        for mistake in error.errors():
+            place = [str(part) for part in mistake["loc"]]
+            path, value = ".".join(["zero_optimization", *place]), _shown(mistake["input"])
+            whole_section = place in (["zenflow"], [])  # DeepSpeed has it too, and its own error for it
+            if mistake["type"] == "extra_forbidden":
+                hint = cls._meant(place) or "; remove it or see docs/config_reference.md"
+                lines.append(f"{path} is not a field (its value was {value}){hint}")
+            elif not whole_section and place[0] in ZeroFields.model_fields:
+                lines.append(f"{path} = {value}: {mistake['msg']}")
+        return "; ".join(lines)
+
+    @classmethod
+    def _meant(cls, place: Sequence[str]) -> str:
+        """A guess at the field that an unknown one stands for: one of its section, else of any."""
+        sections = _sections(cls)
+        *section, name = place
+        here = sections.get(tuple(section), ())
+        elsewhere = {field: (*path, field) for path, fields in reversed(sections.items()) for field in fields}
+        if close := difflib.get_close_matches(name, here, n=1):
+            return f"; did you mean {close[0]!r}?"
+        if close := difflib.get_close_matches(name, elsewhere, n=1):
+            return f"; did you mean {'.'.join(('zero_optimization', *elsewhere[close[0]]))!r}?"
+        return ""
+
+    def _contradictions(self) -> str:
+        """One line for each pair of settings that ask for different things."""
+        rivals = {
+            "stage3_allgather_sequential": self.allgather_sequential,
+            "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
+        }
+        return "; ".join(
+            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two ways of gathering "
+            "parameters; set one of them to false"
+            for rival, is_set in rivals.items()
+            if is_set and self.stage3_allgather_single_param
+        )
+
+    def unbuilt(self) -> str:
+        """What is asked for together with ``zenflow`` and is not built, in one line."""
+        if self.zenflow is None:
+            return ""
+        offload, offload_param = self.offload_optimizer, self.offload_param
+        refused = {
+            "stage = 0": self.stage == 0,
+            'zenflow.accumulate_on = "host"': self.zenflow.accumulate_on == "host",
+            'offload_optimizer.device = "nvme"': offload is not None and offload.device == OffloadDeviceEnum.nvme,
+            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
+            "offload_optimizer.super_offload": offload is not None and offload.super_offload,
+            "offload_param": offload_param is not None and offload_param.device != OffloadDeviceEnum.none,
+            "elastic_checkpoint": self.elastic_checkpoint,
+            "compute_grad_norm = false": not self.compute_grad_norm,
+            "zero_quantized_weights": self.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+            "zero_quantized_gradients": self.zero_quantized_gradients,
+        }
+        found = [name for name, given in refused.items() if given]
+        message = f"zero_optimization.zenflow is not built for {' and '.join(found)}: "
+        return message + "remove that setting or the zenflow section" if found else ""
+
+
+def _is_deeper_than(value: Any, levels: int) -> bool:
+    """Whether dicts and lists are nested deeper than that; without recursion, which Python bounds."""
+    level = [value]
+    for _ in range(levels):
+        containers = [each for each in level if isinstance(each, dict | list)]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, dict | list) for each in level)
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message, cut where it is long."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxlong = short.maxother = 100
+    try:
+        return short.repr(value)
+    except ValueError:  # Python bounds the digits of an int that it prints
+        return "an int of too many digits"
+
+
+def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:
+    """The names in `model` and in every section that its annotations hold, by the path to the section."""
+    found: dict[tuple[str, ...], list[str]] = {(): []}
+    for name, field in model.model_fields.items():
+        found[()] += [name, *([field.alias] if field.alias else [])]
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= {(name, *path): names for path, names in _sections(kind).items()}
+    return found

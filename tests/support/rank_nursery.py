@@ -1,0 +1,157 @@
+"""Forks ranks from a process that has imported torch and DeepSpeed once: they start in milliseconds, not in seconds.
+
+`Nursery` is the tests' end. The process itself imports, starts no thread and trains nothing, so that a rank that it
+forks is like one that has just imported these modules; its environment is its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+PR_SET_PDEATHSIG = 1
+ROOT = Path(__file__).resolve().parents[2]
+_MOST_BYTES = 2**17
+
+WHAT_ENGINES_IMPORT = (
+    "pytest",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.parallel",
+    "torch.onnx",
+    "functorch.compile",
+    "networkx",
+    "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed_ext.engine",
+)
+"""Nearly all that is loaded by the time that the first engine has been built."""
+
+
+class ForkedRank:
+    """A rank as `subprocess.Popen` would show it."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self._nursery = nursery
+        self._exit_code: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        if self._exit_code is None:
+            self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, negative for a signal; `timeout` seconds for a rank that has been killed or has ended."""
+        if self._exit_code is None:
+            self._exit_code = self._nursery.ask(("wait", self.pid), timeout_seconds=timeout)
+        return self._exit_code
+
+
+class Nursery:
+    """The process that forks; ends with the one that has started it."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno())],
+            cwd=ROOT,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    def start(self, environment: dict[str, str], connection: int, log: BinaryIO) -> ForkedRank:
+        """A rank with that environment, that connection to its pool and that file as its output."""
+        return ForkedRank(self, self.ask(("fork", environment), (connection, log.fileno())))
+
+    def load(self, *modules: str) -> None:
+        """Import more, for the ranks that are started from now on."""
+        self.ask(("load", modules))
+
+    def ask(self, order: tuple[str, Any], fds: tuple[int, ...] = (), timeout_seconds: float | None = None) -> Any:
+        self._socket.settimeout(timeout_seconds)
+        socket.send_fds(self._socket, [pickle.dumps(order)], fds)
+        answer = self._socket.recv(_MOST_BYTES)
+        if not answer:
+            raise RuntimeError(f"the process that forks ranks has ended with {self._process.wait(timeout=10)}")
+        return pickle.loads(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _load(modules: Iterable[str]) -> None:
+    for name in modules:
+        with suppress(ImportError):  # then no test needs it, or the one that does will say so
+            importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: a fork would lose all but one"
+
+
+def _serve(orders: socket.socket) -> None:
+    while True:
+        message, fds, *_ = socket.recv_fds(orders, _MOST_BYTES, 2)
+        if not message:
+            return
+        what, value = pickle.loads(message)
+        if what == "fork":
+            pid = os.fork()
+            if pid == 0:
+                orders.close()
+                _become_rank(value, *fds)
+            for fd in fds:
+                os.close(fd)
+            orders.send(pickle.dumps(pid))
+        elif what == "load":
+            _load(value)
+            orders.send(pickle.dumps(None))
+        else:
+            orders.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1])))
+
+
+def _become_rank(environment: dict[str, str], connection: int, log: int) -> None:
+    from tests.support import rank_worker
+
+    status = 1
+    try:
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update(environment)
+        rank_worker.main(connection)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _load(WHAT_ENGINES_IMPORT)
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
