@@ -127,11 +127,10 @@ class Trainer:
         if rolling is not None:
             steps[ROLLING] = rolling
         newest_first = sorted(steps, key=steps.__getitem__, reverse=True)
-        step, tag = next(
-            ((step, tag) for tag in newest_first if (step := self.load(tag, refused)) is not None), (0, "")
-        )
+        tag = next((tag for tag in newest_first if self.load(tag, refused) is not None), None)
         if refused and not tag:
             raise CheckpointError(f"none of the checkpoints can be read: {refused}")
+        step = steps[tag] if tag else 0
         self.note("resumed", step=step, tag=tag, rolling=rolling, refused=refused)
         return step
 
