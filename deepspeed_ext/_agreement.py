@@ -166,6 +166,11 @@ class KeptError:
         error, self.error = self.error, None
         return error
 
+    def raise_here(self) -> None:
+        """Raise the error, if there is one; it is then forgotten. For use inside `together`."""
+        if (error := self.take()) is not None:
+            raise error
+
 
 def digest(plan: Any) -> str:
     """A short digest of a plan's ``repr``."""

@@ -2,121 +2,205 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext._upstream import TorchCheckpointEngine, dist
+from deepspeed_ext import _files
+from deepspeed_ext._agreement import KeptError, RankGroup, require_same_plan, together
+from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError
+from deepspeed_ext._upstream import TorchCheckpointEngine
+from deepspeed_ext.checkpoint_folder import UNKNOWN, CheckpointFolder, choose_save
 
-__all__ = ["JointCheckpointEngine"]
+__all__ = ["SAVE_ID", "JointCheckpointEngine"]
 
-_ASIDE = ".partial"
+SAVE_ID = "deepspeed_ext_save_id"
+"""Key of the save's id in every file."""
+_LATEST_BYTES = 4096
 
 
 class JointCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's checkpoint files, with one fate for all ranks.
+    """DeepSpeed's checkpoint files, saved by all ranks or by none.
 
-    DeepSpeed's `save_checkpoint` communicates after each rank has written its files, so a rank that raises where its
-    disk is full leaves the others waiting, and rank 0 may name a checkpoint ``latest`` that another rank has not
-    finished. Here a file is written aside, an error is kept, and `commit`, which DeepSpeed calls on every rank, asks
-    all of them: then either all files take their names, and after them ``latest``, or they are removed and every rank
-    raises. A file that is there is whole, and what it replaces stays until it is.
+    DeepSpeed calls `create`, `makedirs` and `save` between collectives of its own, then `commit` on every rank. So an
+    error is kept until `commit`, which raises it on all ranks. Until then the files lie in a staging folder; `commit`
+    puts that in place of an older save under the same tag (see `checkpoint_folder`), and names it in ``latest`` last.
+    Whatever `commit` has returned for is on the disk.
+
+    Every file holds the id of its save, and `load` refuses a mixture.
 
     Args:
         config_params: as DeepSpeed's.
         ranks: every rank that saves and loads; each calls `load` equally often.
+        leads: whether this rank makes and renames the folders: one rank, or one per node if nodes have disks of their
+            own.
 
     Attributes:
         names_latest: whether the next `commit` is to name its checkpoint ``latest``; DeepSpeed itself then must not.
+        kept: the first error of this rank since `create`.
     """
 
     names_latest = False
 
-    def __init__(self, config_params: Any, ranks: RankGroup) -> None:
+    def __init__(self, config_params: Any, ranks: RankGroup, leads: bool) -> None:
         super().__init__(config_params)
         self._ranks = ranks
-        self._aside: dict[str, str] = {}
-        self._error: str | None = None
+        self._leads = leads
+        self._folder: CheckpointFolder | None = None
+        self._save_id = UNKNOWN
+        self._loaded_id: str | None = None
+        self.kept = KeptError()
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def create(self, info: Any) -> None:
+        """A save begins. A collective.
+
+        Raises:
+            CheckpointError: on every rank, if the folders cannot be made; nothing has changed.
+            PlanMismatchError: on every rank, if they give different tags.
+        """
+        super().create(info)
+        require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
+        self._save_id = self._ranks.gather(uuid.uuid4().hex)[0]
+        self._folder = None
+        folder, what = CheckpointFolder(info.save_dir, info.tag), f"checkpoint {info.tag!r} was not saved"
+        with self._all(what, "save elsewhere"):
+            self.kept.raise_here()  # it was noted when the folder of all tags was made
+            folder.require_savable()
+        self._recover(folder)
+        with self._all(what, "save elsewhere"):
+            if self._leads:
+                folder.begin()
+        self._folder = folder
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        try:
-            super().makedirs(path, exist_ok=exist_ok)
-        except OSError as error:
-            self._note(path, error)
+        with self.kept.keeping():
+            super().makedirs(self._aside(path), exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        aside = path + _ASIDE
-        self._aside[aside] = path
-        try:
+        with self.kept.keeping():
+            aside = self._aside(path)
+            if isinstance(state_dict, dict):
+                state_dict = {**state_dict, SAVE_ID: self._save_id}
             super().save(state_dict, aside)
-        except Exception as error:  # torch raises RuntimeError where the disk is full
-            self._note(path, error)
+            _files.sync_file(aside)
+            _files.sync_folder(os.path.dirname(aside))
+
+    def _aside(self, path: str) -> str:
+        return path if self._folder is None else self._folder.aside(path)
 
     def commit(self, info: Any) -> bool:
-        """Let what was saved take its name, on all ranks.
+        """Let the files that were saved be the checkpoint, on all ranks.
 
         Raises:
             CheckpointError: on every rank, if any could not write. Training can go on; checkpoints that were there
                 are as before.
         """
-        aside, self._aside = self._aside, {}
-        latest = self._prepare_latest(info)
+        folder, self._folder = self._folder, None
+        assert folder is not None, "DeepSpeed calls create first"
+        with self.kept.keeping():
+            if self._leads:
+                folder.mark(self._save_id)
         try:
-            self._require_all(f"checkpoint {info.tag!r} was not saved", "make room, or save elsewhere")
-            for temporary, path in aside.items():
-                try:
-                    os.replace(temporary, path)
-                except OSError as error:
-                    self._note(path, error)
-            self._require_all(f"checkpoint {info.tag!r} is not complete", "save again under another tag")
-            if latest is not None:
-                os.replace(latest + _ASIDE, latest)
-        finally:
-            for temporary in (*aside, *([latest + _ASIDE] if latest else [])):
-                with contextlib.suppress(OSError):
-                    os.remove(temporary)
-            for folder in {os.path.dirname(path) for path in aside.values()}:
-                with contextlib.suppress(OSError):  # it holds something: all is well
-                    os.rmdir(folder)
+            with self._all(f"checkpoint {info.tag!r} was not saved", "make room, or save elsewhere"):
+                self.kept.raise_here()
+            with self._all(f"checkpoint {info.tag!r} was not saved", "save under another tag"):
+                if self._leads:
+                    folder.swap()
+        except DeepSpeedExtError:
+            if self._leads:
+                folder.give_up(self._save_id)
+            raise
+        names_latest, self.names_latest = self.names_latest, False
+        with self._all(f"checkpoint {info.tag!r} was saved, and not everything around it", "load it by its tag"):
+            if self._leads:
+                folder.end()
+            if names_latest and self._ranks.rank == 0:
+                _files.replace_file(os.path.join(info.save_dir, "latest"), info.tag)
         return super().commit(info)
 
-    def _prepare_latest(self, info: Any) -> str | None:
-        """Write the file ``latest`` aside, if it is this rank's to write; returns its path."""
-        names_latest, self.names_latest = self.names_latest, False
-        if not names_latest or self._ranks.rank != 0:
-            return None
-        latest = os.path.join(info.save_dir, "latest")
+    @contextmanager
+    def _all(self, what: str, remedy: str) -> Iterator[None]:
+        """`together`, with more words."""
         try:
-            Path(latest + _ASIDE).write_text(info.tag)
-        except OSError as error:
-            self._note(latest, error)
-        return latest
+            with together(self._ranks, CheckpointError):
+                yield
+        except DeepSpeedExtError as error:
+            raise type(error)(f"{what}: {error}. To go on: {remedy}") from error
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def begin_load(self, load_dir: str, tag: Any) -> str | None:
+        """Find the checkpoint to load, and finish what a crash has interrupted. A collective.
+
+        Args:
+            load_dir: the folder of all tags.
+            tag: the tag; None: the one that the file ``latest`` names.
+
+        Returns:
+            The tag, None if there is no ``latest``.
+
+        Raises:
+            CheckpointError: on every rank; ``latest`` cannot be read, or no save is complete.
+        """
+        with together(self._ranks, CheckpointError):
+            tag = _latest(load_dir) if tag is None else str(tag)
+        tag = next((found for found in self._ranks.gather(tag) if found is not None), None)
+        if tag is not None:
+            self._loaded_id = self._recover(CheckpointFolder(load_dir, tag)) or None
+        return tag
+
+    def _recover(self, folder: CheckpointFolder) -> str | None:
+        """Let every node have the same save under the tag; returns its id."""
+        with together(self._ranks, CheckpointError):
+            if self._leads:
+                folder.finish_swap()
+            state = folder.state() if self._leads else None
+        states = [state for state in self._ranks.gather(state) if state is not None]
+        with together(self._ranks, CheckpointError):
+            save_id = choose_save(states)
+            if self._leads:
+                folder.settle(save_id)
+        return save_id
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one file.
 
         Raises:
-            CheckpointError: on every rank, if any could not read its file. Load another checkpoint before training on.
+            CheckpointError: on every rank, if any could not read its file, or one is of another save. Load another
+                checkpoint before training on.
         """
-        content = None
-        try:
-            content = super().load(path, map_location)
-        except Exception as error:  # torch and pickle raise nearly anything
-            self._note(path, error)
-        self._require_all("a file of the checkpoint cannot be read", "load an earlier checkpoint, by its tag")
+        save_id = None
+        with together(self._ranks, CheckpointError):
+            try:
+                content = super().load(path, map_location)
+            except Exception as error:  # torch and pickle raise nearly anything
+                said = " ".join(str(error).split())
+                raise CheckpointError(
+                    f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint, by its tag"
+                ) from error
+            if isinstance(content, dict):
+                save_id = content.pop(SAVE_ID, None)
+        found = self._ranks.gather(save_id)
+        expected = self._loaded_id or found[0]
+        if any(each != expected for each in found):
+            raise CheckpointError(
+                f"{os.path.dirname(path)} holds files of different saves: {path} and the files that the other ranks "
+                f"read with it are of the saves {found}, expected {expected}. Load another checkpoint, by its tag"
+            )
+        self._loaded_id = expected
         return content
 
-    def _note(self, path: str, error: Exception) -> None:
-        said = " ".join(str(error).split())
-        self._error = self._error or f"rank {dist.get_rank()}: {path}: {type(error).__name__}: {said}"
 
-    def _require_all(self, what: str, remedy: str) -> None:
-        """Raise on every rank if any has noted an error, with all of them."""
-        mine, self._error = self._error, None
-        if self._ranks.all(mine is None):
-            return
-        errors = [error for error in self._ranks.gather(mine) if error]
-        raise CheckpointError(f"{what}: {'; '.join(errors)}. To go on: {remedy}")
+def _latest(load_dir: str) -> str | None:
+    path = os.path.join(load_dir, "latest")
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        tag = file.read(_LATEST_BYTES).strip()
+    if not tag:
+        raise CheckpointError(f"{path} is empty: give the tag of a checkpoint to load")
+    return tag

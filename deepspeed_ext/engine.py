@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -192,7 +193,8 @@ class Engine(DeepSpeedEngine):
         in_step = not isinstance(self, PipelineEngine)  # whose stages have different numbers of files
         if self._has_own_zenflow() and in_step and type(self.checkpoint_engine) is TorchCheckpointEngine:
             world = RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
-            self.checkpoint_engine = JointCheckpointEngine(self._config, world)
+            leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+            self.checkpoint_engine = JointCheckpointEngine(self._config, world, leads)
 
     def save_checkpoint(
         self,
@@ -214,6 +216,19 @@ class Engine(DeepSpeedEngine):
         client_state = {} if client_state is None else client_state
         return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._error_for_commit():
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._error_for_commit():
+            super()._save_zero_checkpoint(*args, **kwargs)
+
+    def _error_for_commit(self) -> AbstractContextManager[None]:
+        """Around what DeepSpeed does on its own before it calls `commit`, which raises this rank's error on all."""
+        joint = isinstance(self.checkpoint_engine, JointCheckpointEngine)
+        return self.checkpoint_engine.kept.keeping() if joint else nullcontext()
+
     def _copy_recovery_script(self, save_path: str) -> None:
         try:
             super()._copy_recovery_script(save_path)
@@ -224,7 +239,7 @@ class Engine(DeepSpeedEngine):
                 f"{save_path}: zero_to_fp32.py was not copied there, the checkpoint does not need it: {error}"
             )
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; with ZenFlow also
 
         Raises:
@@ -232,7 +247,9 @@ class Engine(DeepSpeedEngine):
             WorkerError: on every rank, if the optimizer process of any has failed.
         """
         self._settle_zenflow()
-        return super().load_checkpoint(*args, **kwargs)
+        if isinstance(self.checkpoint_engine, JointCheckpointEngine) and not self.load_universal_checkpoint():
+            tag = self.checkpoint_engine.begin_load(load_dir, tag)
+        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _settle_zenflow(self) -> None:
         """Wait on all ranks for updates in flight, so that no rank fails alone between DeepSpeed's collectives."""

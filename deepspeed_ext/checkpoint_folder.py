@@ -1,0 +1,195 @@
+"""The folder of one checkpoint tag, which holds one whole save at any moment, also after a crash at any moment.
+
+A save writes into a staging folder beside it. When every rank has written its files, two renames put the staging folder
+in place of the older save, which stays under a third name until every node has got that far:
+
+======================= ==================== =============================================
+moment of a crash       names on a node      what `choose_save` and `settle` make of it
+======================= ==================== =============================================
+while writing           tag, staging         the older save; the next save removes staging
+between the renames     staging, replaced    the new save: all ranks had written their files
+after the renames       tag, replaced        the new save
+nodes differ            any of the above     the save that every node has
+======================= ==================== =============================================
+
+This module knows neither ranks nor torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed_ext import _files
+from deepspeed_ext._errors import CheckpointError
+
+__all__ = ["CheckpointFolder", "FolderState", "choose_save"]
+
+UNKNOWN = ""
+"""Save id of a folder that DeepSpeed alone has written."""
+_MARKER = "deepspeed_ext_save.json"
+_STAGING = ".dsext-saving"
+_REPLACED = ".dsext-replaced"
+_STATES = "_states.pt"
+
+
+@dataclass(frozen=True)
+class FolderState:
+    """Save ids of what a node has under the three names of a tag; None: nothing."""
+
+    saved: str | None
+    staged: str | None
+    replaced: str | None
+
+
+def choose_save(states: Sequence[FolderState]) -> str | None:
+    """The save that every node has, the newest if there are two; None: there is no checkpoint.
+
+    Args:
+        states: one for each node, after `CheckpointFolder.finish_swap`.
+
+    Raises:
+        CheckpointError: no save is complete.
+    """
+    saved = {state.saved for state in states}
+    if len(saved) == 1:
+        return saved.pop()
+    for wanted in sorted(filter(None, saved)):
+        if all(wanted in (state.saved, state.staged) for state in states):
+            return wanted
+    for wanted in sorted({state.replaced for state in states if state.replaced is not None}):
+        if all(wanted in (state.saved, state.replaced) for state in states):
+            return wanted
+    raise CheckpointError("the nodes have parts of different saves, and none of them has all parts")
+
+
+class CheckpointFolder:
+    """One tag's folder on one node.
+
+    Args:
+        save_dir: the folder of all tags.
+        tag: name of the checkpoint.
+
+    Attributes:
+        path: where DeepSpeed and its tools look for the checkpoint.
+        staging: where files are written.
+    """
+
+    def __init__(self, save_dir: str, tag: str) -> None:
+        self.save_dir = os.path.normpath(save_dir)
+        self.path = os.path.normpath(os.path.join(save_dir, tag))
+        self.staging = self.path + _STAGING
+        self._replaced = self.path + _REPLACED
+
+    def require_savable(self) -> None:
+        """Refuse a tag whose folder cannot be replaced as a whole.
+
+        Raises:
+            CheckpointError: it is not a folder of its own inside `save_dir`.
+        """
+        inside = os.path.relpath(self.path, self.save_dir)
+        if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
+            raise CheckpointError(
+                f"the tag names the folder {self.path}, which is not inside the checkpoint folder {self.save_dir}: "
+                "give a tag without '..'"
+            )
+        if os.path.lexists(self.path) and not os.path.isdir(self.path):
+            raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
+
+    def aside(self, path: str) -> str:
+        """Where a file of this checkpoint is written."""
+        inside = os.path.relpath(path, self.path)
+        return os.path.normpath(path) if inside.startswith(os.pardir) else os.path.normpath(f"{self.staging}/{inside}")
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make an empty staging folder; remove what interrupted saves have left here."""
+        self._drop_replaced()
+        parent = os.path.dirname(self.path)
+        os.makedirs(parent, exist_ok=True)
+        for name in os.listdir(parent):
+            if name.endswith((_STAGING, _REPLACED)):
+                self._sweep(os.path.join(parent, name.removesuffix(_STAGING).removesuffix(_REPLACED)))
+        os.mkdir(self.staging)
+
+    def _sweep(self, path: str) -> None:
+        other = CheckpointFolder(*os.path.split(path))
+        other.finish_swap()
+        _files.remove_tree(other.staging)
+        other._drop_replaced()
+
+    def mark(self, save_id: str) -> None:
+        """Write the id of the save into the staging folder."""
+        _files.replace_file(os.path.join(self.staging, _MARKER), json.dumps({"save_id": save_id}) + "\n")
+
+    def swap(self) -> None:
+        """Put the staging folder in place. Every rank of every node has written its files."""
+        if os.path.lexists(self.path):
+            os.rename(self.path, self._replaced)
+        _files.rename(self.staging, self.path)
+
+    def end(self) -> None:
+        """Remove the older save. Every node has swapped."""
+        self._drop_replaced()
+
+    def give_up(self, save_id: str) -> None:
+        """Undo what was done for the save `save_id`, as far as it can be; the next save or load does the rest."""
+        with contextlib.suppress(OSError, CheckpointError):
+            if _save_id(self.path) == save_id:
+                os.rename(self.path, self.staging)
+            if os.path.lexists(self._replaced) and not os.path.lexists(self.path):
+                _files.rename(self._replaced, self.path)
+            _files.remove_tree(self.staging)
+
+    def _drop_replaced(self) -> None:
+        """Remove the older save; what others have put beside its files moves into the new one."""
+        if not os.path.lexists(self._replaced):
+            return
+        for name in os.listdir(self._replaced) if not os.path.islink(self._replaced) else ():
+            target = os.path.join(self.path, name)
+            if name != _MARKER and not name.endswith(_STATES) and not os.path.lexists(target):
+                os.rename(os.path.join(self._replaced, name), target)
+        _files.sync_folder(self.path)
+        _files.remove_tree(self._replaced)
+
+    # -- after a crash --------------------------------------------------------------------------------------------
+
+    def finish_swap(self) -> None:
+        """If a crash came between the two renames of `swap`, make the second."""
+        if not os.path.lexists(self.path) and os.path.lexists(self._replaced):
+            complete = os.path.lexists(self.staging)
+            _files.rename(self.staging if complete else self._replaced, self.path)
+
+    def state(self) -> FolderState:
+        """What is there."""
+        return FolderState(_save_id(self.path), _save_id(self.staging), _save_id(self._replaced))
+
+    def settle(self, save_id: str | None) -> None:
+        """Let the save `save_id`, which `choose_save` has found here, be the one under the tag's name."""
+        state = self.state()
+        if state.saved == save_id:
+            return
+        if state.staged == save_id:
+            self.swap()
+        else:
+            assert state.replaced == save_id, "choose_save takes what every node has"
+            _files.remove_tree(self.path)
+            _files.rename(self._replaced, self.path)
+
+
+def _save_id(folder: str) -> str | None:
+    if not os.path.isdir(folder):
+        return None
+    try:
+        with open(os.path.join(folder, _MARKER), encoding="utf-8") as file:
+            return str(json.loads(file.read(1000))["save_id"])
+    except FileNotFoundError:
+        return UNKNOWN
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{os.path.join(folder, _MARKER)} is damaged ({error}): load another checkpoint"
+        ) from None

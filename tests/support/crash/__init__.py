@@ -1,0 +1,1 @@
+"""Kills a process at its k-th system call that changes files."""

@@ -1,0 +1,179 @@
+"""Checkpoint files on one rank: loss of power at any moment, mixtures, tags that name no folder, foreign files."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext import _files, checkpoint_folder
+from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.checkpoint_files import JointCheckpointEngine
+from deepspeed_ext.checkpoint_folder import CheckpointFolder, FolderState, choose_save
+from tests.support.crash.driver import CONFIG, Disks, load, save
+
+ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
+
+
+class Recorder:
+    """Records what a save does to files, in order, as functions that do it again to another folder."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.root = root
+        self.operations: list[tuple[str, tuple[str, ...], bytes]] = []
+        for name in ("rename", "replace", "mkdir"):
+            monkeypatch.setattr(os, name, self._recording(name, getattr(os, name)))
+        monkeypatch.setattr(_files, "remove_tree", self._recording("remove", _files.remove_tree))
+        fsync = os.fsync
+
+        def recorded(descriptor: int) -> None:
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            fsync(descriptor)
+            if path.is_dir():
+                self._note("sync folder", str(path))
+            else:
+                self._note("write", str(path), content=path.read_bytes())
+
+        monkeypatch.setattr(os, "fsync", recorded)
+
+    def _recording(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*paths: str, **how: Any) -> Any:
+            result = original(*paths, **how)
+            self._note(name, *(str(path) for path in paths if isinstance(path, (str, Path))))
+            return result
+
+        return recorded
+
+    def _note(self, name: str, *paths: str, content: bytes = b"") -> None:
+        self.operations.append((name, tuple(os.path.relpath(path, self.root) for path in paths), content))
+
+
+def after_power_loss(operations: list[tuple[str, tuple[str, ...], bytes]], folder: Path, draw: random.Random) -> None:
+    """Carry out what may be on the disk after `operations`: names up to the last synced one and perhaps some more, in
+    order, as file systems with a journal keep it; content that was not synced is lost or not."""
+    synced = max((place for place, (name, *_) in enumerate(operations) if name == "sync folder"), default=-1)
+    kept = draw.randint(synced + 1, len(operations))
+    for name, paths, content in operations[:kept]:
+        targets = [folder / path for path in paths]
+        if name == "write":  # it was created and written before; the sync is the moment from which it is sure
+            targets[0].write_bytes(content)
+        elif name in ("rename", "replace"):
+            os.rename(*targets)
+        elif name == "mkdir":
+            targets[0].mkdir(exist_ok=True)
+        elif name == "remove":
+            shutil.rmtree(targets[0], ignore_errors=True)
+
+
+@pytest.mark.parametrize("tag", ["a", "b"])
+def test_power_loss_at_any_moment(tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "base"
+    save(ALONE, Disks(base, False), "a", 1)
+    shutil.copytree(base, tmp_path / "saved", symlinks=True)
+    with monkeypatch.context() as patched:
+        recorder = Recorder(patched, base)
+        save(ALONE, Disks(base, False), tag, 2)
+    operations = recorder.operations
+    names = [name for name, *_ in operations]
+    assert {"write", "sync folder", "rename", "replace", "mkdir"} <= set(names)
+    for seed in range(3):
+        for moment in range(len(operations) + 1):
+            folder = tmp_path / "crashed"
+            shutil.copytree(tmp_path / "saved", folder)
+            after_power_loss(operations[:moment], folder, random.Random(seed * 1000 + moment))
+            found = load(ALONE, Disks(folder, False))
+            assert found in ({1}, {2}), f"seed {seed}, after {names[:moment]}"
+            assert moment < len(operations) or found == {2}, "what commit has returned for is on the disk"
+            shutil.rmtree(folder)
+
+
+def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, False)
+    for value, tag in ((1, "a"), (2, "b")):
+        save(ALONE, disks, tag, value)
+    name = "mp_rank_00_model_states.pt"
+    shutil.copy(tmp_path / "disk0" / "b" / name, tmp_path / "disk0" / "a" / name)
+    with pytest.raises(CheckpointError, match="files of different saves"):
+        load(ALONE, disks, "a")
+    assert load(ALONE, disks, "b") == {2}
+
+
+@pytest.mark.parametrize("tag", ["..", "../x", ".", "", "a/../.."])
+def test_tags_that_name_no_folder_of_their_own(tag: str, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with pytest.raises(CheckpointError, match="not inside the checkpoint folder"):
+        CheckpointFolder(str(tmp_path / "saves"), tag).require_savable()
+
+
+def test_a_file_under_the_tags_name_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("a file of the user's")
+    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
+    with pytest.raises(CheckpointError, match="not a folder"):
+        engine.create(type("Info", (), {"tag": "t", "save_dir": str(tmp_path), "save_latest": True}))
+    assert (tmp_path / "t").read_text() == "a file of the user's"
+
+
+def test_what_others_put_beside_the_files_stays(tmp_path: Path) -> None:
+    """Files of the older save go, also those of ranks that are no more: tools read every file that matches."""
+    disks = Disks(tmp_path, False)
+    save(ALONE, disks, "a", 1)
+    folder = tmp_path / "disk0" / "a"
+    (folder / "notes").mkdir()
+    (folder / "notes" / "readme.txt").write_text("mine")
+    (folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_bytes(b"of an eighth rank")
+    save(ALONE, disks, "a", 2)
+    assert (folder / "notes" / "readme.txt").read_text() == "mine"
+    assert sorted(path.name for path in folder.glob("*.pt")) == [
+        "mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ]
+
+
+def test_a_link_to_another_disk_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("yes")
+    (tmp_path / "disk0").mkdir()
+    (tmp_path / "disk0" / "a").symlink_to(elsewhere)
+    save(ALONE, Disks(tmp_path, False), "a", 1)
+    assert load(ALONE, Disks(tmp_path, False), "a") == {1}
+    assert (elsewhere / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("states", "chosen"),
+    [
+        ([("x", None, None)], "x"),
+        ([(None, None, None)], None),
+        ([("", None, None), ("", None, None)], ""),
+        ([("new", None, "old"), ("old", "new", None)], "new"),
+        ([("new", None, None), (None, "new", None)], "new"),
+        ([("new", None, "old"), ("old", None, None)], "old"),
+        ([("new", None, ""), ("", None, None)], ""),
+        ([("", None, None), (None, "", None)], CheckpointError),
+        ([("a", None, None), ("b", None, None)], CheckpointError),
+        ([("a", None, None), (None, None, None)], CheckpointError),
+    ],
+)
+def test_the_save_that_every_node_has(states: list[tuple], chosen: Any) -> None:
+    found = [FolderState(*state) for state in states]
+    if chosen is CheckpointError:
+        with pytest.raises(CheckpointError):
+            choose_save(found)
+    else:
+        assert choose_save(found) == chosen
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"save_id"', "\x00\xff"])
+def test_a_damaged_marker_is_a_checkpoint_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / checkpoint_folder._MARKER).write_text(text)
+    with pytest.raises(CheckpointError, match="damaged"):
+        CheckpointFolder(str(tmp_path), "t").state()
