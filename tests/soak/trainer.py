@@ -123,7 +123,9 @@ class Trainer:
         """
         refused: list[dict[str, str]] = []
         steps = {str(step): step for step in self.saved_steps()}
-        rolling = self.load(ROLLING, refused) if (self.args.folder / ROLLING).exists() else None
+        rolled = any(self.args.folder.glob(f"{ROLLING}*"))  # a save that was interrupted may be under another name
+        torch.distributed.barrier()  # loading may rename folders
+        rolling = self.load(ROLLING, refused) if rolled else None
         if rolling is not None:
             steps[ROLLING] = rolling
         newest_first = sorted(steps, key=steps.__getitem__, reverse=True)
@@ -141,9 +143,12 @@ class Trainer:
             Its step; None if it was refused, which is then in `refused`.
         """
         try:
-            self.engine.load_checkpoint(str(self.args.folder), tag=tag)
+            found, _ = self.engine.load_checkpoint(str(self.args.folder), tag=tag)
         except CheckpointError as error:
             refused.append({"tag": tag, "error": str(error)})
+            return None
+        if found is None:
+            refused.append({"tag": tag, "error": "nothing was found"})
             return None
         mine = (self.engine.global_steps, self.engine.optimizer.zenflow_adam.updates)
         steps = [mine] * torch.distributed.get_world_size()
