@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,7 +151,7 @@ class Ranks:
         def found() -> list[int]:
             try:
                 children = psutil.Process(self.processes[rank].pid).children()
-                return [child.pid for child in children if "deepspeed_ext.zenflow.worker" in child.cmdline()]
+                return [child.pid for child in children if re.search("zenflow.worker", " ".join(child.cmdline()))]
             except psutil.Error:
                 return []
 
