@@ -151,7 +151,7 @@ class Ranks:
         def found() -> list[int]:
             try:
                 children = psutil.Process(self.processes[rank].pid).children()
-                return [child.pid for child in children if re.search("zenflow.worker", " ".join(child.cmdline()))]
+                return [child.pid for child in children if re.search("zenflow.*worker", " ".join(child.cmdline()))]
             except psutil.Error:
                 return []
 
