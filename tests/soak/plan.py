@@ -6,9 +6,7 @@ import enum
 import random
 from dataclasses import dataclass
 
-__all__ = ["FAULTS_PER_ROUND", "RANKS", "Fault", "Kind", "Round", "plan_round"]
-
-RANKS = 2
+__all__ = ["Fault", "Kind", "Round", "plan_round"]
 
 
 class Kind(str, enum.Enum):
@@ -17,10 +15,24 @@ class Kind(str, enum.Enum):
     KILL_WORKER = "kill a worker"
     KILL_RANK = "kill a rank"
     KILL_ALL = "kill all ranks"
+    KILL_IN_SAVE = "kill a rank in a save"
     STOP_WORKER = "stop a worker"
-    INTERRUPT = "interrupt"
+    INTERRUPT = "interrupt all ranks"
+    TERMINATE = "terminate all ranks"
+    SUSPEND = "suspend all processes"
     DISK_FULL = "disk full"
     TRUNCATE = "truncate newest"
+    DROP_ENGINE = "drop the engine"
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether the ranks must end; after the other kinds the same processes train on."""
+        return self not in (Kind.SUSPEND, Kind.DISK_FULL, Kind.DROP_ENGINE)
+
+    @property
+    def touches_checkpoints(self) -> bool:
+        """Whether it needs checkpoints, and what it did to them shows when they are read and written again."""
+        return self in (Kind.KILL_IN_SAVE, Kind.TRUNCATE, Kind.DROP_ENGINE, Kind.DISK_FULL)
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,8 @@ class Fault:
     starting: bool
     """Whether `delay_seconds` counts from the launch of the ranks, else from the first step after it."""
     delay_seconds: float
+    moment: float
+    """In [0, 1): where in a save a rank is killed."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +55,10 @@ class Round:
     number: int
     stage: int
     interval: int
+    ranks: int
     faults: tuple[Fault, ...]
 
 
-FAULTS_PER_ROUND = len(Kind)
 _STARTING_FRACTION = 0.25
 _START_SECONDS = 5.0
 
@@ -52,17 +66,17 @@ _START_SECONDS = 5.0
 def plan_round(seed: int, number: int, longest_delay_seconds: float) -> Round:
     """Round `number` (from 0): every kind once, in random order, on random ranks, at random times.
 
-    Stages and intervals take turns, so that six rounds see each pair.
+    Stages, intervals and numbers of ranks take turns: twelve rounds see each combination.
     """
     draw = random.Random(seed * 1_000_003 + number)
     kinds = list(Kind)
     draw.shuffle(kinds)
-    faults = tuple(_fault(draw, kind, longest_delay_seconds) for kind in kinds)
-    return Round(number, 1 + (number + 1) % 3, (4, 1)[number % 2], faults)
-
-
-def _fault(draw: random.Random, kind: Kind, longest_delay_seconds: float) -> Fault:
-    needs_training = kind in (Kind.DISK_FULL, Kind.TRUNCATE)
-    starting = not needs_training and draw.random() < _STARTING_FRACTION
-    delay = draw.uniform(0.0, _START_SECONDS if starting else longest_delay_seconds)
-    return Fault(kind, draw.randrange(RANKS), starting, delay)
+    ranks = (2, 3)[number // 2 % 2]
+    faults: list[Fault] = []
+    for kind in kinds:
+        # The first step after some faults is awaited, because only it shows what they did.
+        can_start = not kind.touches_checkpoints and not (faults and faults[-1].kind.touches_checkpoints)
+        starting = draw.random() < _STARTING_FRACTION and can_start
+        delay = draw.uniform(0.0, _START_SECONDS if starting else longest_delay_seconds)
+        faults.append(Fault(kind, draw.randrange(ranks), starting, delay, draw.random()))
+    return Round(number, 1 + (number + 1) % 3, (4, 1)[number % 2], ranks, tuple(faults))

@@ -9,20 +9,20 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.soak.plan import RANKS
-
 __all__ = ["Ranks", "SoakError", "read_lines"]
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 120.0
 FINISH_SECONDS = 900.0
 ORPHAN_SECONDS = 2.0
+LEAD_SECONDS = 0.5
+"""Before the ranks are suspended, so that they wait for their workers then."""
 
 
 class SoakError(AssertionError):
@@ -34,21 +34,25 @@ class Ranks:
 
     Args:
         folder: of the run; a launch continues what is there.
+        count: of ranks.
         flags: for the trainer.
+        start_seconds: for anything that needs a start first, or a few dozens of steps.
     """
 
-    def __init__(self, folder: Path, flags: list[str]) -> None:
+    def __init__(self, folder: Path, count: int, flags: list[str], start_seconds: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.mark, self.launched = folder, uuid.uuid4().hex, time.monotonic()
-        self._steps_before = [len(self.curve(rank)) for rank in range(RANKS)]
-        self._events_before = [len(read_lines(folder / f"events-{rank}.jsonl")) for rank in range(RANKS)]
-        self.processes = [self._launch(rank, flags) for rank in range(RANKS)]
+        self.start_seconds = start_seconds
+        self.all = range(count)
+        self._steps_before = [len(self.curve(rank)) for rank in self.all]
+        self._events_before = [len(read_lines(folder / f"events-{rank}.jsonl")) for rank in self.all]
+        self.processes = [self._launch(rank, flags) for rank in self.all]
 
     def _launch(self, rank: int, flags: list[str]) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(RANKS)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(len(self.all))),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "SOAK_RENDEZVOUS": str(self.folder / f"rendezvous-{self.mark}"),
@@ -76,12 +80,19 @@ class Ranks:
         events = read_lines(self.folder / f"events-{rank}.jsonl")[self._events_before[rank] :]
         return [event for event in events if event["event"] == kind]
 
-    def stepped(self) -> bool:
-        """Whether every rank has made a step in this launch."""
-        return all(len(self.curve(rank)) > self._steps_before[rank] for rank in range(RANKS))
+    def steps(self) -> int:
+        """Steps that every rank has made in this launch."""
+        return min(len(self.curve(rank)) - self._steps_before[rank] for rank in self.all)
+
+    def ask(self, rank: int, what: str, value: float) -> None:
+        """Ask the trainer for a fault."""
+        path = self.folder / f"{what}-{rank}"
+        aside = path.with_suffix(".new")
+        aside.write_text(repr(value))
+        aside.replace(path)
 
     def checkpoints(self) -> list[int]:
-        """Steps of the checkpoints that are complete, oldest first."""
+        """Steps of the numbered checkpoints that are complete, oldest first."""
         if not (self.folder / "latest").exists():
             return []
         latest = int((self.folder / "latest").read_text() or -1)
@@ -101,7 +112,7 @@ class Ranks:
         while not happened():
             ended = all(process.poll() is not None for process in self.processes)
             if time.monotonic() - begin > seconds or (ended and not happened()):
-                tails = "; ".join(f"rank {rank} said: {self.said(rank)[-1500:]}" for rank in range(RANKS))
+                tails = "; ".join(f"rank {rank} said: {self.said(rank)[-1500:]}" for rank in self.all)
                 why = "the ranks ended before" if ended else f"not within {seconds:g} s"
                 raise SoakError(f"{what}: {why}; {tails}")
             time.sleep(0.02)
@@ -109,16 +120,16 @@ class Ranks:
 
     def wait_for_first_step(self) -> float:
         """Until every rank has made a step; returns the seconds since the launch."""
-        self.wait_until(self.stepped, START_SECONDS, "the first step after a launch")
+        self.wait_until(self.steps, self.start_seconds, "the first step after a launch")
         return time.monotonic() - self.launched
 
     def wait_for_error(self, seconds: float) -> float:
         """Until every rank has printed an exception, or has ended; returns the seconds it took."""
+        return self.wait_until(lambda: all(map(self.failed, self.all)), seconds, "an error on every rank")
 
-        def failed(rank: int) -> bool:
-            return self.processes[rank].poll() is not None or "Traceback (most" in self.said(rank)
-
-        return self.wait_until(lambda: all(map(failed, range(RANKS))), seconds, "an error on every rank")
+    def failed(self, rank: int) -> bool:
+        """Whether the rank has printed an exception, or has ended."""
+        return self.processes[rank].poll() is not None or "Traceback (most" in self.said(rank)
 
     def wait_for_end(self, seconds: float) -> float:
         """Until every rank has ended; returns the seconds it took."""
@@ -130,7 +141,8 @@ class Ranks:
         (self.folder / "last-step").write_text(str(last_step))
         self.wait_for_end(FINISH_SECONDS)
         if any(process.returncode for process in self.processes):
-            raise SoakError(f"undisturbed ranks failed: {self.said(0)[-1500:]} {self.said(1)[-1500:]}")
+            tails = "; ".join(f"rank {rank} said: {self.said(rank)[-1500:]}" for rank in self.all)
+            raise SoakError(f"ranks failed before the end: {tails}")
 
     def worker(self, rank: int) -> int:
         """Process id of the rank's worker, once there is one."""
@@ -142,8 +154,24 @@ class Ranks:
             except psutil.Error:
                 return []
 
-        self.wait_until(found, START_SECONDS, "the start of a worker")
+        self.wait_until(found, self.start_seconds, "the start of a worker")
         return found()[0]
+
+    def stop(self) -> None:
+        """Suspend every process, workers a moment before their ranks."""
+        ranks = [process.pid for process in self.processes]
+        send(signal.SIGSTOP, set(self._alive()) - set(ranks))
+        time.sleep(LEAD_SECONDS)
+        send(signal.SIGSTOP, ranks)
+        while any(psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for pid in ranks):
+            time.sleep(0.01)
+        send(signal.SIGSTOP, self._alive())  # workers that have only just been started
+
+    def go_on(self) -> None:
+        """Let every process go on, ranks first."""
+        ranks = [process.pid for process in self.processes]
+        send(signal.SIGCONT, ranks)
+        send(signal.SIGCONT, set(self._alive()) - set(ranks))
 
     def require_nothing_left(self) -> None:
         """Every process that this launch has started, workers included, is gone within seconds."""
@@ -155,8 +183,7 @@ class Ranks:
 
     def kill(self) -> None:
         """End whatever is left."""
-        for pid in self._alive():
-            os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, self._alive())
         for process in self.processes:
             process.wait()
 
@@ -169,6 +196,13 @@ class Ranks:
             return alive and process.environ().get("SOAK_MARK") == self.mark
         except psutil.Error:
             return False
+
+
+def send(number: signal.Signals, pids: Iterable[int]) -> None:
+    """Signal every process that is still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def read_lines(path: Path) -> list[Any]:

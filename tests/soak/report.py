@@ -24,8 +24,21 @@ class Settings:
     """Sleep in every step, in place of a device."""
     worker_timeout_seconds: float = 6.0
     group_timeout_seconds: float = 20.0
-    longest_delay_seconds: float = 8.0
+    longest_delay_seconds: float = 6.0
     """Of a fault after the first step."""
+    error_seconds: float = 5.0
+    """From a fault until every rank has an error, beside the timeout that has to pass first for some kinds."""
+    exit_seconds: float = 30.0
+    """For the interpreters of the ranks to end then, on a machine that does other work too."""
+    start_seconds: float = 120.0
+    """For a launch until its first step, and for anything that needs a few dozens of steps."""
+    without: tuple[str, ...] = ()
+    """Kinds that are left out."""
+
+    @property
+    def suspended_seconds(self) -> float:
+        """How long all processes are suspended: longer than the worker's timeout, shorter than the group's."""
+        return self.worker_timeout_seconds + 2.0
 
 
 @dataclass
@@ -36,21 +49,24 @@ class FaultRecord:
     rank: int
     while_starting: bool
     step: int
-    seconds_to_error: float = 0.0
-    """Until every rank had raised, if it could."""
+    seconds_to_error: float | None = None
+    """Until every rank had raised, if it could; None: no rank had to."""
     seconds_to_end: float | None = None
     """Until every rank had ended; None: they train on."""
     ended_by_launcher: bool = False
-    """The other rank waited in torch for the one that had died, and was killed as a launcher does."""
+    """Other ranks waited in torch for the one that had died, and were killed as a launcher does."""
     error: str = ""
-    """As the rank on which it did not happen had it, if it could tell."""
-    truncated: int | None = None
-    """Step of the checkpoint that was cut."""
+    """As a rank on which it did not happen had it, if it could tell."""
+    truncated: str | None = None
+    """Tag of the checkpoint that was cut."""
     seconds_to_resume: float | None = None
-    """From the launch to the first step; None: the next fault came before it, or nothing had ended."""
+    """From the launch, or what comes in its place, to the first step; None: the next fault came before it."""
     resumed_from: int | None = None
-    refused: list[int] = field(default_factory=list)
-    """Steps of checkpoints that could not be read."""
+    resumed_tag: str | None = None
+    rolling: int | None = None
+    """Step of the checkpoint ``rolling``; None: there was none, or it was refused."""
+    refused: list[str] = field(default_factory=list)
+    """Tags of checkpoints that could not be read."""
 
 
 @dataclass
@@ -60,9 +76,10 @@ class RoundRecord:
     number: int
     stage: int
     interval: int
+    ranks: int
     steps: int = 0
     losses_compared: int = 0
-    """On both ranks, those of steps done again after a resume included."""
+    """On all ranks, those of steps done again after a resume included."""
     faults: list[FaultRecord] = field(default_factory=list)
     failure: str | None = None
 
@@ -82,7 +99,6 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
     """The report."""
     faults = [fault for record in records for fault in record.faults]
     failed = [record for record in records if record.failure]
-    by_launcher = sum(fault.ended_by_launcher for fault in faults)
     origin = provenance()
     versions = ", ".join(f"{name} {number}" for name, number in origin["versions"].items())
     verdict = f"FAILED in {len(failed)} of {len(records)} rounds" if failed else "passed"
@@ -93,12 +109,14 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         f"{sum(record.steps for record in records):,} steps, "
         f"{sum(record.losses_compared for record in records):,} losses compared with an undisturbed run, to the bit.",
         "",
-        "Two ranks train with ZenFlow overlapped. A round is one run: each kind of fault once, in random order, on a",
-        "random rank, after a random time, some of them while the ranks start; all drawn from the seed. Ranks that",
-        "ended are started again and resume from the newest checkpoint that can be read. In the end every loss that",
-        "was recorded, that of steps done again included, and the final weights and masters must be those of a run",
-        f"that nobody disturbed and that never saved. Rule: {settings.rule}; a checkpoint every {settings.save_every}",
-        f"steps; a pause of {1e3 * settings.pace_seconds:.0f} ms in each step in place of a device.",
+        "Two or three ranks train with ZenFlow overlapped. A round is one run with each kind of fault once, in random",
+        "order, on a random rank, after a random time, some of them while the ranks start; all drawn from the seed.",
+        "Ranks that ended are started again and resume from the newest checkpoint that can be read. Every recorded",
+        "loss, including replayed steps, and the final weights and masters must match an uninterrupted run without",
+        f"checkpoints bitwise. Rule: {settings.rule}. Every {settings.save_every} steps the run saves twice: a",
+        "checkpoint with a number as its tag, and half-way to the next one a checkpoint with the tag `rolling`, which",
+        f"replaces the one before. A pause of {1e3 * settings.pace_seconds:.0f} ms per step stands in for a device.",
+        *([f"Left out: {', '.join(settings.without)}."] if settings.without else []),
         "",
         "```bash",
         origin["command"],
@@ -108,20 +126,19 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         f"{versions}; commit {origin['commit']}, {origin['date']}.",
         "",
         "| fault | number | of these while starting | until every rank had an error, s | until every rank had ended, s "
-        "| from launch to first step again, s |",
+        "| until the first step again, s |",
         "|---|---|---|---|---|---|",
         *(_kind_line(kind, [fault for fault in faults if fault.kind == kind.value]) for kind in Kind),
         "",
-        "Seconds: median (longest). After a full disk training goes on in the same processes. A stopped worker is",
-        f"noticed after its timeout, {settings.worker_timeout_seconds:g} s. Between error and end Python takes down an",
-        "interpreter, beside other work on the machine. No process was left 2 s later, after any fault.",
-        f"Ended as a launcher does, because torch waits for a rank that died while it started: {by_launcher}.",
+        "Seconds: median (longest).",
         "",
-        "| round | stage | interval | steps | faults | losses compared | equal to the bit |",
-        "|---|---|---|---|---|---|---|",
+        *_notes(faults, settings),
+        "",
+        "| round | stage | interval | ranks | steps | faults | losses compared | equal to the bit |",
+        "|---|---|---|---|---|---|---|---|",
         *(
-            f"| {r.number} | {r.stage} | {r.interval} | {r.steps:,} | {len(r.faults)} | {r.losses_compared:,} | "
-            f"{'no' if r.failure else 'yes'} |"
+            f"| {r.number} | {r.stage} | {r.interval} | {r.ranks} | {r.steps:,} | {len(r.faults)} | "
+            f"{r.losses_compared:,} | {'no' if r.failure else 'yes'} |"
             for r in records
         ),
         *(f"\nRound {record.number}: {record.failure}" for record in failed),
@@ -129,8 +146,31 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
     return "\n".join(lines) + "\n"
 
 
+def _notes(faults: list[FaultRecord], settings: Settings) -> list[str]:
+    """What the table of faults does not say."""
+    by_launcher = sum(fault.ended_by_launcher for fault in faults)
+    in_save = [fault for fault in faults if fault.kind == Kind.KILL_IN_SAVE.value]
+    refused = sum("rolling" in fault.refused for fault in in_save)
+    return [
+        f"- *{Kind.SUSPEND.value}*: for {settings.suspended_seconds:g} s; then the same processes train on, without an",
+        f"  error. The optimizer process's timeout is {settings.worker_timeout_seconds:g} s, which is also how long it",
+        f"  takes to notice a stopped one. The process group's timeout is {settings.group_timeout_seconds:g} s.",
+        f"- *{Kind.DISK_FULL.value}*: the save fails on every rank, and the same processes train on.",
+        f"- *{Kind.DROP_ENGINE.value}*: every rank forgets its engine without `destroy()`, builds another in the same",
+        "  process and resumes. Afterwards it holds as many children, descriptors and shared memory as before; except",
+        "  at stage 3, where DeepSpeed keeps every optimizer, and so its masters, until the process ends.",
+        f"- *{Kind.KILL_IN_SAVE.value}*: at a random file operation of a save that replaces `rolling`. In {refused}",
+        f"  of {len(in_save)} cases `rolling` was then refused as not whole; otherwise it was the old or the new one.",
+        "  The next save under that tag worked.",
+        "- Between error and end Python takes down an interpreter, beside other work on the machine. 2 s after an end",
+        "  no process was left.",
+        f"- A launcher ends all ranks if one dies. The soak had to do so {by_launcher} times, because torch waits for",
+        "  a rank that died while it started.",
+    ]
+
+
 def _kind_line(kind: Kind, faults: list[FaultRecord]) -> str:
-    errors = [fault.seconds_to_error for fault in faults]
+    errors = [fault.seconds_to_error for fault in faults if fault.seconds_to_error is not None]
     ends = [fault.seconds_to_end for fault in faults if fault.seconds_to_end is not None]
     resumes = [fault.seconds_to_resume for fault in faults if fault.seconds_to_resume is not None]
     starting = sum(fault.while_starting for fault in faults)

@@ -1,47 +1,56 @@
 """One rank of a soak run: resumes from the newest checkpoint that can be read, trains, saves now and then.
 
+It saves under two kinds of tags in turn: a number, which is the step, and ``rolling``, which is used again each time.
+
 Writes to its folder, where RANK is its number: ``curve-RANK.jsonl``, a line [step, loss as bits] for every step, those
 done again after a resume included; ``events-RANK.jsonl``; and at the end ``final-RANK.json``, a digest of weights and
-masters. The end is the step that the file ``last-step`` there names, which may be written while it trains. Signal USR2
-lets its next save meet a full disk.
+masters. The run ends at the step that the file ``last-step`` names, which may be written while it trains.
+
+Faults that a rank has to bring upon itself are asked for by files, too: ``disk-full-RANK`` for its next save,
+``kill-in-save-RANK`` for its next ``rolling`` save, at the moment in the file, and ``drop-engine-RANK`` after the step
+in the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import hashlib
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import psutil
 import torch
 
 import deepspeed_ext
 from deepspeed_ext import shared_buffers
 from deepspeed_ext._errors import CheckpointError
+from tests.soak.operations import FileOperations
 from tests.support.models import OddModel, two_groups
 from tests.support.zenflow import full_masters_of, weights_of, zenflow_config
 
 PR_SET_PDEATHSIG = 1
 DISK_BYTES = 16 * 2**10
 CHECKPOINTS_KEPT = 4
+ROLLING = "rolling"
 RULES: dict[str, dict[str, Any]] = {
     "predictive": {"update_rule": "predictive"},
     "selective": {"topk_ratio": 0.1, "select_block_size": 32, "select_interval": 16, "overlap_step": True},
 }
-
-full_disks = 0
 
 
 def parse_args() -> argparse.Namespace:
@@ -57,59 +66,101 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def note_full_disk(*_: object) -> None:
-    global full_disks
-    full_disks += 1
-
-
 @contextmanager
-def perhaps_full_disk() -> Iterator[None]:
-    """If one was asked for, files cannot grow beyond a few KiB inside the block."""
-    global full_disks
-    if not full_disks:
-        yield
-        return
-    full_disks -= 1
+def full_disk(wanted: bool) -> Iterator[None]:
+    """If `wanted`, files cannot grow beyond a few KiB inside the block."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, before[1]))
+    if wanted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def holdings(counts_arenas: bool) -> dict[str, Any]:
+    """What this process holds of the machine: its children, its open files by kind, and shared memory that it maps."""
+    kinds = "/dev/shm/|/memfd:" if counts_arenas else "/dev/shm/"
+    targets = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing itself
+            targets.append(os.readlink(f"/proc/self/fd/{number}"))
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    shared = {(line[4], line[5]) for line in lines if line[5:] and re.match(kinds, line[5])}
+    return {
+        "children": len(psutil.Process().children()),
+        "files": dict(sorted(Counter(re.sub(r"\d+", "N", target) for target in targets).items())),
+        "shared memory": len(shared),
+    }
+
+
 class Trainer:
     """An engine, and what it leaves in the folder."""
 
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
-        torch.manual_seed(0)
-        settings = {"update_interval": args.interval, "worker_timeout_seconds": args.worker_timeout_seconds}
-        config = zenflow_config(args.stage, **settings, **RULES[args.rule])
-        config["scheduler"] = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10**5, "warmup_num_steps": 50}}
-        model = OddModel(width=299)
-        self.engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=two_groups(model), config=config)
         self.args, self.rank = args, rank
         self.curve = (args.folder / f"curve-{rank}.jsonl").open("a", buffering=1)
         self.events = (args.folder / f"events-{rank}.jsonl").open("a", buffering=1)
+        self.operations = FileOperations(args.folder)
+        self.engine = self.build()
+
+    def build(self) -> Any:
+        """A new engine, the same each time."""
+        torch.manual_seed(0)
+        settings = {
+            "update_interval": self.args.interval,
+            "worker_timeout_seconds": self.args.worker_timeout_seconds,
+            **RULES[self.args.rule],
+        }
+        config = zenflow_config(self.args.stage, **settings)
+        config["scheduler"] = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10**5, "warmup_num_steps": 50}}
+        model = OddModel(width=299)
+        engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=two_groups(model), config=config)
+        return engine
 
     def resume(self) -> int:
-        """Load the newest checkpoint that can be read; returns its step, 0 if there is none."""
-        refused = []
-        for step in self.saved_steps():
-            try:
-                self.engine.load_checkpoint(str(self.args.folder), tag=str(step))
-                break
-            except CheckpointError as error:
-                refused.append({"step": step, "error": str(error)})
-        else:
-            if refused:
-                raise CheckpointError(f"none of the checkpoints can be read: {refused}")
-            step = 0
-        self.note("resumed", step=step, refused=refused)
+        """Load the newest checkpoint that can be read; returns its step, 0 if there is none.
+
+        ``rolling`` is loaded in any case, to see whether it is whole and from which step.
+        """
+        refused: list[dict[str, str]] = []
+        steps = {str(step): step for step in self.saved_steps()}
+        rolled = any(self.args.folder.glob(f"{ROLLING}*"))  # a save that was interrupted may be under another name
+        torch.distributed.barrier()  # loading may rename folders
+        rolling = self.load(ROLLING, refused) if rolled else None
+        if rolling is not None:
+            steps[ROLLING] = rolling
+        newest_first = sorted(steps, key=steps.__getitem__, reverse=True)
+        tag = next((tag for tag in newest_first if self.load(tag, refused) is not None), None)
+        if refused and not tag:
+            raise CheckpointError(f"none of the checkpoints can be read: {refused}")
+        step = steps[tag] if tag else 0
+        self.note("resumed", step=step, tag=tag, rolling=rolling, refused=refused)
         return step
 
+    def load(self, tag: str, refused: list[dict[str, str]]) -> int | None:
+        """Load a checkpoint, which must be of one step on all ranks and in all its files.
+
+        Returns:
+            Its step; None if it was refused, which is then in `refused`.
+        """
+        try:
+            found, _ = self.engine.load_checkpoint(str(self.args.folder), tag=tag)
+        except CheckpointError as error:
+            refused.append({"tag": tag, "error": str(error)})
+            return None
+        if found is None:
+            refused.append({"tag": tag, "error": "nothing was found"})
+            return None
+        mine = (self.engine.global_steps, self.engine.optimizer.zenflow_adam.updates)
+        steps = [mine] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(steps, mine)
+        if len({step for pair in steps for step in pair}) > 1:
+            raise AssertionError(f"checkpoint {tag!r} is a mixture: steps of engine and optimizer by rank: {steps}")
+        return mine[0]
+
     def saved_steps(self) -> list[int]:
-        """Steps of the checkpoints, newest first; what is newer than DeepSpeed's ``latest`` was never finished."""
+        """Steps of the numbered checkpoints, newest first; what is newer than ``latest`` was never finished."""
         latest = self.args.folder / "latest"
         if not latest.exists():
             return []
@@ -126,8 +177,11 @@ class Trainer:
             self.engine.backward(loss)
             self.engine.step()
             self.curve.write(json.dumps([step, loss.item().hex()]) + "\n")
-            if self.args.save_every and step % self.args.save_every == 0:
-                self.save(step)
+            self.save(step)
+            if step == self.asked("drop-engine"):
+                self.forget("drop-engine")
+                del loss
+                step = self.drop_engine()
 
     def last_step(self) -> float:
         """The step to end at, as far as is known."""
@@ -135,15 +189,51 @@ class Trainer:
         return int(path.read_text()) if path.exists() else math.inf
 
     def save(self, step: int) -> None:
-        """Save and forget old checkpoints; a save that fails is noted, and training goes on."""
+        """Save if it is time, and forget old checkpoints; a save that fails is noted, and training goes on."""
+        every = self.args.save_every
+        if not every or step % every not in (0, every // 2):
+            return
+        tag, moment = str(step), None
+        if step % every:
+            tag = ROLLING
+            if self.operations.count and (moment := self.asked("kill-in-save")) is not None:
+                self.forget("kill-in-save")
+        disk_is_full = self.asked("disk-full") is not None
+        self.forget("disk-full")
+        watching = self.operations.watch(moment) if tag == ROLLING else nullcontext()
         try:
-            with perhaps_full_disk():
-                self.engine.save_checkpoint(str(self.args.folder), tag=str(step))
+            with full_disk(disk_is_full), watching:
+                self.engine.save_checkpoint(str(self.args.folder), tag=tag, save_latest=tag != ROLLING)
         except CheckpointError as error:
             self.note("save failed", step=step, error=str(error))
             return
+        self.note("saved", step=step, tag=tag)
         for old in self.saved_steps()[CHECKPOINTS_KEPT:] if self.rank == 0 else ():
             shutil.rmtree(self.args.folder / str(old))
+
+    def drop_engine(self) -> int:
+        """Forget the engine without `destroy`, build another and resume; returns the step that it resumed from."""
+        # DeepSpeed never frees a stage 3 optimizer, not even after `destroy`, so its masters stay in their arena.
+        counts_arenas = self.args.stage < 3
+        before, begin = holdings(counts_arenas), time.monotonic()
+        del self.engine
+        for _ in range(2):  # the first runs finalizers, and what they held goes with the second
+            gc.collect()
+        between = holdings(counts_arenas)
+        self.engine = self.build()
+        step = self.resume()
+        after = holdings(counts_arenas)
+        self.note("dropped", before=before, between=between, after=after, seconds=time.monotonic() - begin)
+        return step
+
+    def asked(self, what: str) -> float | None:
+        """What the file that asks this rank for a fault says, None if there is none."""
+        path = self.args.folder / f"{what}-{self.rank}"
+        return float(path.read_text()) if path.exists() else None
+
+    def forget(self, what: str) -> None:
+        """The fault is on its way."""
+        (self.args.folder / f"{what}-{self.rank}").unlink(missing_ok=True)
 
     def finish(self) -> None:
         """Write the digest of what was trained."""
@@ -161,7 +251,6 @@ class Trainer:
 def main() -> None:
     args, rank = parse_args(), int(os.environ["RANK"])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGUSR2, note_full_disk)
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{os.environ['SOAK_RENDEZVOUS']}",

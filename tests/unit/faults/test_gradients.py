@@ -1,4 +1,4 @@
-"""NaN and Inf in gradients, and in memory that nobody has written: no worse than DeepSpeed's own offload."""
+"""NaN, Inf and overflow in gradients, and memory that is never initialised: no worse than DeepSpeed's own offload."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
@@ -48,6 +49,86 @@ def test_bf16_steps_with_bad_gradients_are_dropped_as_upstream_drops_them(stage:
         assert found["finite"]
         assert found["unchanged"] == [number in BAD_STEPS for number in range(STEPS)]
         assert found["updates"] == STEPS - len(BAD_STEPS)
+
+
+OVERFLOWS_AT = 5
+"""After that many steps: mid-interval with both rules."""
+SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 40}}
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """All that a step changes: p, m, v, weights, step count, position in the schedules. Waits for the worker."""
+    adam = engine.optimizer.zenflow_adam
+    adam.drain()
+    arrays = [t.clone() for part in adam.partitions for t in (part.master, part.exp_avg, part.exp_avg_sq)]
+    collected = [copy.deepcopy(part.collected) for part in adam.partitions]
+    counts = (adam.updates, adam.schedule.state_dict(), collected, engine.get_lr())
+    return {"arrays": [t.detach() for t in arrays] + list(weights_of(engine).values()), "counts": copy.deepcopy(counts)}
+
+
+def overflow_on_one_rank(config: dict) -> dict[str, Any]:
+    """Train in fp16 twice; the second time with one more micro-step, in which rank 1's gradient is infinite."""
+    get_accelerator().is_fp16_supported = lambda: True  # torch computes in fp16 on CPUs, slowly
+    rank = dist.get_rank()
+    data = batches(STEPS, rank)
+    engine = make_engine(config)
+    expected = train(engine, data[:OVERFLOWS_AT])
+    engine.optimizer.zenflow_adam.drain()  # as `state_of` does below
+    expected += train(engine, data[OVERFLOWS_AT:])
+    engine.destroy()
+
+    engine = make_engine(config)
+    losses = train(engine, data[:OVERFLOWS_AT])
+    before = state_of(engine)
+    train(engine, data[:1], times=float("inf") if rank == 1 else 1.0)
+    overflow, after = engine.optimizer.overflow, state_of(engine)
+    losses += train(engine, data[OVERFLOWS_AT:])
+    updates = engine.optimizer.zenflow_adam.updates
+    engine.destroy()
+    return {
+        "overflow": overflow,
+        "same arrays": all(map(torch.equal, before["arrays"], after["arrays"])),
+        "same counts": before["counts"] == after["counts"],
+        "updates": updates,
+        "losses": losses,
+        "expected": expected,
+    }
+
+
+@pytest.mark.parametrize(("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
+def test_an_overflow_on_one_rank_is_no_step_on_any(stage: int, rule: str) -> None:
+    """Training goes on to the bit as if the step had not been tried."""
+    config = {**zenflow_config(stage, torch.float16, **RULES[rule]), "scheduler": SCHEDULER}
+    config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 5}  # so one overflow leaves the loss scale as it is
+    for found in run_ranks(2, overflow_on_one_rank, config):
+        assert found["overflow"]
+        assert found["same arrays"]
+        assert found["same counts"]
+        assert found["updates"] == STEPS
+        assert found["losses"] == found["expected"]
+
+
+def walk_down(config: dict, extended: bool) -> list[tuple[float, bool, int]]:
+    """Train in fp16 from a loss scale that is too large; the scale, the overflow and the skipped steps by step."""
+    get_accelerator().is_fp16_supported = lambda: True
+    engine = make_engine(config, extended=extended)
+    trace = []
+    for batch in batches(12, dist.get_rank()):
+        train(engine, [batch])
+        trace.append((engine.optimizer.loss_scale, engine.optimizer.overflow, engine.skipped_steps))
+    engine.destroy()
+    return trace
+
+
+@pytest.mark.parametrize(("stage", "rule"), [(2, "selective"), (3, "predictive")])
+def test_the_loss_scale_comes_down_as_upstreams_does(stage: int, rule: str) -> None:
+    """Here some elements overflow in backward itself, on some ranks before others."""
+    config = zenflow_config(stage, torch.float16, **RULES[rule])
+    config["fp16"] |= {"initial_scale_power": 24, "hysteresis": 1}
+    ours = run_ranks(2, walk_down, config, True)
+    assert ours == run_ranks(2, walk_down, offload_config(config), False)
+    for trace in ours:
+        assert 2 < trace[-1][2] < 10, "some steps overflow, and then some do not"
 
 
 def nan_and_back(config: dict, folder: str) -> dict[str, Any]:
