@@ -18,7 +18,8 @@ from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.checkpoint_section import VERSION, Section, SelectedPartitionValues
 from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam, PartitionState
+from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zenflow.partition import PartitionState
 
 __all__ = ["SECTION", "adopt_optimizer_state", "restore", "section"]
 

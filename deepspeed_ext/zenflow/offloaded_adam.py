@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -21,52 +20,17 @@ from deepspeed_ext.zenflow.figures import Figures
 from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.link import WorkerLink
 from deepspeed_ext.zenflow.messages import array_name, partition_specs
+from deepspeed_ext.zenflow.partition import GradFactor, PartitionState
 from deepspeed_ext.zenflow.schedule import Schedule
 from deepspeed_ext.zenflow.seat import WorkerSeat
 from deepspeed_ext.zenflow.transfers import Streamed
 
-__all__ = ["MEASURED_INTERVAL_LIMIT", "GradFactor", "OffloadedAdam", "PartitionState"]
+__all__ = ["MEASURED_INTERVAL_LIMIT", "OffloadedAdam"]
 
 MEASURED_INTERVAL_LIMIT = 8
 """The longest interval that is chosen where none is given: gradients of that many steps must find room."""
 CONVERTED_NUMEL = 1 << 24
 """Elements that are converted at once on their way from the arena to the weights."""
-
-
-@dataclass(frozen=True)
-class GradFactor:
-    """What a gradient is multiplied with: ``c = unscale / clip``, and apart, because the clip may be the last one."""
-
-    unscale: float
-    clip: float
-
-    @property
-    def value(self) -> float:
-        """c."""
-        return self.unscale * self.clip
-
-
-@dataclass
-class PartitionState:
-    """What the trainer holds of one partition of n elements.
-
-    Attributes:
-        group: index of its parameter group.
-        master, exp_avg, exp_avg_sq: p, m, v in the arena, 1-D fp32; the worker's while a submission is in flight.
-        published: y in the arena.
-        ring: room for gradients in the arena, as the schedule says.
-        collected: constants of the gradients that have not been handed over.
-        streamed: what of the coming step's gradient is on its way.
-    """
-
-    group: int
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    published: torch.Tensor
-    ring: list[torch.Tensor]
-    collected: list[AdamStep] = field(default_factory=list, kw_only=True)
-    streamed: Streamed = field(default_factory=Streamed, kw_only=True)
 
 
 P = TypeVar("P", bound=PartitionState)

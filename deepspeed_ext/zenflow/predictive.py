@@ -13,7 +13,8 @@ from deepspeed_ext.zenflow.checkpoint_section import PredictedPartitionValues
 from deepspeed_ext.zenflow.figures import PredictionProbe
 from deepspeed_ext.zenflow.kernel import Publish
 from deepspeed_ext.zenflow.messages import PartitionPass
-from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
+from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, OffloadedAdam
+from deepspeed_ext.zenflow.partition import GradFactor, PartitionState
 from deepspeed_ext.zenflow.predict import Estimator, drift_coefficient, move_coefficient, publish_ahead
 from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, StepPlan, WeightRule, ring_of
 from deepspeed_ext.zenflow.schedule import is_overloaded, smallest_interval

@@ -18,7 +18,8 @@ from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, scores, select
 from deepspeed_ext.zenflow.checkpoint_section import SelectedPartitionValues
 from deepspeed_ext.zenflow.messages import MeanPartitionPass
-from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, GradFactor, OffloadedAdam, PartitionState
+from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, OffloadedAdam
+from deepspeed_ext.zenflow.partition import GradFactor, PartitionState
 from deepspeed_ext.zenflow.selective_schedule import (
     SelectivePlan,
     SelectiveSchedule,

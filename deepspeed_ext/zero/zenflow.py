@@ -29,7 +29,8 @@ from deepspeed_ext.affinity.worker import WorkerPlace
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.checkpoint_section import Section, read_section
-from deepspeed_ext.zenflow.offloaded_adam import GradFactor, OffloadedAdam
+from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zenflow.partition import GradFactor
 from deepspeed_ext.zenflow.predictive import PredictiveAdam
 from deepspeed_ext.zenflow.seat import planned_seat, unplanned_seat
 from deepspeed_ext.zenflow.selective import SelectiveAdam

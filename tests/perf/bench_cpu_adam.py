@@ -95,7 +95,9 @@ def _pass_runner(kernel: Kernel, arena: Arena, steps: int) -> Callable[[], None]
     return run
 
 
-def _optimizer_runner(kind: type[torch.optim.Optimizer], numel: int, **settings: object) -> Callable[[], object]:
+def _optimizer_runner(
+    kind: Callable[..., torch.optim.Optimizer], numel: int, **settings: object
+) -> Callable[[], object]:
     parameter = torch.zeros(numel, requires_grad=True)
     parameter.grad = torch.randn(numel)
     return kind([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **settings).step

@@ -74,12 +74,15 @@ def offloaded_step(rank: int, ranks: int, folder: str, bind: Callable[[], None])
 
 
 def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, folder: str) -> Step:
+    import torch
+
     if load == "adam":
         if way == "ours":
             WorkerPlace(cpus).take()
         elif way == "upstream":
             bind_as_upstream_does(cpus)
-        return optimizer_step("torch-fused-adamw", ADAM_ELEMENTS)
+        adam = optimizer_step("torch-fused-adamw", ADAM_ELEMENTS)
+        return lambda: adam(torch.get_num_threads())
 
     def bind() -> None:
         if way == "upstream":
@@ -89,9 +92,9 @@ def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, 
 
     if load == "offload":
         return offloaded_step(rank, ranks, folder, bind)
-    step = training_step(rank)
+    training = training_step(rank)
     bind()
-    return step
+    return lambda: training(torch.get_num_threads())
 
 
 def main() -> None:

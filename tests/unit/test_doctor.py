@@ -131,7 +131,8 @@ def test_buffers_that_no_process_maps_are_left_over(tmp_path: Path, monkeypatch:
         assert (check.status, check.remedy) == ("warning", f"rm {gone}")
         assert "4,096 bytes" in check.detail
     assert shared_buffers.left_over() == [gone, held]
-    gone.unlink(), held.unlink()
+    gone.unlink()
+    held.unlink()
     assert doctor.check_shared_buffers().status == "ok"
 
 

@@ -160,6 +160,7 @@ def test_keyword_arguments_that_we_read_are_in_the_contract() -> None:
     """Of the optimizers' constructors: ``kwargs["x"]`` and ``kwargs.get("x")``."""
     used = set()
     for path in PACKAGE.glob("zero/*.py"):
+        node: Any
         for node in ast.walk(ast.parse(path.read_text())):
             key = node.slice if isinstance(node, ast.Subscript) else node.args[0] if is_get(node) else None
             source = node.value if isinstance(node, ast.Subscript) else node.func.value if is_get(node) else None

@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -220,7 +221,8 @@ def test_first_touch_reaches_every_page_and_changes_nothing(start: int) -> None:
     descriptor = os.memfd_create("touched")
     os.ftruncate(descriptor, 6 * page)
     memory = mmap.mmap(descriptor, 6 * page)
-    make_kernel("native").first_touch(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start, numel)
+    kernel: Any = make_kernel("native")
+    kernel.first_touch(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start, numel)
     assert os.fstat(descriptor).st_blocks * 512 == ((start + numel - 1) // page + 1) * page
     os.close(descriptor)
 

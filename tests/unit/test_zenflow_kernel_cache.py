@@ -172,7 +172,12 @@ def test_a_damaged_library_is_never_loaded_and_made_anew(
     library = made(cache)
     library.write_bytes(DAMAGES[damage](library.read_bytes()))
     loaded: list[Path] = []
-    monkeypatch.setattr(build, "_loads", lambda path: loaded.append(path) is None)
+
+    def note(path: Path) -> bool:
+        loaded.append(path)
+        return True
+
+    monkeypatch.setattr(build, "_loads", note)
     assert made(cache) == library
     assert len(loaded) == 1, "what was compiled"
     assert library not in loaded
@@ -240,7 +245,8 @@ def test_an_interrupted_build_is_swept_up(cache: Path) -> None:
     old, young = cache / "build-old", cache / "build-young"
     for folder in (old, young):
         folder.mkdir(parents=True, mode=0o700)
-    cache.chmod(0o700), cache.parent.chmod(0o700)
+    cache.chmod(0o700)
+    cache.parent.chmod(0o700)
     os.utime(old, (0, 0))
     library = made(cache)
     assert sorted(os.listdir(cache)) == [library.name, "build-young"]

@@ -301,7 +301,8 @@ def test_a_job_that_is_suspended_or_without_stdin_goes_on(tmp_path: Path) -> Non
     finally:
         trainer.kill()
         trainer.wait()
-        os.close(reading), os.close(writing)
+        os.close(reading)
+        os.close(writing)
 
 
 STRANGER = """

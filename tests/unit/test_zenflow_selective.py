@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.offloaded_adam import GradFactor
+from deepspeed_ext.zenflow.partition import GradFactor
 from deepspeed_ext.zenflow.seat import WorkerSeat
 from deepspeed_ext.zenflow.selective import SelectiveAdam
 from tests.support.models import batches, two_groups
