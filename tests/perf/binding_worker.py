@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 from deepspeed_ext.affinity import snapshot
@@ -77,7 +78,7 @@ def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, 
             WorkerPlace(cpus).take()
         elif way == "upstream":
             bind_as_upstream_does(cpus)
-        return optimizer_step("torch-fused-adamw", ADAM_ELEMENTS)
+        return partial(optimizer_step("torch-fused-adamw", ADAM_ELEMENTS), len(cpus))
 
     def bind() -> None:
         if way == "upstream":
@@ -89,7 +90,7 @@ def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, 
         return offloaded_step(rank, ranks, folder, bind)
     step = training_step(rank)
     bind()
-    return step
+    return partial(step, len(cpus))
 
 
 def main() -> None:
