@@ -31,6 +31,7 @@ from deepspeed_ext.checkpoint_files import JointCheckpointEngine
 from deepspeed_ext.config import given_of_the_other_rule, idle_fields
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
+from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
 from deepspeed_ext.zenflow.seat import reserved_cores
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
@@ -187,6 +188,11 @@ class Engine(DeepSpeedEngine):
                 all_gather.detach(self.module)
             super().destroy()
 
+    @property
+    def _zenflow_adam(self) -> OffloadedAdam[Any] | None:
+        zenflow = isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3)
+        return self.optimizer.zenflow_adam if zenflow else None
+
     def _has_own_zenflow(self) -> bool:
         settings = self._config.zero_config
         return isinstance(settings, ZeroConfig) and settings.zenflow is not None
@@ -256,8 +262,8 @@ class Engine(DeepSpeedEngine):
 
     def _settle_zenflow(self) -> None:
         """Wait on all ranks for updates in flight, so that no rank fails alone between DeepSpeed's collectives."""
-        if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
-            self.optimizer.zenflow_adam.link.wait_together()
+        if (adam := self._zenflow_adam) is not None:
+            adam.link.wait_together()
 
     def zenflow_config(self) -> Any:
         """None where the section is served by us: DeepSpeed's own ZenFlow and its change of
@@ -266,17 +272,18 @@ class Engine(DeepSpeedEngine):
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         super()._take_model_step(lr_kwargs)
-        if self.core_binding is not None and not self._cores_refreshed:  # backends and autograd start threads late
-            self._cores_refreshed = True
-            self.core_binding.refresh(self.optimizer.zenflow_adam.link.process.pid if self._has_own_zenflow() else None)
-        if self._has_own_zenflow():
-            self._report_zenflow()
+        adam = self._zenflow_adam
+        with nullcontext() if adam is None else adam.link.keeping():
+            if self.core_binding is not None and not self._cores_refreshed:  # backends and autograd start threads late
+                self._cores_refreshed = True
+                self.core_binding.refresh(None if adam is None else adam.link.process.pid)
+            if adam is not None:
+                self._report_zenflow(adam.measurements())
 
-    def _report_zenflow(self) -> None:
+    def _report_zenflow(self, figures: dict[str, float]) -> None:
         """The step's figures: to the monitor that the user has set up, and to the log if ``wall_clock_breakdown``."""
         if self.global_rank != 0:
             return
-        figures = self.optimizer.zenflow_adam.measurements()
         if self.monitor.enabled:
             events = [(f"Train/{name}", value, self.global_samples) for name, value in figures.items()]
             self.monitor.write_events(events)

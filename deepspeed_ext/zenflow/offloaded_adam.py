@@ -172,7 +172,8 @@ class OffloadedAdam(ABC, Generic[P]):
         Raises:
             WorkerError: on every rank, if the worker of any has failed.
         """
-        self.figures.begin_step()
+        with self.link.keeping():
+            self.figures.begin_step()
         if self._exposed:
             self._exposed = False
             self.link.wait()
@@ -207,7 +208,7 @@ class OffloadedAdam(ABC, Generic[P]):
         with self.link.keeping():
             # No parameter has a gradient, so nothing moves: schedulers and step hooks see the step that they wait for.
             self._optimizer.step()
-        self.figures.end_step()
+            self.figures.end_step()
 
     # -- for the rules --------------------------------------------------------------------------------------------
 

@@ -78,10 +78,6 @@ class StepFactor:
         assert self._factor is not None, "DeepSpeed stepped without unscaling"
         return self._factor
 
-    def forget(self) -> None:
-        """The step is over."""
-        self._factor = None
-
 
 def require_supported(kwargs: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """Refuse what is not built and is not said in the ``zero_optimization`` section.
@@ -171,8 +167,10 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        masters = self._masters
-        self._masters = [PartitionStandIn(self._weights(index), self._grad_dtype) for index in range(len(masters))]
+        masters = partitions = self._masters
+        with self.zenflow_adam.link.keeping():
+            partitions = [PartitionStandIn(self._weights(index), self._grad_dtype) for index in range(len(masters))]
+        self._masters = partitions
         try:
             super().step(closure)
             if self.overflow:
@@ -182,7 +180,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
                 self.zenflow_adam.end_step()
         finally:
             self._masters = masters
-            self._factor.forget()
+            self._factor = StepFactor()
 
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's, of the gradients' norms, which are taken without its copy of each gradient in fp64."""

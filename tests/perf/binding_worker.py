@@ -9,9 +9,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.affinity import snapshot
 from deepspeed_ext.affinity.cpulist import parse_cpulist
 from deepspeed_ext.affinity.tune_worker import optimizer_step, training_step
@@ -52,8 +52,7 @@ def offloaded_step(rank: int, ranks: int, folder: str, bind: Callable[[], None])
     from torch import nn
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}", rank=rank, world_size=ranks)
-    with shared_buffers.not_made():
-        deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.init_distributed(dist_backend="gloo")
     bind()
     layers = [nn.Sequential(nn.Linear(OFFLOAD_WIDTH, OFFLOAD_WIDTH), nn.ReLU()) for _ in range(OFFLOAD_LAYERS)]
     model = nn.Sequential(*layers)
@@ -74,15 +73,12 @@ def offloaded_step(rank: int, ranks: int, folder: str, bind: Callable[[], None])
 
 
 def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, folder: str) -> Step:
-    import torch
-
     if load == "adam":
         if way == "ours":
             WorkerPlace(cpus).take()
         elif way == "upstream":
             bind_as_upstream_does(cpus)
-        adam = optimizer_step("torch-fused-adamw", ADAM_ELEMENTS)
-        return lambda: adam(torch.get_num_threads())
+        return partial(optimizer_step("torch-fused-adamw", ADAM_ELEMENTS), len(cpus))
 
     def bind() -> None:
         if way == "upstream":
@@ -92,9 +88,9 @@ def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, 
 
     if load == "offload":
         return offloaded_step(rank, ranks, folder, bind)
-    training = training_step(rank)
+    step = training_step(rank)
     bind()
-    return lambda: training(torch.get_num_threads())
+    return partial(step, len(cpus))
 
 
 def main() -> None:
