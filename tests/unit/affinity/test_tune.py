@@ -206,6 +206,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     splits = [{"pytorch_cores": 1, "optimizer_cores": 1, "step_seconds": 0.1, "slowdown": 0.0}]
     result = {
         "schema": tuned.SCHEMA,
+        "key": "measured",
         "ranks": 1,
         "elements": 9,
         "opt_cores_per_rank": 1,
