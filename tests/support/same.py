@@ -20,7 +20,9 @@ def assert_same(expected: Any, actual: Any) -> None:
 
 def first_difference(expected: Any, actual: Any, where: str = "value") -> str:
     """The same in words, empty if there is none: for a rank, whose tensors need not travel."""
-    if isinstance(expected, torch.Tensor) and isinstance(actual, torch.Tensor):
+    if isinstance(expected, torch.Tensor) != isinstance(actual, torch.Tensor):
+        return f"{where} is a {type(actual).__name__}, expected a {type(expected).__name__}"
+    if isinstance(expected, torch.Tensor):
         return _of_tensors(expected.detach().cpu(), actual.detach().cpu(), where)
     if is_dataclass(expected) and type(expected) is type(actual):
         names = [field.name for field in fields(expected) if field.compare]

@@ -1,0 +1,87 @@
+"""What the tests rely on: a comparison that finds every difference, and ranks that are processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_fresh_ranks, run_ranks
+from tests.support.same import first_difference
+
+
+@dataclass
+class Outcome:
+    """A value that is compared and one that is not."""
+
+    losses: list[float]
+    seconds: float = field(default=0.0, compare=False)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "says"),
+    [
+        (1.0, 1.5, "value is 1.5, expected 1.0"),
+        ([1, 2], [1, 3], "value[1] is 3, expected 2"),
+        ([1, 2], [1], "value has 1 entries, expected 2"),
+        ({"a": 1}, {"b": 1}, "value has the keys ['b'], expected ['a']"),
+        (Outcome([1.0]), Outcome([2.0]), "value['losses'][0] is 2.0, expected 1.0"),
+        (torch.zeros(3), torch.zeros(4), "(4,)"),
+        (torch.zeros(3), torch.zeros(3).bfloat16(), "torch.bfloat16"),
+        (torch.zeros(2), torch.tensor([0.0, -0.0]), "1 of 2 elements differ; element 1 is -0.0, expected 0.0"),
+        ({"w": (torch.zeros(2, 2),)}, {"w": (torch.tensor([[0.0, 0.0], [2.0, 1.0]]),)}, "value['w'][0]: 2 of 4"),
+        (torch.zeros(1), 0.0, "value is a float, expected a Tensor"),
+        ("ab", "ac", "value is 'ac', expected 'ab'"),
+    ],
+)
+def test_a_difference_is_found_and_named(expected: Any, actual: Any, says: str) -> None:
+    assert says in first_difference(expected, actual)
+    assert first_difference(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        torch.tensor([1.0, float("nan")]),
+        {"a": [torch.ones(2, 3).T, None]},
+        Outcome([1.0], 2.0),
+        torch.ones(0),
+    ],
+)
+def test_a_value_is_the_same_as_itself(value: Any) -> None:
+    assert first_difference(value, value) == ""
+    assert first_difference(Outcome([1.0], 2.0), Outcome([1.0], 3.0)) == ""
+
+
+def identity() -> tuple[int, str, str]:
+    return os.getpid(), os.environ["RANK"], os.environ.get("DSEXT_TEST_OWN", "")
+
+
+def test_ranks_are_processes_with_an_environment_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEXT_TEST_OWN", "mine")
+    first = [outcome.value for outcome in run_fresh_ranks(2, identity)]
+    assert [value[1:] for value in first] == [("0", "mine"), ("1", "mine")]
+    others = run_ranks(1, identity)
+    assert len({pid for pid, *_ in (*first, *others)} | {os.getpid()}) == 4
+    assert others == run_ranks(1, identity), "a pool is kept"
+
+
+def end(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exits":
+        os._exit(7)
+    sys.exit("said why")
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("killed", -signal.SIGKILL), ("exits", 7), ("leaves", None)])
+def test_how_a_rank_ends_is_known(how: str, exit_code: int | None) -> None:
+    (outcome,) = run_fresh_ranks(1, end, how)
+    assert outcome.exit_code == exit_code
+    assert ("said why" in (outcome.error or "")) == (how == "leaves")
