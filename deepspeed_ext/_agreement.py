@@ -39,7 +39,7 @@ class RankGroup:
         rank: this rank's number inside the group.
         size: number of ranks in the group.
         device: device of the tensors that this group's backend can communicate.
-        scratch: 1-D int64 on `device`, for `minimum`; made early, because ranks must agree when memory is short.
+        scratch: 1-D int64 on `device`, for `minimum` when memory is short; None: it is made when it is needed.
     """
 
     group: Any
@@ -49,8 +49,8 @@ class RankGroup:
     scratch: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, group: Any, device: torch.device) -> RankGroup:
-        scratch = torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device)
+    def of(cls, group: Any, device: torch.device, *, keeps_scratch: bool = False) -> RankGroup:
+        scratch = torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device) if keeps_scratch else None
         return cls(group, dist.get_rank(group=group), dist.get_world_size(group=group), device, scratch)
 
     def global_rank(self, rank: int) -> int:

@@ -73,7 +73,9 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         group_index = len(self.bit16_groups_flat)
         if not self._flatten_ranks:  # they allocate a little: for all groups before the first flat buffer takes memory
             device = torch.device(get_accelerator().current_device_name())
-            self._flatten_ranks = [RankGroup.of(group, device) for group in self.real_dp_process_group]
+            self._flatten_ranks = [
+                RankGroup.of(group, device, keeps_scratch=True) for group in self.real_dp_process_group
+            ]
         ranks, layout = self._flatten_ranks[group_index], GroupLayout.of(tensor_list, param_padding, alignment)
         with self.startup.phase("flatten", layout.nbytes):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)

@@ -299,7 +299,7 @@ def build_adam(
         weights_dtype=weights(0).dtype,
         grad_dtype=gradients,
         settings=zenflow,
-        ranks=RankGroup.of(process_group, device),
+        ranks=RankGroup.of(process_group, device, keeps_scratch=True),
         seat=unplanned_seat(zenflow, local_world_size()) if place is None else planned_seat(place),
     )
 
