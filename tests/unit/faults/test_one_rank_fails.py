@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 from deepspeed import comm as dist
 
 from tests.support.inject import called_functions, failing
 from tests.support.models import batches
-from tests.support.zenflow import make_engine, train
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
 RANKS = 3
 VICTIM = {"step": 1, "save": 0, "load": 0}
