@@ -1,6 +1,8 @@
 """All targets. A new one is added here, and both the unit suite and `make fuzz` run it."""
 
-from tests.fuzz import command_line, config, trees, tuning
+from deepspeed_ext.zenflow.checkpoint_section import read_section
+from tests.fuzz import command_line, config, sections, trees, tuning
 from tests.fuzz.target import Target
 
-TARGETS: tuple[Target, ...] = (config.TARGET, command_line.TARGET, trees.TARGET, tuning.TARGET)
+SECTIONS = sections.target(lambda section: read_section(section, sections.NUMELS))
+TARGETS: tuple[Target, ...] = (config.TARGET, command_line.TARGET, trees.TARGET, tuning.TARGET, SECTIONS)
