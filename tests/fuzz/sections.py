@@ -31,7 +31,7 @@ def valid(rule: str) -> dict[str, Any]:
         "rule": rule,
         "kernel": "native",
         "block_size": BLOCK_SIZE,
-        "schedule": asdict(State(interval=1) if rule == "predictive" else SelectiveState(interval=1)),
+        "schedule": asdict((State if rule == "predictive" else SelectiveState)(5, interval=2, position=1, written=5)),
         "updates": 5,
         "partitions": [_partition(rule, numel) for numel in NUMELS],
     }
@@ -47,7 +47,7 @@ def _partition(rule: str, numel: int) -> dict[str, Any]:
     return common | {
         "publish": exact,
         "last_clip": 1.0,
-        "drift": torch.zeros(blocks),
+        "drift": torch.zeros(numel, dtype=torch.bfloat16),
         "inverse": torch.ones(blocks),
     }
 
