@@ -6,6 +6,7 @@ loading either begins with values that fit or changes nothing.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -158,9 +159,10 @@ def read_section(saved: object, numels: Sequence[int]) -> Section:
     """
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the ZenFlow section is a {type(saved).__name__}, expected a dict: {_ANOTHER}")
-    if saved.get("version") != VERSION:
+    version = saved.get("version")
+    if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"the ZenFlow section has version {saved.get('version')!r:.50} and this deepspeed_ext reads {VERSION}: "
+            f"the ZenFlow section has version {reprlib.repr(version)} and this deepspeed_ext reads {VERSION}: "
             "load it with the version that wrote it, or convert it with DeepSpeed's ds_to_universal.py"
         )
     try:
@@ -200,10 +202,14 @@ def _mistakes(section: Section) -> list[str]:
 
 def _misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:
     """Why `tensor` is not 1-D on the host with `numel` elements of one of `dtypes`; empty if it is."""
-    if tensor.device.type == "cpu" and tuple(tensor.shape) == (numel,) and tensor.dtype in dtypes:
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if plain and tuple(tensor.shape) == (numel,) and tensor.dtype in dtypes:
         return ""
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f"{what} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, expected ({numel},) {names} on the CPU"
+    return (
+        f"{what} is {tuple(tensor.shape)} {tensor.dtype} {tensor.layout} on {tensor.device}, expected ({numel},) {names}, "
+        "strided, on the CPU"
+    )
 
 
 def _are_places(ids: torch.Tensor, count: int) -> bool:
