@@ -207,8 +207,8 @@ def _misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], wha
         return ""
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     return (
-        f"{what} is {tuple(tensor.shape)} {tensor.dtype} {tensor.layout} on {tensor.device}, expected ({numel},) {names}, "
-        "strided, on the CPU"
+        f"{what} is {tuple(tensor.shape)} {tensor.dtype} {tensor.layout} on {tensor.device}, "
+        f"expected ({numel},) {names} strided on the CPU"
     )
 
 
