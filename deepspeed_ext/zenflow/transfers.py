@@ -120,7 +120,7 @@ def _succeeded(status: Any) -> bool:
     if int(status) == 0:
         return True
     with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=get_accelerator().current_device_name())
+        torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
     return False
 
 

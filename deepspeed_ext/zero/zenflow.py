@@ -189,7 +189,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             with self.zenflow_adam.link.keeping():
                 norms = stand_ins(gradients, params)
             # If that has failed, no rank makes this step: to DeepSpeed it is an overflow.
-            gradients = norms or [torch.full((1,), math.nan, device=grad.device) for grad in gradients]
+            gradients = norms or [
+                torch.full((1,), math.nan, dtype=torch.float32, device=grad.device) for grad in gradients
+            ]
         return super().get_grad_norm_direct(gradients, params, norm_type)
 
     def _optimizer_step(self, index: int) -> None:

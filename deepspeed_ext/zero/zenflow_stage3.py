@@ -89,6 +89,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> Any:
         """DeepSpeed has reduced these gradients: let them leave for the host at once, if that is wanted."""
         buffers = super().partition_grads(params_to_release, grad_partitions)
+        with self.zenflow_adam.link.keeping():
+            self._stream_gradients(params_to_release, buffers)
+        return buffers
+
+    def _stream_gradients(self, params_to_release: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
         adam = streaming(self.zenflow_adam)
         if adam is not None and self.is_gradient_accumulation_boundary():
             held = [param for param in params_to_release if self._held_numel(param)]
@@ -96,7 +101,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
                 sub_group, offset, _ = self.grad_position[self.get_param_id(param)]
                 wanted = sum(map(self._held_numel, self.fp16_groups[sub_group]))
                 adam.stream_gradient(sub_group, offset, buffer.view(-1)[: self._held_numel(param)], wanted)
-        return buffers
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Note the factor and leave the gradients alone: the worker and the estimate multiply as they go."""
