@@ -145,7 +145,6 @@ def go_through(config: dict, folder: str, name: str) -> list[tuple[str, str, flo
     ("name", "stage", "rule"),
     [
         ("step", 2, "predictive"),
-        ("step", 3, "selective"),
         ("save", 2, "selective"),
         ("load", 3, "predictive"),
         *(
@@ -153,6 +152,7 @@ def go_through(config: dict, folder: str, name: str) -> list[tuple[str, str, flo
             for name, stage, rule in (
                 ("step", 2, "selective"),
                 ("step", 3, "predictive"),
+                ("step", 3, "selective"),
                 ("save", 3, "predictive"),
                 ("load", 2, "selective"),
             )
