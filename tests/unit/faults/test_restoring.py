@@ -1,0 +1,166 @@
+"""What one rank alone cannot restore, read or hold is an error on every rank."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+from deepspeed_ext import memory
+from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._errors import CheckpointError, OutOfMemoryError, WorkerError
+from deepspeed_ext.zenflow.checkpoint import SECTION
+from tests.support.crash.driver import CONFIG
+from tests.support.crash.driver import JointCheckpointEngine as Joint
+from tests.support.models import batches
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import RULES, make_engine, train, zenflow_config
+
+
+def said(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except (CheckpointError, WorkerError, OutOfMemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def spoil(state: dict[str, Any], how: str) -> None:
+    """Do to the optimizer's part of a checkpoint what `how` says."""
+    section = state[SECTION]
+    if how == "version 99":
+        section["version"] = 99
+    elif how == "size":
+        section["partitions"][0]["numel"] += 1
+    elif how == "key":
+        del section["partitions"][0]["collected"]
+    elif how == "no section":
+        del state[SECTION]
+    elif how == "another step":
+        section["updates"] += 1
+
+
+SPOILT = ["version 99", "size", "key", "no section", "another step"]
+
+
+def restore_spoilt(config: dict, folder: str) -> tuple[list[str], bool]:
+    """Rank 1's section is spoilt in each way; then the whole checkpoint is loaded."""
+    rank, data = dist.get_rank(), batches(9, dist.get_rank())
+    engine = make_engine(config)
+    train(engine, data[:5])
+    engine.save_checkpoint(folder, tag="t")
+    expected = train(engine, data[5:])
+    load, messages = Joint.load, []
+    for how in SPOILT:
+
+        def spoilt(self: Any, path: str, map_location: Any = None, how: str = how) -> Any:
+            content = load(self, path, map_location)
+            if rank == 1 and "optim_states" in path:
+                spoil(content["optimizer_state_dict"], how)
+            return content
+
+        with patch.object(Joint, "load", spoilt):
+            messages.append(said(lambda: engine.load_checkpoint(folder, tag="t")))
+    engine.load_checkpoint(folder, tag="t")
+    equal = train(engine, data[5:]) == expected
+    engine.destroy()
+    return messages, equal
+
+
+@pytest.mark.parametrize(("stage", "rule"), [(2, "selective"), (3, "predictive")])
+def test_a_section_that_fits_on_one_rank_only(stage: int, rule: str, tmp_path: Path) -> None:
+    """Nothing is loaded on any rank, so that the next load continues to the bit."""
+    outcomes = run_ranks(2, restore_spoilt, zenflow_config(stage, **RULES[rule]), str(tmp_path))
+    assert outcomes[0] == outcomes[1]
+    messages, equal = outcomes[0]
+    for how, words in zip(
+        SPOILT, ["version 99", "elements", "collected", "different plans", "different plans"], strict=True
+    ):
+        message = messages[SPOILT.index(how)]
+        assert message.startswith("CheckpointError: ")
+        assert words in message
+    assert equal
+
+
+def read_beside_the_dead(config: dict) -> dict[str, Any]:
+    """Rank 0's worker dies with an update in flight; state is read, exact weights are wanted, a step is made."""
+    engine = make_engine(config)
+    data = batches(6, dist.get_rank())
+    train(engine, data[:5])
+    engine.optimizer.zenflow_adam.drain()
+    process = engine.optimizer.zenflow_adam.link.process
+    if dist.get_rank() == 0:
+        os.kill(process.pid, signal.SIGSTOP)
+    train(engine, data[5:])
+    if dist.get_rank() == 0:
+        os.kill(process.pid, signal.SIGKILL)
+    dist.barrier()
+    values = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+
+    def look() -> None:
+        with engine.optimizer.exact_weights():
+            pass
+
+    found = {
+        "nan": any(bool(value.isnan().any()) for value in values),
+        "exact": said(look),
+        "step": said(lambda: train(engine, batches(4, dist.get_rank()))),
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_is_read_while_a_worker_is_dead(stage: int) -> None:
+    outcomes = run_ranks(2, read_beside_the_dead, zenflow_config(stage, update_interval=1))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0]["nan"]
+    for what in ("exact", "step"):
+        assert outcomes[0][what].startswith("WorkerError: rank 0: ")
+        assert "SIGKILL" in outcomes[0][what]
+
+
+def start_with_little_memory(config: dict, available: int) -> str:
+    """Every rank alone would fit, all together do not."""
+    with patch.object(memory, "available_host_bytes", lambda *_: available):
+        return said(lambda: make_engine(config))
+
+
+def test_memory_is_that_of_all_ranks_of_a_host() -> None:
+    engine_bytes = run_ranks(1, arena_bytes, zenflow_config(2, update_interval=1))[0]
+    messages = run_ranks(2, start_with_little_memory, zenflow_config(2, update_interval=1), engine_bytes * 3 // 4)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("OutOfMemoryError: ")
+    assert "2 rank(s)" in messages[0]
+
+
+def arena_bytes(config: dict) -> int:
+    engine = make_engine(config)
+    layout = engine.optimizer.zenflow_adam.link.arena.layout
+    engine.destroy()
+    return sum(place.spec.nbytes for place in layout.places)
+
+
+def test_latest_that_cannot_be_replaced(tmp_path: Path) -> None:
+    """The checkpoint is whole all the same, and is loaded by its tag."""
+    (tmp_path / "latest").mkdir()
+    engine = Joint(CONFIG, RankGroup(None, 0, 1, torch.device("cpu")), leads=True)
+    info = SimpleNamespace(tag="t", save_dir=str(tmp_path), save_latest=True)
+    engine.names_latest = True
+    engine.create(info)
+    engine.makedirs(str(tmp_path / "t"), exist_ok=True)
+    engine.save({"a": math.pi}, str(tmp_path / "t" / "x_states.pt"))
+    with pytest.raises(CheckpointError, match="was saved, and not everything around it.*load it by its tag"):
+        engine.commit(info)
+    engine.begin_load(str(tmp_path), "t")
+    assert engine.load(str(tmp_path / "t" / "x_states.pt")) == {"a": math.pi}
