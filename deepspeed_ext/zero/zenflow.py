@@ -229,10 +229,11 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             if load_optimizer_states or checkpoint_folder:
                 self._adopt_state()
                 exact = checkpoint.restore(adam, saved, f"rank {ranks.rank}")
+                self._refresh_weights(saved if exact else None)
             else:
                 adam.masters_changed()
         if load_optimizer_states or checkpoint_folder:
-            self._refresh_weights(saved if exact else None)
+            self._exchange_weights(saved if exact else None)
 
     def _read_section(self, state_dict_list: Any) -> Section | None:
         """The ZenFlow section that this rank saved, checked; None if the checkpoint has none.
@@ -255,7 +256,10 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     @abstractmethod
     def _refresh_weights(self, saved: Section | None) -> None:
-        """Masters have been loaded: let the weights follow, as they were saved or else from the masters."""
+        """Masters have been loaded: let this rank's weights follow, as they were saved or else from the masters."""
+
+    def _exchange_weights(self, saved: Section | None) -> None:
+        """Let the other ranks have the weights too, if they have not been loaded. May be a collective."""
 
     def _restore_from_bit16_weights(self) -> None:
         self.zenflow_adam.link.wait_together()

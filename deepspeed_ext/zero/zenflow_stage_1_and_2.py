@@ -171,7 +171,9 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _refresh_weights(self, saved: Section | None) -> None:
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
-        if saved is None:  # DeepSpeed has loaded the weights themselves
+
+    def _exchange_weights(self, saved: Section | None) -> None:
+        if saved is None:  # else DeepSpeed has loaded the weights themselves
             self.update_lp_params()
 
     @contextmanager
