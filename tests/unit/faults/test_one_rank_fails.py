@@ -75,7 +75,7 @@ CANNOT_BE_AGREED_ON = {
 }
 """Where no injected failure is asked for, by reason."""
 NOT_ASKED_FOR = tuple(name for names in CANNOT_BE_AGREED_ON.values() for name in names)
-HARMLESS = ("zenflow/channel.py:",)
+HARMLESS = ("zenflow/channel.py:", "zenflow/process.py:OptimizerProcess._exchange")
 """Whether a wait comes to them depends on how fast the worker is."""
 
 
@@ -145,9 +145,9 @@ def go_through(config: dict, folder: str, name: str, every: int) -> list[tuple[s
 @pytest.mark.parametrize(
     ("name", "stage", "rule", "every"),
     [
-        ("step", 2, "predictive", 3),
-        ("save", 2, "selective", 1),
-        ("load", 3, "predictive", 3),
+        ("step", 2, "predictive", 5),
+        ("save", 2, "selective", 2),
+        ("load", 3, "predictive", 5),
         *(
             pytest.param(name, stage, rule, 1, marks=pytest.mark.full)
             for name in VICTIM
@@ -157,7 +157,7 @@ def go_through(config: dict, folder: str, name: str, every: int) -> list[tuple[s
     ],
 )
 def test_all_ranks_have_the_same_error(name: str, stage: int, rule: str, every: int, tmp_path: Path) -> None:
-    """A new engine for each function takes its time: by default every third one fails, with `--full` all do."""
+    """A new engine for each function takes its time: by default some of them fail, with `--full` all do."""
     config = zenflow_config(stage, **RULES[rule])
     ended = run_fresh_ranks(
         RANKS,
