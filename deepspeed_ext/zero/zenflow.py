@@ -219,6 +219,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     ) -> None:
         adam, ranks = self.zenflow_adam, self.zenflow_adam.ranks
         adam.link.wait_together()
+        adam.drain()
         with together(ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read_section(state_dict_list)
         _require_same_position(saved, ranks)
@@ -263,6 +264,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     def _restore_from_bit16_weights(self) -> None:
         self.zenflow_adam.link.wait_together()
+        self.zenflow_adam.drain()
         super()._restore_from_bit16_weights()
         self.zenflow_adam.masters_changed()
 

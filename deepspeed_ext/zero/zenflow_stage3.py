@@ -163,6 +163,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
         no step may be taken inside."""
         self.zenflow_adam.link.wait_together()
+        self.zenflow_adam.drain()
         predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
         self._write_weights([partition.master for partition in self.zenflow_adam.partitions])
         try:

@@ -181,6 +181,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
         no step may be taken inside."""
         self.zenflow_adam.link.wait_together()
+        self.zenflow_adam.drain()
         masters = self._masters
         predicted = [self._weights(index).clone() for index in range(len(masters))]
         self.update_lp_params()
