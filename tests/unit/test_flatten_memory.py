@@ -40,7 +40,7 @@ def reference(layout: GroupLayout) -> torch.Tensor:
 
 
 def flatten(layout: GroupLayout, forced: Any = None, check_replicas: bool = False) -> tuple[torch.Tensor, Any]:
-    ranks = RankGroup.of(dist.get_world_group(), torch.device("cpu"))
+    ranks = RankGroup.of(dist.get_world_group(), torch.device("cpu"), keeps_scratch=True)
     return Flattener(forced, 0.05, MIB, check_replicas).flatten(layout, ranks, 0)
 
 
