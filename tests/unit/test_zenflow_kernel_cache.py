@@ -156,6 +156,12 @@ def test_a_linked_cache_folder_is_used_where_it_lies(cache: Path, tmp_path: Path
     made(tmp_path / "disk")
 
 
+def rewrite(library: Path, content: bytes) -> None:
+    """As a new file: this process may have loaded the old one, and its pages must stay."""
+    library.unlink()
+    library.write_bytes(content)
+
+
 DAMAGES = {
     "empty": lambda content: b"",
     "half": lambda content: content[: len(content) // 2],
@@ -170,7 +176,7 @@ def test_a_damaged_library_is_never_loaded_and_made_anew(
     damage: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = made(cache)
-    library.write_bytes(DAMAGES[damage](library.read_bytes()))
+    rewrite(library, DAMAGES[damage](library.read_bytes()))
     loaded: list[Path] = []
 
     def note(path: Path) -> bool:
@@ -190,7 +196,7 @@ def test_a_truncated_library_of_setup_py_is_not_loaded(cache: Path) -> None:
     built.write_bytes(library.read_bytes())
     assert is_whole_elf(built)
     assert library_path() == str(built)
-    built.write_bytes(built.read_bytes()[:4096])
+    rewrite(built, built.read_bytes()[:4096])
     assert not is_whole_elf(built)
     assert made(cache) == library
 
