@@ -19,10 +19,10 @@ Importing this package imports neither torch nor DeepSpeed; the functions below 
 from typing import Any
 
 from deepspeed_ext._version import __version__
-from deepspeed_ext.affinity import snapshot
+from deepspeed_ext.affinity import initial_mask
 
 # Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts from.
-snapshot.take()
+initial_mask.take()
 
 __all__ = ["__version__", "disable", "enable", "initialize"]
 

@@ -149,7 +149,7 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def _reserved_cores(text: str) -> int | float:
-    from deepspeed_ext.affinity.split import check_reserved_cores
+    from deepspeed_ext.host.core_split import check_reserved_cores
 
     if text.isdecimal():
         return _whole(1, MOST_CORES)(text)
@@ -189,17 +189,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.affinity import tuned
-    from deepspeed_ext.affinity.host import read_host
+    from deepspeed_ext._output_file import OutputFile
+    from deepspeed_ext.affinity import tuning_results
+    from deepspeed_ext.affinity.host_facts import read_host
     from deepspeed_ext.affinity.plan import PlanRequest, plan_host
     from deepspeed_ext.affinity.report import plan_svg, plan_text
-    from deepspeed_ext.affinity.target import Target
 
-    picture = None if arguments.svg is None else Target.check(arguments.svg, "--svg")
+    picture = None if arguments.svg is None else OutputFile.check(arguments.svg, "--svg")
     host = read_host(arguments.root, arguments.allowed, arguments.gpu_node)
     optimizer_cores = arguments.optimizer_cores
     if optimizer_cores is None and arguments.pt_reserved_cores is None and arguments.root == "/":
-        optimizer_cores = tuned.load_all().get(tuned.Fingerprint.of(host.topology, host.ranks).key)
+        optimizer_cores = tuning_results.load_all().get(tuning_results.Fingerprint.of(host.topology, host.ranks).key)
     request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores)
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
@@ -209,7 +209,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.affinity.tune import run_from_cli
+    from deepspeed_ext.tuning.tuner import run_from_cli
 
     for text in run_from_cli(arguments):
         print(text)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, model_validator
 
-from deepspeed_ext.affinity.split import DEFAULT_RESERVED_FRACTION, check_reserved_cores
+from deepspeed_ext.host.core_split import DEFAULT_RESERVED_FRACTION, check_reserved_cores
 
 __all__ = [
     "CoreBindingConfig",

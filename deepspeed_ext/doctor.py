@@ -17,13 +17,13 @@ import psutil
 from deepspeed_ext import shared_buffers
 from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._errors import UpstreamError
-from deepspeed_ext.affinity import tuned
+from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.allowed import find_allowed, omp_binding
-from deepspeed_ext.affinity.cgroup import read_cpu_quota_cores, read_memory_limit_bytes
-from deepspeed_ext.affinity.cpulist import format_cpulist
-from deepspeed_ext.affinity.share import usable_cores
+from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.topology import read_topology
-from deepspeed_ext.affinity.worker import can_set_memory_policy
+from deepspeed_ext.affinity.worker_placement import can_set_memory_policy
+from deepspeed_ext.host.cgroup import read_cpu_quota_cores, read_memory_limit_bytes
+from deepspeed_ext.host.cpulist import format_cpulist
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
 
@@ -308,12 +308,12 @@ def check_launch() -> Check:
 
 
 def check_tuning() -> Check:
-    number = len(tuned.load_all())
+    number = len(tuning_results.load_all())
     if not number:
         return _ok(
             "tuning", "no result in the cache: half of each rank's cores go to the optimizer; run deepspeed-ext tune"
         )
-    return _ok("tuning", f"{number} result(s) in {tuned.cache_folder()}")
+    return _ok("tuning", f"{number} result(s) in {tuning_results.cache_folder()}")
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (

@@ -31,8 +31,8 @@ from deepspeed_ext.checkpoint_files import JointCheckpointEngine
 from deepspeed_ext.config import given_of_the_other_rule, idle_fields
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
-from deepspeed_ext.zenflow.seat import reserved_cores
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.worker.seat import reserved_cores
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_ext._errors import ConfigError
-from deepspeed_ext.affinity import snapshot
-from deepspeed_ext.affinity.cgroup import read_cpuset
-from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist, parse_cpumask
+from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.topology import Topology
-from deepspeed_ext.affinity.tree import numbered, read_text
+from deepspeed_ext.host.cgroup import read_cpuset
+from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
+from deepspeed_ext.host.procfs import numbered, read_text
 
 __all__ = ["ALLOWED_VARIABLE", "OMP_BINDING_VARIABLES", "Allowed", "find_allowed", "omp_binding"]
 
@@ -48,7 +48,7 @@ def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[st
     environ = os.environ if environ is None else environ
     live = Path(root) == Path("/")
     stated = environ.get(ALLOWED_VARIABLE)
-    before_torch = snapshot.initial() if live else None
+    before_torch = initial_mask.initial() if live else None
     if stated:
         try:
             found = Allowed(parse_cpulist(stated), ALLOWED_VARIABLE)

@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_ext._logging import logger, warn_once
-from deepspeed_ext.affinity import accelerators, tuned
+from deepspeed_ext.affinity import accelerators, tuning_results
 from deepspeed_ext.affinity.allowed import omp_binding
-from deepspeed_ext.affinity.apply import Masks, confine, outside, restore
-from deepspeed_ext.affinity.cgroup import read_cpuset
-from deepspeed_ext.affinity.cpulist import format_cpulist
 from deepspeed_ext.affinity.exchange import Agreement, Gather, RankReport, agree, group_gather, report_rank
 from deepspeed_ext.affinity.openmp import ThreadCount, start_pool
 from deepspeed_ext.affinity.plan import PlanRequest, RankPlan
 from deepspeed_ext.affinity.report import plan_text
+from deepspeed_ext.affinity.thread_masks import Masks, confine, outside, restore
 from deepspeed_ext.affinity.topology import read_online
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.host.cgroup import read_cpuset
+from deepspeed_ext.host.cpulist import format_cpulist
 
 __all__ = ["CoreBinding", "Verification"]
 
@@ -79,7 +79,7 @@ class CoreBinding:
         group: Any = None,
         separate: bool = True,
         pt_reserved_cores: int | float | None = None,
-        kernel: str = tuned.DEFAULT_KERNEL,
+        kernel: str = tuning_results.DEFAULT_KERNEL,
         gather: Gather | None = None,
     ) -> "CoreBinding":
         """Agree on a plan with the other ranks and confine this process to it. A collective.
@@ -108,7 +108,7 @@ class CoreBinding:
                 PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
                 pci_address=accelerators.pci_address(),
                 kernel=kernel,
-                tuned=tuned.load_all() if config.use_tuning_result else {},
+                tuned=tuning_results.load_all() if config.use_tuning_result else {},
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
         except Exception as error:  # the other ranks are on their way to the gather
@@ -126,9 +126,9 @@ class CoreBinding:
         return binding
 
     @property
-    def worker_place(self) -> WorkerPlace | None:
+    def worker_place(self) -> WorkerPlacement | None:
         """Where the optimizer process should start; None: wherever the system puts it."""
-        return WorkerPlace.of(self.plan) if self.plan is not None and self.plan.optimizer else None
+        return WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
 
     def _apply(self, plan: RankPlan) -> None:
         setting = omp_binding(os.environ)

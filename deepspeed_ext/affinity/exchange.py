@@ -14,11 +14,11 @@ from typing import Any
 
 from deepspeed_ext._errors import ConfigError, PlanMismatchError, RankError, UnsupportedError
 from deepspeed_ext.affinity.allowed import find_allowed
-from deepspeed_ext.affinity.cgroup import read_cgroup_id, read_cpu_quota_cores
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.affinity.topology import Topology, flat_topology, read_accelerator_node, read_topology
-from deepspeed_ext.affinity.tree import read_text
-from deepspeed_ext.affinity.tuned import DEFAULT_KERNEL, Fingerprint
+from deepspeed_ext.affinity.tuning_results import DEFAULT_KERNEL, Fingerprint
+from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores
+from deepspeed_ext.host.procfs import read_text
 
 __all__ = ["Agreement", "Gather", "RankReport", "agree", "group_gather", "report_rank"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_ext.affinity.tree import read_text
+from deepspeed_ext.host.procfs import read_text
 
 __all__ = ["ThreadCount", "start_pool"]
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from deepspeed_ext.affinity.cpulist import format_cpulist
-from deepspeed_ext.affinity.place import Need, Placement, place
-from deepspeed_ext.affinity.share import Pool, home_node, share_cores, usable_cores
-from deepspeed_ext.affinity.split import check_reserved_cores, split_cores, within_quota
+from deepspeed_ext.affinity.fair_shares import Pool, home_node, share_cores, usable_cores
+from deepspeed_ext.affinity.placement import Need, Placement, place
 from deepspeed_ext.affinity.topology import Core, Topology
+from deepspeed_ext.host.core_split import check_reserved_cores, split_cores, within_quota
+from deepspeed_ext.host.cpulist import format_cpulist
 
 __all__ = ["HostPlan", "PlanRequest", "RankFacts", "RankPlan", "plan_host"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from html import escape
 
-from deepspeed_ext.affinity.cpulist import format_cpulist
 from deepspeed_ext.affinity.plan import HostPlan
 from deepspeed_ext.affinity.topology import Core, Topology
+from deepspeed_ext.host.cpulist import format_cpulist
 
 __all__ = ["plan_svg", "plan_text"]
 

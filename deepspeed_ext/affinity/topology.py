@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from deepspeed_ext._errors import UnsupportedError
-from deepspeed_ext.affinity.tree import numbered, parse_whole, positive, read_cpus, read_int, read_text
+from deepspeed_ext.host.procfs import numbered, parse_whole, positive, read_cpus, read_int, read_text
 
 __all__ = [
     "Core",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, require_same_plan, together
 from deepspeed_ext._errors import OutOfMemoryError
 from deepspeed_ext._logging import logger
@@ -61,7 +61,7 @@ class Flattener:
         failed: list[FlattenTier] = []
         while True:
             with together(ranks):
-                free, total = memory.free_accelerator_bytes(), memory.total_accelerator_bytes()
+                free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
             free, total = ranks.minimum(free, total)
             facts = FlattenFacts(layout.nbytes, ranks.size, free, total)
             plan = choose_tier(facts, self._forced, self._reserve_fraction, failed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
 from deepspeed_ext._upstream import get_accelerator
 
 __all__ = ["CHUNK_BYTES", "Staging"]
@@ -38,7 +38,7 @@ class Staging:
         """Allocate the chunks for transfers of `numel` elements, so that running out of memory shows here."""
         if not self._chunks:
             size = min(self.numel, numel)
-            self._chunks = [memory.host_empty(size, self._dtype, self._pin) for _ in range(2)]
+            self._chunks = [allocation.host_empty(size, self._dtype, self._pin) for _ in range(2)]
 
     def _turns(self, numel: int) -> list[tuple[int, int, torch.Tensor]]:
         self.reserve(numel)

@@ -19,13 +19,13 @@ from typing import TypeVar
 
 import torch
 
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, raise_together
 from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.flatten.exchange import exchange
 from deepspeed_ext.flatten.layout import GroupLayout
-from deepspeed_ext.flatten.putback import put_back
+from deepspeed_ext.flatten.rollback import put_back
 from deepspeed_ext.flatten.staging import Staging
 
 __all__ = ["accelerator", "distributed", "host", "try_on_all_ranks"]
@@ -46,7 +46,7 @@ def try_on_all_ranks(attempt: Callable[[], T], ranks: RankGroup) -> T | None:
     try:
         result = attempt()
     except Exception as caught:
-        if memory.is_out_of_memory(caught):
+        if allocation.is_out_of_memory(caught):
             refused = True
         else:
             error = caught
@@ -60,7 +60,7 @@ def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
     """Copy each parameter into its place of a new buffer. Returns it, 1-D on the parameters' device, or None."""
 
     def packed() -> torch.Tensor:
-        flat = memory.accelerator_empty(layout.numel, layout.dtype, layout.device)
+        flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
         layout.pack(flat, 0)
         return flat
 
@@ -84,7 +84,7 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
     numel = layout.numel // ranks.size
 
     def packed() -> torch.Tensor:
-        own = memory.accelerator_empty(numel, layout.dtype, layout.device)
+        own = allocation.accelerator_empty(numel, layout.dtype, layout.device)
         layout.pack(own, ranks.rank * numel)
         get_accelerator().synchronize()  # the copies out of the parameters must have happened
         return own
@@ -157,7 +157,7 @@ def _flat_around(
     def around() -> torch.Tensor:
         layout.release()
         get_accelerator().empty_cache()  # their blocks become one region that the flat buffer can use
-        flat = memory.accelerator_empty(layout.numel, layout.dtype, layout.device)
+        flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
         load(values, flat[ranks.rank * values.numel() : (ranks.rank + 1) * values.numel()])
         return flat
 
@@ -193,7 +193,7 @@ def _moved_to_host(layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, sta
 
 def _host_slice(numel: int, dtype: torch.dtype, staging: Staging) -> torch.Tensor:
     staging.reserve(numel)
-    return memory.host_empty(numel, dtype, pin=False)
+    return allocation.host_empty(numel, dtype, pin=False)
 
 
 def _no_tier_fits(layout: GroupLayout) -> OutOfMemoryError:

@@ -15,11 +15,11 @@ import torch
 
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
-from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.checkpoint_section import VERSION, Section, SelectedPartitionValues
 from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.partition import PartitionState
+from deepspeed_ext.zenflow.selective.blocks import AdamBlocks, BlockSet
 
 __all__ = ["SECTION", "adopt_optimizer_state", "restore", "section"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.transfers import Streamed
+from deepspeed_ext.zenflow.worker.transfers import Streamed
 
 __all__ = ["GradFactor", "PartitionState"]
 

@@ -18,9 +18,9 @@ from deepspeed_ext._upstream import (
     swapped,
 )
 from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.flatten.direct_buffers import DirectBuffers
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
-from deepspeed_ext.flatten.master import DirectBuffers
 from deepspeed_ext.flatten.plan import FlattenPlan
 from deepspeed_ext.startup import StartupProfile
 
@@ -110,7 +110,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             super()._link_all_hp_params()
 
     def measurements(self) -> dict[str, float]:
-        """Figures for a training log, by name; units are in the names."""
+        """Metrics for a training log, by name; units are in the names."""
         return {
             "startup_seconds": self.startup.seconds,
             "startup_cpu_seconds": self.startup.cpu_seconds,

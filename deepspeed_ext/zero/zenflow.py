@@ -25,15 +25,15 @@ from deepspeed_ext._upstream import (
     host_offload_config,
     local_world_size,
 )
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.checkpoint_section import Section, read_section
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.partition import GradFactor
-from deepspeed_ext.zenflow.predictive import PredictiveAdam
-from deepspeed_ext.zenflow.seat import planned_seat, unplanned_seat
-from deepspeed_ext.zenflow.selective import SelectiveAdam
+from deepspeed_ext.zenflow.predictive.rule import PredictiveAdam
+from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
+from deepspeed_ext.zenflow.worker.seat import planned_seat, unplanned_seat
 from deepspeed_ext.zero.grad_norm import stand_ins
 
 __all__ = ["ZenFlowStepping", "streaming"]
@@ -121,7 +121,11 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     _grad_dtype: torch.dtype
 
     def _prepare(
-        self, settings: ZeroFields, place: WorkerPlace | None, groups: Sequence[dict[str, Any]], kwargs: dict[str, Any]
+        self,
+        settings: ZeroFields,
+        place: WorkerPlacement | None,
+        groups: Sequence[dict[str, Any]],
+        kwargs: dict[str, Any],
     ) -> None:
         """Before DeepSpeed's construction: check, and change its keyword arguments to those of CPU offload.
 
@@ -283,7 +287,7 @@ def build_adam(
     weights: Callable[[int], torch.Tensor],
     gradients: torch.dtype,
     process_group: Any,
-    place: WorkerPlace | None,
+    place: WorkerPlacement | None,
 ) -> OffloadedAdam[Any]:
     """Start the worker of this rank; `masters` may be freed afterwards.
 

@@ -12,7 +12,7 @@ import torch
 from deepspeed_ext._agreement import together
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, get_accelerator
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.checkpoint_section import Section
@@ -36,7 +36,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         init_optimizer: Any,
         *args: Any,
         settings: ZeroFields,
-        place: WorkerPlace | None = None,
+        place: WorkerPlacement | None = None,
         **kwargs: Any,
     ) -> None:
         self._prepare(settings, place, init_optimizer.param_groups, kwargs)
@@ -183,5 +183,5 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self.zenflow_adam.link.transfers.finish()
 
     def measurements(self) -> dict[str, float]:
-        """Figures for a training log, by name; units are in the names."""
+        """Metrics for a training log, by name; units are in the names."""
         return self.zenflow_adam.measurements()

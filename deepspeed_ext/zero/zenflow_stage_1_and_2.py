@@ -20,11 +20,11 @@ from deepspeed_ext._upstream import (
     partition_exchange,
     swapped,
 )
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow.checkpoint_section import Section
-from deepspeed_ext.zenflow.selective import SelectiveAdam
-from deepspeed_ext.zero.hot_exchange import HotExchange
+from deepspeed_ext.zenflow.selective.exchange import HotExchange
+from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow import ZenFlowStepping, streaming
 
@@ -62,7 +62,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     _hot_exchange: HotExchange | None = None
     single_partition_of_fp32_groups: list[Any]
 
-    def __init__(self, *args: Any, settings: ZeroFields, place: WorkerPlace | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: ZeroFields, place: WorkerPlacement | None = None, **kwargs: Any) -> None:
         self._prepare(settings, place, args[0].param_groups, kwargs)
         super().__init__(*args, settings=settings, **kwargs)
         self._lazy_init_hp_params_optimizer_state()

@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 from deepspeed_ext import cli, doctor
-from deepspeed_ext.affinity.plot import plot_result
-from deepspeed_ext.affinity.tune import Tuner
+from deepspeed_ext.tuning.plot import plot_result
+from deepspeed_ext.tuning.tuner import Tuner
 from tests.fuzz import trees, values
 from tests.fuzz.target import Parts, Target
 

@@ -14,7 +14,7 @@ import torch
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.schedule import State
-from deepspeed_ext.zenflow.selective_schedule import SelectiveState
+from deepspeed_ext.zenflow.selective.schedule import SelectiveState
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.affinity import tuned
+from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.exchange import RankReport, agree
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
 from deepspeed_ext.affinity.topology import Topology
@@ -46,12 +46,12 @@ def _content(rng: random.Random) -> bytes | str:
 
 def run(parts: Parts, folder: Path) -> None:
     os.environ["DSEXT_CACHE_DIR"] = str(folder)
-    key = tuned.Fingerprint.of(TOPOLOGY, [FACTS]).key
+    key = tuning_results.Fingerprint.of(TOPOLOGY, [FACTS]).key
     for name, content in parts:
         path = folder / f"tune-{name.replace('KEY', key)}.json"
         if not os.path.lexists(path):
             _put(path, content)
-    found = tuned.load_all()
+    found = tuning_results.load_all()
     assert all(isinstance(cores, int) and cores >= 1 for cores in found.values())
     report = RankReport(0, "host", FACTS, TOPOLOGY.digest(), PlanRequest(), tuned=found)
     agreement = agree(report, TOPOLOGY, lambda item: [item])

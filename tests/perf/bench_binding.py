@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from deepspeed_ext.affinity.cpulist import format_cpulist
-from deepspeed_ext.affinity.host import read_host
+from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
-from deepspeed_ext.affinity.tune import Tuner, TuneSettings, local_host
+from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.tuning.tuner import Tuner, TuneSettings, local_host
 from tests.perf import report
 
 WAYS = ("unbound", "launcher", "upstream", "ours")

@@ -217,7 +217,7 @@ def _tune(seed: int, scale: Scale, results: Results) -> None:
 # -- what has been reached ------------------------------------------------------------------------------------------
 
 
-class Figures:
+class Metrics:
     """Means over seeds, read from results."""
 
     def __init__(self, results: Results, scale: Scale) -> None:
@@ -284,7 +284,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def acceptance(figures: Figures) -> list[dict[str, Any]]:
+def acceptance(figures: Metrics) -> list[dict[str, Any]]:
     """What must be reached, what has been, and upstream's figure; `passed` is None where something was not run."""
     rows: list[dict[str, Any]] = []
 
@@ -317,7 +317,7 @@ def acceptance(figures: Figures) -> list[dict[str, Any]]:
     return rows
 
 
-def losses_table(figures: Figures, scale: Scale) -> list[dict[str, Any]]:
+def losses_table(figures: Metrics, scale: Scale) -> list[dict[str, Any]]:
     """Every plain training that was made: mean loss over seeds at each hundredth step, their spread, and its pace."""
     rows = []
     for side in (side for members in ROWS.values() for side in members):
@@ -336,7 +336,7 @@ def losses_table(figures: Figures, scale: Scale) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(path: str, figures: Figures, scale: Scale) -> None:
+def plot(path: str, figures: Metrics, scale: Scale) -> None:
     """Draw the losses of the first seed and the last learning rate by step and by second, smoothed over a window."""
     from matplotlib import pyplot as plt
 
@@ -359,7 +359,7 @@ def plot(path: str, figures: Figures, scale: Scale) -> None:
 
 def show(results: Results, scale: Scale) -> list[dict[str, Any]]:
     """Print both tables; return the acceptance table."""
-    figures = Figures(results, scale)
+    figures = Metrics(results, scale)
     losses = losses_table(figures, scale)
     if losses:
         ends = {name: ".3f" for name in losses[0] if name.isdigit()}
@@ -395,7 +395,7 @@ def main() -> None:
     make(args.rows, scale, results)
     checks = show(results, scale)
     if args.plot:
-        plot(args.plot, Figures(results, scale), scale)
+        plot(args.plot, Metrics(results, scale), scale)
     print(f"\nwritten to {report.write(results.name, vars(scale) | {'acceptance': checks}, results.rows)}")
 
 

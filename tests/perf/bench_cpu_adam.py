@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_ext.zenflow.arena import Arena, ArenaLayout, ArraySpec, Place, plan_layout
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
-from deepspeed_ext.zenflow.messages import partition_specs
+from deepspeed_ext.zenflow.worker.arena import Arena, ArenaLayout, ArraySpec, Place, plan_layout
+from deepspeed_ext.zenflow.worker.messages import partition_specs
 
 INTERVAL, BLOCK_SIZE = 4, 32
 SIZES = {

@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 
-from deepspeed_ext.zenflow import predict
-from deepspeed_ext.zenflow.predict import Estimator
+from deepspeed_ext.zenflow.predictive import estimator
+from deepspeed_ext.zenflow.predictive.estimator import Estimator
 
 
 def _contenders(numel: int) -> dict[str, Callable[[], object]]:
@@ -37,7 +37,7 @@ def _contenders(numel: int) -> dict[str, Callable[[], object]]:
 
 def _without_native(estimate: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
-        with mock.patch.object(predict, "_native", return_value=None):
+        with mock.patch.object(estimator, "_native", return_value=None):
             estimate()
 
     return run
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
     parser.add_argument("--repeats", type=int, default=31)
     options = parser.parse_args()
-    if predict._native() is None:
+    if estimator._native() is None:
         raise SystemExit("there is no native kernel and no C++ compiler here: nothing to compare")
 
     for numel in options.numel:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 
-from deepspeed_ext.affinity import snapshot
-from deepspeed_ext.affinity.cpulist import parse_cpulist
-from deepspeed_ext.affinity.tune_worker import optimizer_step, training_step
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity import initial_mask
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.host.cpulist import parse_cpulist
+from deepspeed_ext.tuning.measuring_process import optimizer_step, training_step
 
 ADAM_ELEMENTS = 16 << 20
 OFFLOAD_WIDTH, OFFLOAD_LAYERS, OFFLOAD_BATCH = 1024, 8, 8
@@ -75,7 +75,7 @@ def offloaded_step(rank: int, ranks: int, folder: str, bind: Callable[[], None])
 def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, folder: str) -> Step:
     if load == "adam":
         if way == "ours":
-            WorkerPlace(cpus).take()
+            WorkerPlacement(cpus).take()
         elif way == "upstream":
             bind_as_upstream_does(cpus)
         return partial(optimizer_step("torch-fused-adamw", ADAM_ELEMENTS), len(cpus))
@@ -94,7 +94,7 @@ def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, 
 
 
 def main() -> None:
-    snapshot.take()
+    initial_mask.take()
     descriptor, way, cpus, load, rank, ranks, folder = sys.argv[1:]
     connection = Connection(int(descriptor))
     step = make_step(way, parse_cpulist(cpus), load, int(rank), int(ranks), folder)

@@ -2,7 +2,7 @@
 
 Every operation under the meter is seen by a dispatch mode; each new storage is counted once, by its bytes, and
 dropped when the storage dies. Host buffers that stand for *host* memory on a machine whose accelerator is the CPU are
-told apart by `deepspeed_ext.memory.is_host_storage`, so that the meter can speak of accelerator bytes there too.
+told apart by `deepspeed_ext.allocation.is_host_storage`, so that the meter can speak of accelerator bytes there too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
 
 
 class LiveBytes(TorchDispatchMode):
@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        kind = "host" if memory.is_host_storage(storage) else "accelerator"
+        kind = "host" if allocation.is_host_storage(storage) else "accelerator"
         old_kind, old_bytes = self._sizes.get(key, (kind, 0))
         if key not in self._sizes:
             weakref.finalize(storage, self._forget, key)
@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
         for key, storage in self._fresh:
             kind, nbytes = self._sizes.get(key, ("host", 0))
             alive = storage()
-            if kind == "accelerator" and alive is not None and memory.is_host_storage(alive):
+            if kind == "accelerator" and alive is not None and allocation.is_host_storage(alive):
                 self._sizes[key] = ("host", nbytes)
                 self.live["accelerator"] -= nbytes
                 self.live["host"] += nbytes

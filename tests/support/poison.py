@@ -15,13 +15,13 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.blocks import AdamBlocks
-from deepspeed_ext.zenflow.link import WorkerLink
-from deepspeed_ext.zenflow.messages import array_name
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
-from deepspeed_ext.zenflow.predict import Estimator
-from deepspeed_ext.zenflow.predictive import PredictiveAdam
-from deepspeed_ext.zenflow.transfers import Transfers
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.predictive.rule import PredictiveAdam
+from deepspeed_ext.zenflow.selective.blocks import AdamBlocks
+from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.worker.messages import array_name
+from deepspeed_ext.zenflow.worker.transfers import Transfers
 
 DELAY_WIDTH, DELAY_PRODUCTS = 4096, 8  # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
 

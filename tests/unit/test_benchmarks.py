@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.perf import bench_convergence, bench_offload_step, report, sides
-from tests.perf.bench_convergence import Figures, Results, Scale, acceptance, base_of, plain, stages_of, tuned
+from tests.perf.bench_convergence import Metrics, Results, Scale, acceptance, base_of, plain, stages_of, tuned
 from tests.perf.sides import Side
 from tests.perf.stepping import StepFigures
 from tests.perf.training import changed_by_initialize
@@ -78,7 +78,7 @@ def test_acceptance_compares_with_adamw() -> None:
     loss = {"AdamW": 2.0, "predictive, interval 1": 2.019, "predictive, interval 4": 2.031}
     loss |= {"upstream ZenFlow, overlapped": 2.5}
     results = _stored(scale, loss, {"AdamW": 2.4, "predictive, interval 1": 2.402, "predictive, interval 4": 2.404})
-    rows = {row["check"]: row for row in acceptance(Figures(results, scale))}
+    rows = {row["check"]: row for row in acceptance(Metrics(results, scale))}
     assert rows["predictive, interval 1, lr 0.0005"]["passed"] is True
     assert rows["predictive, interval 4, lr 0.001"]["passed"] is False, "1.55 % is over the limit of 1.5 %"
     assert rows["predictive, interval 1, lr 0.0005"]["upstream"] == "+25.00%"

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import sys
-from deepspeed_ext.affinity import snapshot
+from deepspeed_ext.affinity import initial_mask as snapshot
 import neighbour
 import deepspeed
 print(__name__, sys.argv[1:], neighbour.VALUE, deepspeed.DeepSpeedEngine.__module__, snapshot.initial() is not None)

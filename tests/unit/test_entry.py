@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 
 import deepspeed_ext
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._upstream import group_timeout_seconds
 from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine
@@ -85,9 +85,9 @@ def test_each_entry_builds_its_own_optimizer() -> None:
 
 def bad_config_body(zero: dict[str, Any], free_bytes: int | None) -> str:
     before = entry_points()
-    real = memory.free_accelerator_bytes
+    real = allocation.free_accelerator_bytes
     with (
-        patch.object(memory, "free_accelerator_bytes", lambda: real() if free_bytes is None else free_bytes),
+        patch.object(allocation, "free_accelerator_bytes", lambda: real() if free_bytes is None else free_bytes),
         pytest.raises(ConfigError) as error,
     ):
         initialize(deepspeed_ext.initialize, zero)

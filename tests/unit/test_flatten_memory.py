@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError, DeepSpeedExtError, OutOfMemoryError, PlanMismatchError
 from deepspeed_ext.flatten import exchange, staging
@@ -46,14 +46,14 @@ def flatten(layout: GroupLayout, forced: Any = None, check_replicas: bool = Fals
 
 def failing(counts: Iterable[int]) -> Any:
     """Lets `memory.accelerator_empty` run out of memory on the calls (from 0) that are in `counts`."""
-    calls, real = itertools.count(), memory.accelerator_empty
+    calls, real = itertools.count(), allocation.accelerator_empty
 
     def allocate(*args: Any) -> torch.Tensor:
         if next(calls) in counts:
             raise torch.OutOfMemoryError("injected")
         return real(*args)
 
-    return patch.object(memory, "accelerator_empty", allocate)
+    return patch.object(allocation, "accelerator_empty", allocate)
 
 
 def peak_body(tier: str) -> dict[str, float]:
@@ -90,8 +90,8 @@ def different_memory_body(free_bytes: list[int]) -> tuple[str, int]:
     layout = make_layout(dist.get_world_size())
     expected = reference(layout)
     with (
-        patch.object(memory, "free_accelerator_bytes", lambda: free_bytes[dist.get_rank()]),
-        patch.object(memory, "total_accelerator_bytes", lambda: 100 * MIB),
+        patch.object(allocation, "free_accelerator_bytes", lambda: free_bytes[dist.get_rank()]),
+        patch.object(allocation, "total_accelerator_bytes", lambda: 100 * MIB),
     ):
         flat, plan = flatten(layout)
     assert torch.equal(flat.view(torch.int16), expected.view(torch.int16))
@@ -137,7 +137,7 @@ def test_single_rank_falls_back_to_host() -> None:
 def last_tier_body(failures: list[list[int]], forced: str | None, host_fails_on: int | None) -> str:
     layout = make_layout(dist.get_world_size())
     before = [segment.parameter.detach().clone() for segment in layout.segments]
-    real = memory.host_empty
+    real = allocation.host_empty
 
     def host_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         if dist.get_rank() == host_fails_on:
@@ -146,7 +146,7 @@ def last_tier_body(failures: list[list[int]], forced: str | None, host_fails_on:
 
     with (
         failing(failures[dist.get_rank()]),
-        patch.object(memory, "host_empty", host_empty),
+        patch.object(allocation, "host_empty", host_empty),
         pytest.raises(OutOfMemoryError) as error,
     ):
         flatten(layout, forced)
@@ -232,7 +232,7 @@ def fault_at(place: int, fault: str) -> Iterator[list[int]]:
 
     with ExitStack() as stack:
         for name in names:
-            stack.enter_context(patch.object(memory, name, allocating(getattr(memory, name))))
+            stack.enter_context(patch.object(allocation, name, allocating(getattr(allocation, name))))
         yield seen
 
 

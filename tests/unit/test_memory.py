@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
+from deepspeed_ext.host import memory
 
 GIB = 1 << 30
 
@@ -66,12 +67,14 @@ def test_a_use_above_the_limit_is_no_memory_at_all(tmp_path: Path) -> None:
 def test_out_of_memory_is_recognised() -> None:
     with pytest.raises(RuntimeError) as error:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert memory.is_out_of_memory(error.value)
-    assert memory.is_out_of_memory(torch.OutOfMemoryError("x"))
-    assert memory.is_out_of_memory(RuntimeError("CUDA error: out of memory"))  # page-locked memory is refused like this
-    assert memory.is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert not memory.is_out_of_memory(OSError(errno.ENOENT, "out of memory"))
-    assert not memory.is_out_of_memory(RuntimeError("shape mismatch"))
+    assert allocation.is_out_of_memory(error.value)
+    assert allocation.is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert allocation.is_out_of_memory(
+        RuntimeError("CUDA error: out of memory")
+    )  # page-locked memory is refused like this
+    assert allocation.is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not allocation.is_out_of_memory(OSError(errno.ENOENT, "out of memory"))
+    assert not allocation.is_out_of_memory(RuntimeError("shape mismatch"))
 
 
 def test_page_locked_memory_that_is_refused_is_replaced_by_pageable() -> None:
@@ -79,24 +82,27 @@ def test_page_locked_memory_that_is_refused_is_replaced_by_pageable() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     refusing = SimpleNamespace(pin_empty=Mock(wraps=pin_empty))
-    with patch.object(memory, "get_accelerator", lambda: refusing), patch.object(memory, "warn_once") as warned:
-        first, second = (memory.host_empty(10, torch.bfloat16, pin=True) for _ in range(2))
-        assert memory.can_page_lock.__wrapped__() is False
+    with patch.object(allocation, "get_accelerator", lambda: refusing), patch.object(allocation, "warn_once") as warned:
+        first, second = (allocation.host_empty(10, torch.bfloat16, pin=True) for _ in range(2))
+        assert allocation.can_page_lock.__wrapped__() is False
     assert refusing.pin_empty.call_count == 3
     assert (first.numel(), first.dtype, first.device.type) == (10, torch.bfloat16, "cpu")
-    assert memory.is_host_storage(second.untyped_storage())
+    assert allocation.is_host_storage(second.untyped_storage())
     assert len({call.args for call in warned.call_args_list}) == 1, "the same text, which is said once"
 
 
 def test_another_error_of_page_locking_is_raised() -> None:
     broken = SimpleNamespace(pin_empty=Mock(side_effect=RuntimeError("CUDA error: invalid argument")))
-    with patch.object(memory, "get_accelerator", lambda: broken), pytest.raises(RuntimeError, match="invalid argument"):
-        memory.host_empty(10, torch.bfloat16, pin=True)
+    with (
+        patch.object(allocation, "get_accelerator", lambda: broken),
+        pytest.raises(RuntimeError, match="invalid argument"),
+    ):
+        allocation.host_empty(10, torch.bfloat16, pin=True)
 
 
 def test_host_buffers_are_known_as_long_as_they_live() -> None:
-    buffer = memory.host_empty(10, torch.float32, pin=False)
-    assert memory.is_host_storage(buffer[3:].untyped_storage())
-    assert not memory.is_host_storage(torch.empty(10).untyped_storage())
+    buffer = allocation.host_empty(10, torch.float32, pin=False)
+    assert allocation.is_host_storage(buffer[3:].untyped_storage())
+    assert not allocation.is_host_storage(torch.empty(10).untyped_storage())
     del buffer
-    assert not memory._host_storages
+    assert not allocation._host_storages

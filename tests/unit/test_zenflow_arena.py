@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow import arena as arena_module
-from deepspeed_ext.zenflow import transfers as transfers_module
-from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
-from deepspeed_ext.zenflow.messages import partition_specs
-from deepspeed_ext.zenflow.predictive_schedule import ring_of
-from deepspeed_ext.zenflow.transfers import Transfers
+from deepspeed_ext.zenflow.predictive.schedule import ring_of
+from deepspeed_ext.zenflow.worker import arena as arena_module
+from deepspeed_ext.zenflow.worker import transfers as transfers_module
+from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.messages import partition_specs
+from deepspeed_ext.zenflow.worker.transfers import Transfers
 
 PAGE, MIB = 4096, 1 << 20
 numels = st.one_of(st.integers(0, 10_000), st.integers(MIB // 4, 3 * MIB), st.sampled_from([1 << k for k in range(27)]))

@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT
+from deepspeed_ext.zenflow.optimizer import MEASURED_INTERVAL_LIMIT
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same, first_difference

@@ -19,13 +19,13 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_ext
-from deepspeed_ext.zenflow import offloaded_adam
-from deepspeed_ext.zenflow import transfers as transfers_module
-from deepspeed_ext.zenflow.blocks import BlockSet
-from deepspeed_ext.zenflow.figures import Figures
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
-from deepspeed_ext.zenflow.predict import Estimator
-from deepspeed_ext.zenflow.transfers import Transfers
+from deepspeed_ext.zenflow import optimizer
+from deepspeed_ext.zenflow.metrics import Metrics
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.selective.blocks import BlockSet
+from deepspeed_ext.zenflow.worker import transfers as transfers_module
+from deepspeed_ext.zenflow.worker.transfers import Transfers
 from tests.perf.stepping import Linears
 from tests.support.models import batches
 from tests.support.poison import delay, late_and_poisoned, synchronous, without_waiting
@@ -262,9 +262,9 @@ def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
     """A copy that converts has a temporary of the whole on the accelerator."""
     published, weights = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
     adam = SimpleNamespace(
-        partitions=[SimpleNamespace(published=published)], _weights=lambda index: weights, figures=Figures()
+        partitions=[SimpleNamespace(published=published)], _weights=lambda index: weights, figures=Metrics()
     )
-    with patch.object(offloaded_adam, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
+    with patch.object(optimizer, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
         OffloadedAdam._take_published(adam, 0)  # type: ignore[arg-type]
     assert torch.equal(weights, published.bfloat16())
     assert largest.numel == min(numel, 16)

@@ -11,16 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow import predict
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array
 from deepspeed_ext.zenflow.kernel.reference import ReferenceKernel
-from deepspeed_ext.zenflow.predict import (
+from deepspeed_ext.zenflow.predictive import estimator
+from deepspeed_ext.zenflow.predictive.estimator import (
     Estimator,
     drift_coefficient,
     move_coefficient,
     publish_ahead,
 )
-from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, WeightRule
+from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightRule
 from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
@@ -29,7 +29,7 @@ STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
 @pytest.fixture
 def torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates by torch operations, as on accelerators and where there is no native kernel."""
-    monkeypatch.setattr(predict, "_native", lambda: None)
+    monkeypatch.setattr(estimator, "_native", lambda: None)
 
 
 def test_coefficients_are_the_closed_forms_once_bias_correction_has_faded() -> None:
@@ -106,7 +106,7 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
     means[3] = 0.0  # a block that has never had a gradient: division by eps
     whole, cut = [torch.zeros(n), torch.zeros(n)], [torch.zeros(n), torch.zeros(n)]
     Estimator(means, block, 1.0, 1e-8).move(whole[0], whole[1], grad, 1.0, 1.0, 2.0)
-    monkeypatch.setattr("deepspeed_ext.zenflow.predict._CHUNK_NUMEL", {"cpu": 100})
+    monkeypatch.setattr("deepspeed_ext.zenflow.predictive.estimator._CHUNK_NUMEL", {"cpu": 100})
     Estimator(means, block, 1.0, 1e-8).move(cut[0], cut[1], grad, 1.0, 1.0, 2.0)
     assert all(map(torch.equal, whole, cut))
     assert whole[0].abs().max() == 4.5
@@ -146,7 +146,7 @@ def test_native_estimate_equals_torch_operations_to_rounding(monkeypatch, n, blo
     for method in ("predict", "move") if drift else ("predict",):
         native = getattr(Estimation(n, block, dtypes[0], dtypes[1], dtypes[2], drift), method)()
         with monkeypatch.context() as without:
-            without.setattr(predict, "_native", lambda: None)
+            without.setattr(estimator, "_native", lambda: None)
             reference = getattr(Estimation(n, block, dtypes[0], dtypes[1], dtypes[2], drift), method)()
         for ours, theirs in zip(native, reference, strict=True):
             # One unit in the last place: without fused multiply-adds fp32 values may lie on either side of a tie.
@@ -191,7 +191,7 @@ def test_estimate_on_strided_tensors_is_the_same() -> None:
 @pytest.mark.parametrize("way", [pytest.param("native", marks=needs_native), "torch"])
 def test_nan_gradient_gives_nan_and_infinity_the_bound(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "torch":
-        monkeypatch.setattr(predict, "_native", lambda: None)
+        monkeypatch.setattr(estimator, "_native", lambda: None)
     grad = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     weights = torch.empty(4)
     Estimator(torch.ones(1), 4, 1.0, 1e-8).predict(weights, torch.zeros(4), None, grad, 1.0, 1.0)

@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from deepspeed_ext._errors import WorkerError
-from deepspeed_ext.affinity.worker import WorkerPlace
-from deepspeed_ext.zenflow import process as process_module
-from deepspeed_ext.zenflow.arena import Arena, plan_layout
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish, library_path
-from deepspeed_ext.zenflow.messages import PartitionPass, WorkerPlan, partition_specs
-from deepspeed_ext.zenflow.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker import process as process_module
+from deepspeed_ext.zenflow.worker.arena import Arena, plan_layout
+from deepspeed_ext.zenflow.worker.messages import PartitionPass, WorkerPlan, partition_specs
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMEL = 10_000
@@ -92,7 +92,7 @@ def test_submissions_are_done_in_order_and_waited_for_together() -> None:
 
 def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
     cpu = min(os.sched_getaffinity(0))
-    with running(place=str(WorkerPlace(frozenset({cpu})))) as (_, process):
+    with running(place=str(WorkerPlacement(frozenset({cpu})))) as (_, process):
         assert process.ready.cpus == (cpu,)
         assert psutil.Process(process.pid).cpu_affinity() == [cpu]
         if process.ready.kernel == "native":
@@ -262,9 +262,9 @@ SUSPENDED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 os.close(0)  # as a job without stdin
-from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
-from deepspeed_ext.zenflow.messages import WorkerPlan
-from deepspeed_ext.zenflow.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.messages import WorkerPlan
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 layout = plan_layout([ArraySpec("p.0", "float32", 5)])
 arena = Arena.create(layout)
 process = OptimizerProcess(arena, WorkerPlan(layout, 32, (), None, 1, {library!r}), rank=0, timeout_seconds=1.0)
@@ -308,7 +308,7 @@ def test_a_job_that_is_suspended_or_without_stdin_goes_on(tmp_path: Path) -> Non
 STRANGER = """
 import os, pickle, struct, sys, time
 sys.path.insert(0, {root!r})
-from deepspeed_ext.zenflow.messages import Done
+from deepspeed_ext.zenflow.worker.messages import Done
 class Missing:
     pass
 def message(value):
@@ -463,7 +463,7 @@ def test_neighbours_of_the_package_do_not_hide_the_standard_library(
     shutil.copytree(ROOT / "deepspeed_ext", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("enum", "dataclasses", "socket"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
-    monkeypatch.setattr(process_module, "_SCRIPT", package / "zenflow" / "start_worker.py")
+    monkeypatch.setattr(process_module, "_SCRIPT", package / "zenflow" / "worker" / "start_worker.py")
     with running() as (_, process):
         process.submit([PASS])
         assert process.wait().number == 1

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, WeightRule
+from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightRule
 from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, smallest_interval
 
 

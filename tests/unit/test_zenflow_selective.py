@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.partition import GradFactor
-from deepspeed_ext.zenflow.seat import WorkerSeat
-from deepspeed_ext.zenflow.selective import SelectiveAdam
+from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
+from deepspeed_ext.zenflow.worker.seat import WorkerSeat
 from tests.support.models import batches, two_groups
 from tests.support.poison import host_state_arrives_late
 from tests.support.ranks import run_ranks

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.selective_schedule import SelectivePlan, SelectiveSchedule, steps_between_selections
+from deepspeed_ext.zenflow.selective.schedule import SelectivePlan, SelectiveSchedule, steps_between_selections
 
 
 def make(interval: int, lag: int | None, select_interval: int | None, warm_up: int) -> SelectiveSchedule:

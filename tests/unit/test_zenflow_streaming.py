@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.predictive import PredictiveAdam
+from deepspeed_ext.zenflow.predictive.rule import PredictiveAdam
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.matrix import cover

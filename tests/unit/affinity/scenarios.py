@@ -61,7 +61,7 @@ def _listen() -> list[str]:
 
 
 def _masks() -> dict[int, list[int]]:
-    from deepspeed_ext.affinity.apply import thread_masks
+    from deepspeed_ext.affinity.thread_masks import thread_masks
 
     return {tid: sorted(mask) for tid, mask in thread_masks().items()}
 
@@ -125,7 +125,7 @@ def life_of_a_binding() -> dict[str, Any]:
 
 def confine_under_churn() -> dict[str, Any]:
     """Threads are born and die while the process is confined."""
-    from deepspeed_ext.affinity.apply import confine, outside, restore
+    from deepspeed_ext.affinity.thread_masks import confine, outside, restore
 
     running = True
 
@@ -253,9 +253,9 @@ def stray_thread_is_seen() -> dict[str, Any]:
 
 def worker_process(place: str) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
-    from deepspeed_ext.affinity.worker import WorkerPlace
+    from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 
-    complaint = WorkerPlace.parse(place).take()
+    complaint = WorkerPlacement.parse(place).take()
     import torch
 
     _torch_work()
@@ -276,7 +276,8 @@ def trainer_with_worker() -> dict[str, Any]:
     _torch_work()
     binding = _start()
     code = (
-        "import sys; from deepspeed_ext.affinity.worker import WorkerPlace; WorkerPlace.parse(sys.argv[1]).take();"
+        "import sys; from deepspeed_ext.affinity.worker_placement import WorkerPlacement;"
+        "WorkerPlacement.parse(sys.argv[1]).take();"
         "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(binding.worker_place)]

@@ -12,12 +12,12 @@ import pytest
 
 from deepspeed_ext.affinity import binding
 from deepspeed_ext.affinity.binding import CoreBinding
-from deepspeed_ext.affinity.cpulist import format_cpulist
 from deepspeed_ext.affinity.exchange import Agreement
 from deepspeed_ext.affinity.plan import RankPlan
 from deepspeed_ext.affinity.topology import flat_topology
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.host.cpulist import format_cpulist
 from tests.unit.affinity.scenarios import run_scenario
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -126,7 +126,7 @@ def test_a_thread_that_leaves_its_set_is_seen_and_brought_back() -> None:
 @pytest.mark.parametrize("place", ["one", "all", "one each"])
 def test_a_worker_takes_its_place_before_torch(place: str) -> None:
     cpus = CPUS[-1:] if place == "one" else CPUS
-    text = str(WorkerPlace(frozenset(cpus), 0, place == "one each"))
+    text = str(WorkerPlacement(frozenset(cpus), 0, place == "one each"))
     answer: dict[str, Any] = run_scenario("worker_process", text, OMP_NUM_THREADS="7", OMP_PROC_BIND="close")
     assert answer["complaint"] is None
     assert all_within(answer["masks"], cpus)
@@ -144,9 +144,9 @@ def test_a_worker_whose_cpus_are_gone_says_so_and_runs() -> None:
     assert answer["threads"] == 1
 
 
-@pytest.mark.parametrize("place", [WorkerPlace(frozenset({3, 8, 9}), 2), WorkerPlace(frozenset({1}), -1, True)])
-def test_a_place_travels_as_one_word(place: WorkerPlace) -> None:
-    assert WorkerPlace.parse(str(place)) == place
+@pytest.mark.parametrize("place", [WorkerPlacement(frozenset({3, 8, 9}), 2), WorkerPlacement(frozenset({1}), -1, True)])
+def test_a_place_travels_as_one_word(place: WorkerPlacement) -> None:
+    assert WorkerPlacement.parse(str(place)) == place
     assert " " not in str(place)
     assert format_cpulist(place.cpus) in str(place)
 
@@ -202,9 +202,9 @@ def test_a_worker_takes_its_place_with_every_thread() -> None:
 import os, sys, threading
 stop = threading.Event()
 threading.Thread(target=stop.wait).start()
-from deepspeed_ext.affinity.apply import thread_masks
-from deepspeed_ext.affinity.worker import WorkerPlace
-print(WorkerPlace(frozenset({int(sys.argv[1])})).take(), sorted(set(map(tuple, thread_masks().values()))))
+from deepspeed_ext.affinity.thread_masks import thread_masks
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+print(WorkerPlacement(frozenset({int(sys.argv[1])})).take(), sorted(set(map(tuple, thread_masks().values()))))
 stop.set()
 """
     command = [sys.executable, "-c", code, str(CPUS[-1])]

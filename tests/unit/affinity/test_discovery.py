@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext._errors import ConfigError, UnsupportedError
-from deepspeed_ext.affinity import snapshot
+from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import ALLOWED_VARIABLE, find_allowed
-from deepspeed_ext.affinity.cgroup import read_cgroup_id, read_cpu_quota_cores, read_cpuset, read_throttled_count
-from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist, parse_cpumask
-from deepspeed_ext.affinity.host import read_host
+from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import plan_host
 from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_topology
+from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores, read_cpuset, read_throttled_count
+from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from tests.support.sysfs import cpumask, write, write_host
 from tests.unit.affinity.topologies import adjacent, cores
 
@@ -216,7 +216,7 @@ def test_the_launchers_word_counts_on_the_live_host(monkeypatch: pytest.MonkeyPa
         find_allowed(topology, environ={ALLOWED_VARIABLE: "one"})
     with pytest.raises(ConfigError, match="online"):
         find_allowed(topology, environ={ALLOWED_VARIABLE: "60000"})
-    monkeypatch.setattr(snapshot, "_initial", frozenset({first}))
+    monkeypatch.setattr(initial_mask, "_initial", frozenset({first}))
     assert find_allowed(topology, environ={}).cpus == {first}
 
 

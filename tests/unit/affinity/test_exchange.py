@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_ext._errors import ConfigError, PlanMismatchError, RankError
-from deepspeed_ext.affinity import binding, tuned
+from deepspeed_ext.affinity import binding, tuning_results
 from deepspeed_ext.affinity.binding import CoreBinding
-from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.affinity.exchange import Agreement, RankReport, agree, group_gather, report_rank
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
 from deepspeed_ext.affinity.topology import Core, Topology
 from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from tests.support.ranks import run_ranks
 from tests.support.sysfs import write, write_host
 from tests.unit.affinity.topologies import cores
@@ -160,7 +160,7 @@ def test_different_plans_are_an_error_on_all() -> None:
 def test_a_tuning_result_counts_for_exactly_its_situation() -> None:
     topology = flat(16)
     facts = [RankFacts(rank, parse_cpulist("0-15")) for rank in range(2)]
-    key = tuned.Fingerprint.of(topology, facts).key
+    key = tuning_results.Fingerprint.of(topology, facts).key
     leader, _ = seat(0, "0-15", topology=topology, tuned={key: 3, "other": 1})
     follower = seat(1, "0-15", topology=topology, tuned={key: 5})
     assert [sets(answer) for answer in meet([(leader, topology), follower])] == [("0-4", "5-7"), ("8-12", "13-15")]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.affinity.apply import thread_masks
 from deepspeed_ext.affinity.binding import CoreBinding
+from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.config import CoreBindingConfig
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_fresh_ranks

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.affinity.fair_shares import Sharing, share_cores, usable_cores
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, plan_host
-from deepspeed_ext.affinity.share import Sharing, share_cores, usable_cores
 from deepspeed_ext.affinity.topology import Core, Topology
 
 planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)

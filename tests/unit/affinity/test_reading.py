@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext import memory
 from deepspeed_ext.affinity import openmp
-from deepspeed_ext.affinity.cgroup import own_groups, read_cgroup_id, read_cpu_quota_cores
-from deepspeed_ext.affinity.cpulist import parse_cpulist, parse_cpumask
-from deepspeed_ext.affinity.host import read_host
+from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import plan_host
 from deepspeed_ext.affinity.topology import read_cache_bytes, read_topology
-from deepspeed_ext.affinity.tree import LIMIT_BYTES, numbered, read_int, read_text
+from deepspeed_ext.host import memory
+from deepspeed_ext.host.cgroup import own_groups, read_cgroup_id, read_cpu_quota_cores
+from deepspeed_ext.host.cpulist import parse_cpulist, parse_cpumask
+from deepspeed_ext.host.procfs import LIMIT_BYTES, numbered, read_int, read_text
 from tests.support.sysfs import write, write_host
 from tests.unit.affinity.topologies import cores
 

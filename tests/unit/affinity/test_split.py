@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts, plan_host
-from deepspeed_ext.affinity.split import DEFAULT_RESERVED_FRACTION, split_cores
 from deepspeed_ext.affinity.topology import Core, Topology
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow import seat
+from deepspeed_ext.host.core_split import DEFAULT_RESERVED_FRACTION, split_cores
+from deepspeed_ext.zenflow.worker import seat
 from tests.unit.affinity.topologies import adjacent, cores
 
 many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -76,6 +76,6 @@ def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(mon
     topology = Topology(tuple(adjacent(8, 2)))
     monkeypatch.setattr(seat, "read_topology", lambda: topology)
     monkeypatch.setattr(seat, "read_cpu_quota_cores", lambda: None)
-    monkeypatch.setattr("deepspeed_ext.affinity.snapshot._initial", topology.cpus)
+    monkeypatch.setattr("deepspeed_ext.affinity.initial_mask._initial", topology.cpus)
     assert seat.unplanned_seat(ZenFlowConfig(), 1).threads == 4
     assert bound_threads(topology, PlanRequest()) == 4

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext import cli
-from deepspeed_ext.affinity.cpulist import format_cpulist
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, plan_host
 from deepspeed_ext.affinity.topology import Core, Topology, read_topology
+from deepspeed_ext.host.cpulist import format_cpulist
 from tests.support.sysfs import write_host
 from tests.unit.affinity.topologies import CASES, Case, allowed
 

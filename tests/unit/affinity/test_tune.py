@@ -18,15 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext._errors import WorkerError
-from deepspeed_ext.affinity import tune_worker, tuned
-from deepspeed_ext.affinity.crew import Crew, Quiet
-from deepspeed_ext.affinity.host import read_host
+from deepspeed_ext.affinity import tuning_results
+from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import RankFacts
-from deepspeed_ext.affinity.sweep import Point, Sweep, choose, ladder, relative_spread, training_choice
 from deepspeed_ext.affinity.topology import Topology, read_cache_bytes
-from deepspeed_ext.affinity.tune import Tuner, TuneSettings
-from deepspeed_ext.affinity.tune_worker import Steps
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.tuning import measuring_process
+from deepspeed_ext.tuning.measuring_process import Steps
+from deepspeed_ext.tuning.processes import Crew, Quiet
+from deepspeed_ext.tuning.sweep import Point, Sweep, choose, ladder, relative_spread, training_choice
+from deepspeed_ext.tuning.tuner import Tuner, TuneSettings
 from deepspeed_ext.zenflow.kernel import load_kernel
 from tests.support.sysfs import write_host
 from tests.unit.affinity.topologies import cores
@@ -121,30 +122,30 @@ def test_fingerprint_names_exactly_one_situation() -> None:
     topology = Topology(tuple(cores(8)))
     ranks = [RankFacts(rank, frozenset(range(8))) for rank in range(2)]
     keys = {
-        tuned.Fingerprint.of(topology, ranks).key,
-        tuned.Fingerprint.of(topology, ranks[:1]).key,
-        tuned.Fingerprint.of(topology, ranks, kernel="other").key,
-        tuned.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset({1}))]).key,
-        tuned.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset(range(8)), 0)]).key,
-        tuned.Fingerprint.of(Topology(tuple(cores(9))), ranks).key,
+        tuning_results.Fingerprint.of(topology, ranks).key,
+        tuning_results.Fingerprint.of(topology, ranks[:1]).key,
+        tuning_results.Fingerprint.of(topology, ranks, kernel="other").key,
+        tuning_results.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset({1}))]).key,
+        tuning_results.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset(range(8)), 0)]).key,
+        tuning_results.Fingerprint.of(Topology(tuple(cores(9))), ranks).key,
     }
     assert len(keys) == 6
-    assert tuned.Fingerprint.of(topology, ranks).key in keys
+    assert tuning_results.Fingerprint.of(topology, ranks).key in keys
 
 
 def test_results_are_found_in_the_cache_and_broken_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuned.load_all() == {}
-    tuned.save("good", {"schema": 1, "opt_cores_per_rank": 3})
-    tuned.save("old", {"schema": 0, "opt_cores_per_rank": 3})
-    tuned.save("none", {"schema": 1, "opt_cores_per_rank": 0})
-    (tuned.cache_folder() / "tune-broken.json").write_text("{")
-    assert tuned.load_all() == {"good": 3}
-    assert sorted(path.name for path in tuned.cache_folder().iterdir())[-1] == "tune-old.json"
+    assert tuning_results.load_all() == {}
+    tuning_results.save("good", {"schema": 1, "opt_cores_per_rank": 3})
+    tuning_results.save("old", {"schema": 0, "opt_cores_per_rank": 3})
+    tuning_results.save("none", {"schema": 1, "opt_cores_per_rank": 0})
+    (tuning_results.cache_folder() / "tune-broken.json").write_text("{")
+    assert tuning_results.load_all() == {"good": 3}
+    assert sorted(path.name for path in tuning_results.cache_folder().iterdir())[-1] == "tune-old.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert tuned.cache_folder() == Path.home() / ".cache/deepspeed_ext"
+    assert tuning_results.cache_folder() == Path.home() / ".cache/deepspeed_ext"
 
 
 def test_cache_bytes_count_each_last_level_cache_once(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_foreign_load_is_noticed() -> None:
 
 
 def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
-    place = WorkerPlace(frozenset(CPUS[:1]))
+    place = WorkerPlacement(frozenset(CPUS[:1]))
     with Crew("optimizer:torch-fused-adamw", [place, place], 1 << 16) as crew:
         answers = crew.ask(Steps(3))
         pids = crew.pids
@@ -191,7 +192,7 @@ def test_quick_run_writes_a_result_that_training_finds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     host = read_host("/", [",".join(map(str, CPUS))])
-    key = tuned.Fingerprint.of(host.topology, host.ranks).key
+    key = tuning_results.Fingerprint.of(host.topology, host.ranks).key
     folder = tmp_path / "deepspeed_ext"
     assert json.loads((folder / f"tune-{key}.json").read_text()) == result
     assert 1 <= result["opt_cores_per_rank"] <= max(1, len(CPUS) - 1)
@@ -206,7 +207,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What `tune` finds, without measuring; the cache and the working folder are the test's own."""
     splits = [{"pytorch_cores": 1, "optimizer_cores": 1, "step_seconds": 0.1, "slowdown": 0.0}]
     result = {
-        "schema": tuned.SCHEMA,
+        "schema": tuning_results.SCHEMA,
         "key": "measured",
         "ranks": 1,
         "elements": 9,
@@ -344,12 +345,12 @@ def test_a_tuning_file_that_is_none_is_ignored_with_one_warning(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
-    monkeypatch.setattr(tuned, "warn_once", heard.append)
+    monkeypatch.setattr(tuning_results, "warn_once", heard.append)
     monkeypatch.setenv("DSEXT_CACHE_DIR", str(tmp_path))
-    tuned.save("good", {"schema": 1, "opt_cores_per_rank": 3})
+    tuning_results.save("good", {"schema": 1, "opt_cores_per_rank": 3})
     for name in ("tune-bad.json", "tune-worse.json"):
         os.mkfifo(tmp_path / name) if content is None else (tmp_path / name).write_bytes(content)
-    assert tuned.load_all() == {"good": 3}
+    assert tuning_results.load_all() == {"good": 3}
     assert len(heard) == 1
     assert "tune-bad.json" in heard[0]
     assert "tune-worse.json" in heard[0]
@@ -357,12 +358,12 @@ def test_a_tuning_file_that_is_none_is_ignored_with_one_warning(
 
 def test_without_a_home_there_are_no_tuning_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    monkeypatch.setattr(tuned, "warn_once", heard.append)
+    monkeypatch.setattr(tuning_results, "warn_once", heard.append)
     monkeypatch.delenv("DSEXT_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert tuned.load_all() == {}
+    assert tuning_results.load_all() == {}
     assert heard == []
 
 
@@ -378,9 +379,9 @@ def test_the_kernel_that_is_measured_is_made_once_for_each_number_of_threads(mon
     monkeypatch.setattr("deepspeed_ext.zenflow.kernel.load_kernel", load)
     threads = torch.get_num_threads()
     try:
-        worker = tune_worker._Worker(lambda: tune_worker.adam_pass_step(1 << 12), 2)
+        worker = measuring_process._Worker(lambda: measuring_process.adam_pass_step(1 << 12), 2)
         worker.steps(Steps(3))
-        worker.move(tune_worker.Move(frozenset(os.sched_getaffinity(0)), 3, reallocate=False))
+        worker.move(measuring_process.Move(frozenset(os.sched_getaffinity(0)), 3, reallocate=False))
         worker.steps(Steps(3))
     finally:
         torch.set_num_threads(threads)

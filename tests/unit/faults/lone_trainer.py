@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from deepspeed_ext.zenflow.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches
 from tests.support.zenflow import make_engine, train, zenflow_config
 

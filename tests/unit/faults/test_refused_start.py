@@ -21,16 +21,16 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.overrides import TorchFunctionMode
 
-from deepspeed_ext import memory
 from deepspeed_ext._errors import DeepSpeedExtError, UnsupportedError, WorkerError
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.engine import Engine
-from deepspeed_ext.zenflow import process as process_module
-from deepspeed_ext.zenflow import transfers as transfers_module
-from deepspeed_ext.zenflow.arena import Arena
-from deepspeed_ext.zenflow.link import WorkerLink
-from deepspeed_ext.zenflow.offloaded_adam import OffloadedAdam
-from deepspeed_ext.zenflow.process import OptimizerProcess
+from deepspeed_ext.host import memory
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.worker import process as process_module
+from deepspeed_ext.zenflow.worker import transfers as transfers_module
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
@@ -74,7 +74,10 @@ def refuse_processes(*args: Any, **kwargs: Any) -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
-    "too little memory": (lambda: patch.object(memory, "available_host_bytes", lambda: 1000), "1,000 are available"),
+    "too little memory": (
+        lambda: patch.object(memory, "available_host_bytes", lambda: 1000),
+        "1,000 are available",
+    ),
     "address space": (lambda: while_it(Arena, "create", resource.RLIMIT_AS, used_address_space), "ulimit -v"),
     "file size": (lambda: while_it(Arena, "create", resource.RLIMIT_FSIZE, lambda: 4096), "File too large"),
     "descriptors, arena": (lambda: while_it(Arena, "create", resource.RLIMIT_NOFILE, next_descriptor), "ulimit -n"),
@@ -143,7 +146,7 @@ def test_at_any_number_of_free_descriptors_it_works_or_says_why() -> None:
 
 def test_a_worker_without_its_cpus_runs_where_it_can_and_says_so() -> None:
     missing = max(os.sched_getaffinity(0)) + 64
-    with running(place=str(WorkerPlace(frozenset({missing})))) as (_, process):
+    with running(place=str(WorkerPlacement(frozenset({missing})))) as (_, process):
         assert f"cannot run on CPUs {missing}" in str(process.ready.warning)
         assert set(process.ready.cpus) == os.sched_getaffinity(0)
         process.submit([PASS])

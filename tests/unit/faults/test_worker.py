@@ -15,8 +15,8 @@ from deepspeed import comm as dist
 
 from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.zenflow.kernel import Publish
-from deepspeed_ext.zenflow.messages import PartitionPass
-from deepspeed_ext.zenflow.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.messages import PartitionPass
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config

@@ -11,23 +11,23 @@ from typing import Any
 import psutil
 
 from deepspeed_ext._errors import WorkerError
-from deepspeed_ext.affinity.cgroup import read_throttled_count
 from deepspeed_ext.affinity.plan import HostPlan
-from deepspeed_ext.affinity.tune_worker import Move, Steps
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.host.cgroup import read_throttled_count
+from deepspeed_ext.tuning.measuring_process import Move, Steps
 
 __all__ = ["Crew", "Quiet"]
 
 ANSWER_TIMEOUT_SECONDS = 120.0
 FOREIGN_LOAD_FRACTION = 0.05
 # Not with -m: the requests' classes must be those of the module, not of __main__.
-START_WORKER = "from deepspeed_ext.affinity.tune_worker import main; main()"
+START_WORKER = "from deepspeed_ext.tuning.measuring_process import main; main()"
 
 
 class Crew:
     """One measuring process a rank, all asked at once."""
 
-    def __init__(self, role: str, places: Sequence[WorkerPlace], elements: int) -> None:
+    def __init__(self, role: str, places: Sequence[WorkerPlacement], elements: int) -> None:
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self._nodes: list[int | None] = [None] * len(places)

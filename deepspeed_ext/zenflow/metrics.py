@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Figures", "PredictionProbe"]
+__all__ = ["Metrics", "PredictionProbe"]
 
 _REMEMBERED = 64
 _SETTLING_STEPS = 2  # the first steps touch memory and warm caches
 
 
 @dataclass
-class Figures:
-    """Figures of the last optimizer step; times in seconds, sizes in bytes."""
+class Metrics:
+    """Metrics of the last optimizer step; times in seconds, sizes in bytes."""
 
     wait_seconds: float = 0.0
     """The trainer stood waiting for the worker."""
@@ -96,7 +96,7 @@ class PredictionProbe:
         self._predicted: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
 
-    def arrived(self, master: torch.Tensor, figures: Figures) -> None:
+    def arrived(self, master: torch.Tensor, figures: Metrics) -> None:
         """The worker's result is in `master` (1-D fp32, host): book the errors of the sample taken before, if any."""
         if self._predicted is not None and self._before is not None:
             now = master[: self._before.numel()].detach()

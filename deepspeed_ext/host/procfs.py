@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from deepspeed_ext.affinity.cpulist import parse_cpulist, parse_cpumask
+from deepspeed_ext.host.cpulist import parse_cpulist, parse_cpumask
 
 __all__ = ["numbered", "parse_whole", "positive", "read_cpus", "read_int", "read_text"]
 

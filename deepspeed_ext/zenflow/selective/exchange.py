@@ -9,8 +9,8 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._upstream import dist
-from deepspeed_ext.zenflow.blocks import BlockSet
-from deepspeed_ext.zenflow.selective import SelectiveAdam
+from deepspeed_ext.zenflow.selective.blocks import BlockSet
+from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
 
 __all__ = ["HotExchange"]
 

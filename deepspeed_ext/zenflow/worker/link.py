@@ -8,21 +8,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from deepspeed_ext import memory
 from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, together
 from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._undo import on_failure
 from deepspeed_ext._upstream import dist
-from deepspeed_ext.affinity.cgroup import read_cgroup_id
-from deepspeed_ext.affinity.tree import read_text
-from deepspeed_ext.zenflow.arena import Arena, ArraySpec, plan_layout
-from deepspeed_ext.zenflow.figures import Figures
+from deepspeed_ext.host import memory
+from deepspeed_ext.host.cgroup import read_cgroup_id
+from deepspeed_ext.host.procfs import read_text
 from deepspeed_ext.zenflow.kernel import library_path
-from deepspeed_ext.zenflow.messages import WorkerPlan, WorkerTask
-from deepspeed_ext.zenflow.process import OptimizerProcess
-from deepspeed_ext.zenflow.seat import WorkerSeat
-from deepspeed_ext.zenflow.transfers import Transfers
+from deepspeed_ext.zenflow.metrics import Metrics
+from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.seat import WorkerSeat
+from deepspeed_ext.zenflow.worker.transfers import Transfers
 
 __all__ = ["WorkerLink"]
 
@@ -61,7 +61,7 @@ class WorkerLink:
         seat: WorkerSeat,
         ranks: RankGroup,
         timeout_seconds: float,
-        figures: Figures,
+        figures: Metrics,
     ) -> None:
         self.transfers = Transfers()
         self._ranks = ranks

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from deepspeed_ext._errors import ConfigError
 
-__all__ = ["Target"]
+__all__ = ["OutputFile"]
 
 
 @dataclass(frozen=True)
-class Target:
+class OutputFile:
     """Where to write. An absent or regular file is replaced as a whole; a device or a FIFO stays and is written to.
 
     Symbolic links are followed: a link stays, and what it names is written.
@@ -26,7 +26,7 @@ class Target:
     """`path` cannot be replaced: it is no regular file, or its folder is not writable."""
 
     @classmethod
-    def check(cls, path: Path | str, name: str) -> "Target":
+    def check(cls, path: Path | str, name: str) -> "OutputFile":
         """Look at `path`, and make its folder if that is absent.
 
         Args:
@@ -42,7 +42,7 @@ class Target:
             raise ConfigError(f"{name} {os.fspath(path)!r} cannot be written: {error}") from None
 
     @classmethod
-    def _examine(cls, path: str) -> "Target":
+    def _examine(cls, path: str) -> "OutputFile":
         resolved = Path(os.path.realpath(path))
         resolved.parent.mkdir(parents=True, exist_ok=True)
         replaceable = os.access(resolved.parent, os.W_OK | os.X_OK)

@@ -18,11 +18,11 @@ import time
 import traceback
 from typing import Any
 
-from deepspeed_ext.affinity.worker import WorkerPlace
-from deepspeed_ext.zenflow.arena import Arena
-from deepspeed_ext.zenflow.channel import Channel
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.zenflow.kernel import AdamPass, Kernel, MeanPass, NativeKernel, load_kernel
-from deepspeed_ext.zenflow.messages import (
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.channel import Channel
+from deepspeed_ext.zenflow.worker.messages import (
     Done,
     Failed,
     MeanPartitionPass,
@@ -74,7 +74,7 @@ def _watch(parent_pid: int) -> None:
 
 def _serve(channel: Channel, arena_fd: int) -> None:
     plan: WorkerPlan = _next(channel)
-    warning = WorkerPlace.parse(plan.place).take() if plan.place is not None else None
+    warning = WorkerPlacement.parse(plan.place).take() if plan.place is not None else None
     kernel = load_kernel(plan.library, plan.threads)
     arena = Arena.attach(arena_fd, plan.layout)
     arena.close()  # the mapping is enough

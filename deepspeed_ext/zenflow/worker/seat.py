@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from deepspeed_ext._errors import ConfigError, UnsupportedError
 from deepspeed_ext.affinity.allowed import find_allowed
-from deepspeed_ext.affinity.cgroup import read_cpu_quota_cores
-from deepspeed_ext.affinity.share import usable_cores
-from deepspeed_ext.affinity.split import split_cores, within_quota
+from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.topology import read_topology
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.host.cgroup import read_cpu_quota_cores
+from deepspeed_ext.host.core_split import split_cores, within_quota
 
 __all__ = ["WorkerSeat", "planned_seat", "reserved_cores", "unplanned_seat"]
 
@@ -21,7 +21,7 @@ __all__ = ["WorkerSeat", "planned_seat", "reserved_cores", "unplanned_seat"]
 class WorkerSeat:
     """Where the worker runs: its place (None: as inherited) and its number of threads."""
 
-    place: WorkerPlace | None
+    place: WorkerPlacement | None
     threads: int
 
 
@@ -33,7 +33,7 @@ def reserved_cores(settings: ZenFlowConfig) -> int | float | None:
     return fraction if "pt_reserved_cores_perc" in settings.model_fields_set and 0.0 < fraction < 1.0 else None
 
 
-def planned_seat(place: WorkerPlace) -> WorkerSeat:
+def planned_seat(place: WorkerPlacement) -> WorkerSeat:
     """One thread on each CPU of the plan."""
     return WorkerSeat(place, max(1, len(place.cpus)))
 

@@ -1,4 +1,4 @@
-"""How much memory there is, and where buffers on the host come from.
+"""How much accelerator memory there is, and where buffers come from.
 
 Free accelerator memory is what an allocation of this process could get: what the device has free plus what the
 caching allocator holds unused. It is never asked of the management library (NVML), whose answer ignores device
@@ -11,19 +11,15 @@ from __future__ import annotations
 import errno
 import functools
 import weakref
-from pathlib import Path
 
-import psutil
 import torch
 
 from deepspeed_ext._logging import warn_once
 from deepspeed_ext._upstream import get_accelerator
-from deepspeed_ext.affinity.cgroup import own_groups
-from deepspeed_ext.affinity.tree import positive, read_int, read_text
+from deepspeed_ext.host.memory import available_host_bytes, total_host_bytes
 
 __all__ = [
     "accelerator_empty",
-    "available_host_bytes",
     "can_page_lock",
     "free_accelerator_bytes",
     "host_empty",
@@ -52,35 +48,8 @@ def total_accelerator_bytes() -> int:
     """Bytes of memory that the current device has in all."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        return min(psutil.virtual_memory().total, _cgroup_limit_and_use(Path("/"))[0])
+        return total_host_bytes()
     return int(accelerator.total_memory())
-
-
-def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that can be allocated without swapping and within this process's control group.
-
-    Args:
-        root: where ``proc/`` and ``sys/`` are looked for; for tests.
-    """
-    limit, used = _cgroup_limit_and_use(root)
-    return max(0, min(psutil.virtual_memory().available, limit - used))
-
-
-def _cgroup_limit_and_use(root: Path) -> tuple[int, int]:
-    """The tightest (limit, use) in bytes on the way from this process's control group to the root."""
-    found = [(1 << 62, 0)]
-    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    for folder in own_groups(root, "memory"):
-        for limit, use in ((read_int(folder / limit), read_int(folder / use)) for limit, use in names):
-            if limit is not None and use is not None:
-                found.append((limit, use - min(use, _reclaimable(folder / "memory.stat"))))
-    return min(found, key=lambda pair: pair[0] - pair[1])
-
-
-def _reclaimable(path: Path) -> int:
-    """Page cache that the kernel drops before it refuses an allocation."""
-    fields = dict(line.partition(" ")[::2] for line in (read_text(path) or "").splitlines())
-    return positive(fields.get("total_inactive_file", fields.get("inactive_file", "")))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

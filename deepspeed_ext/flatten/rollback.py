@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import OutOfMemoryError
 from deepspeed_ext._logging import logger
@@ -48,9 +48,9 @@ def put_back(layout: GroupLayout, ranks: RankGroup, values: torch.Tensor) -> Non
 def _ferry(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor:
     """The buffer through which values reach parameters, wherever those are; 1-D, on the accelerator."""
     try:
-        return memory.accelerator_empty(_FERRY_BYTES // layout.dtype.itemsize, layout.dtype, layout.device)
+        return allocation.accelerator_empty(_FERRY_BYTES // layout.dtype.itemsize, layout.dtype, layout.device)
     except Exception as error:
-        if ranks.scratch is None or not memory.is_out_of_memory(error):
+        if ranks.scratch is None or not allocation.is_out_of_memory(error):
             raise
         return ranks.scratch.view(layout.dtype)  # a few elements: slow, but nothing is lost
 
@@ -59,13 +59,13 @@ def _allocate(segment: Segment, device: torch.device) -> bool:
     """New storage for a parameter; False if it is in host memory for want of room on `device`."""
     parameter = segment.parameter
     try:
-        parameter.data = memory.accelerator_empty(segment.numel, parameter.dtype, device).view(segment.shape)
+        parameter.data = allocation.accelerator_empty(segment.numel, parameter.dtype, device).view(segment.shape)
     except Exception as error:
-        if not memory.is_out_of_memory(error):
+        if not allocation.is_out_of_memory(error):
             raise
     else:
         return True
-    parameter.data = memory.host_empty(segment.numel, parameter.dtype, pin=False).view(segment.shape)
+    parameter.data = allocation.host_empty(segment.numel, parameter.dtype, pin=False).view(segment.shape)
     return False
 
 

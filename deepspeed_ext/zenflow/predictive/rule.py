@@ -10,14 +10,14 @@ import torch
 
 from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.checkpoint_section import PredictedPartitionValues
-from deepspeed_ext.zenflow.figures import PredictionProbe
 from deepspeed_ext.zenflow.kernel import Publish
-from deepspeed_ext.zenflow.messages import PartitionPass
-from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, OffloadedAdam
+from deepspeed_ext.zenflow.metrics import PredictionProbe
+from deepspeed_ext.zenflow.optimizer import MEASURED_INTERVAL_LIMIT, OffloadedAdam
 from deepspeed_ext.zenflow.partition import GradFactor, PartitionState
-from deepspeed_ext.zenflow.predict import Estimator, drift_coefficient, move_coefficient, publish_ahead
-from deepspeed_ext.zenflow.predictive_schedule import PredictiveSchedule, StepPlan, WeightRule, ring_of
+from deepspeed_ext.zenflow.predictive.estimator import Estimator, drift_coefficient, move_coefficient, publish_ahead
+from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, StepPlan, WeightRule, ring_of
 from deepspeed_ext.zenflow.schedule import is_overloaded, smallest_interval
+from deepspeed_ext.zenflow.worker.messages import PartitionPass
 
 __all__ = ["PredictedPartition", "PredictiveAdam"]
 

@@ -17,17 +17,17 @@ from typing import Any
 import psutil
 
 from deepspeed_ext._errors import ConfigError, OutOfMemoryError, WorkerError
-from deepspeed_ext.affinity import accelerators, tuned
-from deepspeed_ext.affinity.cgroup import read_memory_limit_bytes
-from deepspeed_ext.affinity.crew import Crew, Quiet
-from deepspeed_ext.affinity.host import HostFacts, read_host
+from deepspeed_ext._output_file import OutputFile
+from deepspeed_ext.affinity import accelerators, tuning_results
+from deepspeed_ext.affinity.host_facts import HostFacts, read_host
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
-from deepspeed_ext.affinity.plot import plot_format, plot_result
-from deepspeed_ext.affinity.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
-from deepspeed_ext.affinity.target import Target
 from deepspeed_ext.affinity.topology import read_accelerator_node, read_cache_bytes
-from deepspeed_ext.affinity.tune_worker import BYTES_PER_ELEMENT, Steps
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.host.cgroup import read_memory_limit_bytes
+from deepspeed_ext.tuning.measuring_process import BYTES_PER_ELEMENT, Steps
+from deepspeed_ext.tuning.plot import plot_format, plot_result
+from deepspeed_ext.tuning.processes import Crew, Quiet
+from deepspeed_ext.tuning.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
 
 __all__ = ["TuneSettings", "Tuner", "local_host"]
 
@@ -45,7 +45,7 @@ class TuneSettings:
 
     elements: int
     """Parameters of a rank that each measured step updates."""
-    kernel: str = tuned.DEFAULT_KERNEL
+    kernel: str = tuning_results.DEFAULT_KERNEL
     warm_up_steps: int = 2
     minimum_steps: int = 7
     maximum_steps: int = 25
@@ -63,7 +63,7 @@ class TuneSettings:
         Raises:
             OutOfMemoryError: that is nothing.
         """
-        cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT[tuned.DEFAULT_KERNEL]
+        cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT[tuning_results.DEFAULT_KERNEL]
         wanted = max(8 << 20, min(4 * cache_elements, 32 << 20)) if quick else max(64 << 20, 8 * cache_elements)
         memory = min(psutil.virtual_memory().available, read_memory_limit_bytes() or sys.maxsize)
         fitting = int(HOST_MEMORY_FRACTION * memory) // (ranks * STATE_BYTES_PER_ELEMENT)
@@ -129,9 +129,9 @@ class Tuner:
         return min(len(rank.optimizer) for rank in self.plan(len(self.host.topology.cores)).ranks)
 
     @property
-    def fingerprint(self) -> tuned.Fingerprint:
+    def fingerprint(self) -> tuning_results.Fingerprint:
         """What the result will depend on."""
-        return tuned.Fingerprint.of(self.host.topology, self.host.ranks, self.settings.kernel)
+        return tuning_results.Fingerprint.of(self.host.topology, self.host.ranks, self.settings.kernel)
 
     def run(self) -> dict[str, object]:
         """Measure, choose, and return the result as it is written to disk."""
@@ -145,7 +145,7 @@ class Tuner:
         fingerprint = self.fingerprint
         at = next(point for point in points if point.cores == chosen)
         return {
-            "schema": tuned.SCHEMA,
+            "schema": tuning_results.SCHEMA,
             "fingerprint": asdict(fingerprint),
             "key": fingerprint.key,
             "ranks": len(self.host.ranks),
@@ -247,7 +247,7 @@ class Tuner:
     def _optimizer_crew(self, plan: HostPlan) -> "Crew":
         """The ranks' optimizer processes, moved to their cores in ``plan``."""
         if self._optimizers is None:
-            places = [WorkerPlace.of(rank) for rank in plan.ranks]
+            places = [WorkerPlacement.of(rank) for rank in plan.ranks]
             role = f"optimizer:{self.settings.kernel}"
             self._optimizers = self._stack.enter_context(Crew(role, places, self.settings.elements))
         self._optimizers.move(plan, "optimizer")
@@ -258,18 +258,18 @@ class Tuner:
         self._optimizers = None
 
 
-def _place(cpus: Sequence[int]) -> WorkerPlace:
-    return WorkerPlace(frozenset(cpus))
+def _place(cpus: Sequence[int]) -> WorkerPlacement:
+    return WorkerPlacement(frozenset(cpus))
 
 
 @dataclass(frozen=True)
 class _Outputs:
     """Where the results go; all of it is looked at before anything is measured."""
 
-    result: Target
-    records: Target | None
+    result: OutputFile
+    records: OutputFile | None
     """Beside `result`, unless that is a device or the like."""
-    picture: Target | None
+    picture: OutputFile | None
     picture_format: str = ""
 
     @classmethod
@@ -281,21 +281,21 @@ class _Outputs:
         """
         picture_format = plot_format(plot) if plot is not None else ""
         if output is None:
-            result = Target.check(tuned.cached(key), "the cache for tuning results")
+            result = OutputFile.check(tuning_results.cached(key), "the cache for tuning results")
         else:
-            result = Target.check(output, "--output")
-        picture = Target.check(plot, "--plot") if plot is not None else None
+            result = OutputFile.check(output, "--output")
+        picture = OutputFile.check(plot, "--plot") if plot is not None else None
         records = None
         if not result.in_place:
             beside = result.path.with_suffix(".jsonl")
             beside = beside if beside != result.path else result.path.with_suffix(".records.jsonl")
-            records = Target.check(beside, "the records beside --output")
+            records = OutputFile.check(beside, "the records beside --output")
         if picture is not None and picture in (result, records):
             raise ConfigError(f"--plot {plot!r} is where the result or its records go: give another name")
         return cls(result, records, picture, picture_format)
 
     def write(self, result: dict[str, Any], records: Sequence[dict[str, object]]) -> None:
-        self.result.write(tuned.as_bytes(result))
+        self.result.write(tuning_results.as_bytes(result))
         if self.records is not None:
             self.records.write("".join(json.dumps(record) + "\n" for record in records).encode())
         if self.picture is not None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._logging import warn_once
+from deepspeed_ext._output_file import OutputFile
 from deepspeed_ext._version import __version__
-from deepspeed_ext.affinity.cpulist import MAX_CPU_ID, format_cpulist
 from deepspeed_ext.affinity.plan import RankFacts
-from deepspeed_ext.affinity.target import Target
 from deepspeed_ext.affinity.topology import Topology
-from deepspeed_ext.affinity.tree import read_text
+from deepspeed_ext.host.cpulist import MAX_CPU_ID, format_cpulist
+from deepspeed_ext.host.procfs import read_text
 
 __all__ = ["DEFAULT_KERNEL", "SCHEMA", "Fingerprint", "as_bytes", "cache_folder", "cached", "load_all", "save"]
 
@@ -96,7 +96,7 @@ def save(key: str, result: Mapping[str, object]) -> Path:
     Raises:
         ConfigError: the cache cannot be written.
     """
-    target = Target.check(cached(key), "the tuning result")
+    target = OutputFile.check(cached(key), "the tuning result")
     target.write(as_bytes(result))
     return target.path
 

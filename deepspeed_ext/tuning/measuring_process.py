@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from deepspeed_ext.affinity.apply import thread_masks
-from deepspeed_ext.affinity.worker import WorkerPlace
+from deepspeed_ext.affinity.thread_masks import thread_masks
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 
 __all__ = ["BYTES_PER_ELEMENT", "Move", "Steps"]
 
@@ -146,7 +146,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor, place, role, rank, elements = sys.argv[1:]
     connection = Connection(int(descriptor))
-    seat = WorkerPlace.parse(place)
+    seat = WorkerPlacement.parse(place)
     seat.take()
     worker = _Worker(
         (lambda: training_step(int(rank)))

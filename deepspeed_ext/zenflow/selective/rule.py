@@ -15,18 +15,18 @@ import torch
 
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import get_accelerator
-from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, scores, select
 from deepspeed_ext.zenflow.checkpoint_section import SelectedPartitionValues
-from deepspeed_ext.zenflow.messages import MeanPartitionPass
-from deepspeed_ext.zenflow.offloaded_adam import MEASURED_INTERVAL_LIMIT, OffloadedAdam
+from deepspeed_ext.zenflow.optimizer import MEASURED_INTERVAL_LIMIT, OffloadedAdam
 from deepspeed_ext.zenflow.partition import GradFactor, PartitionState
-from deepspeed_ext.zenflow.selective_schedule import (
+from deepspeed_ext.zenflow.selective.blocks import AdamBlocks, BlockSet, scores, select
+from deepspeed_ext.zenflow.selective.schedule import (
     SelectivePlan,
     SelectiveSchedule,
     ring_of,
     steps_between_selections,
     warn_of_unknown_epoch,
 )
+from deepspeed_ext.zenflow.worker.messages import MeanPartitionPass
 
 __all__ = ["SelectedPartition", "SelectiveAdam"]
 

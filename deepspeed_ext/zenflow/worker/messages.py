@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from deepspeed_ext.zenflow.arena import ArenaLayout, ArraySpec
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArraySpec
 
 __all__ = [
     "Done",
@@ -60,7 +60,7 @@ class WorkerPlan:
     touch: tuple[str, ...]
     """Arrays whose pages the worker touches first, so that they lie on its memory node."""
     place: str | None
-    """Where to run, as `deepspeed_ext.affinity.worker.WorkerPlace` writes it; None: as inherited."""
+    """Where to run, as `deepspeed_ext.affinity.worker_placement.WorkerPlacement` writes it; None: as inherited."""
     threads: int
     library: str | None
     """Path of the native kernel; None: the torch reference."""

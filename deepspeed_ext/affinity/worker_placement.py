@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES
-from deepspeed_ext.affinity.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.affinity.plan import RankPlan
-from deepspeed_ext.affinity.tree import numbered
+from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.host.procfs import numbered
 
-__all__ = ["WorkerPlace", "can_set_memory_policy"]
+__all__ = ["WorkerPlacement", "can_set_memory_policy"]
 
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "riscv64": 237}
 
 
 @dataclass(frozen=True)
-class WorkerPlace:
+class WorkerPlacement:
     """Where a process should run: ``8-15`` on node 0, one OpenMP thread for each CPU."""
 
     cpus: frozenset[int]
@@ -35,7 +35,7 @@ class WorkerPlace:
     """Pin each OpenMP thread to its own CPU (isolated CPUs)."""
 
     @classmethod
-    def of(cls, plan: RankPlan) -> "WorkerPlace":
+    def of(cls, plan: RankPlan) -> "WorkerPlacement":
         """The place of a rank's optimizer process."""
         return cls(frozenset(plan.optimizer), plan.optimizer_node, "isolated" in plan.flags)
 
@@ -44,7 +44,7 @@ class WorkerPlace:
         return f"{format_cpulist(self.cpus)}@{self.numa_node}{'!' if self.one_each else ''}"
 
     @classmethod
-    def parse(cls, text: str) -> "WorkerPlace":
+    def parse(cls, text: str) -> "WorkerPlacement":
         """The place that `__str__` wrote.
 
         Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from deepspeed_ext.affinity.tree import positive, read_cpus, read_int, read_text
+from deepspeed_ext.host.procfs import positive, read_cpus, read_int, read_text
 
 __all__ = [
     "own_groups",

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deepspeed_ext.affinity.share import Pool
+from deepspeed_ext.affinity.fair_shares import Pool
 from deepspeed_ext.affinity.topology import Core, Topology
 
 __all__ = ["Need", "Placement", "place"]

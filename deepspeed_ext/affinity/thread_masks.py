@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from deepspeed_ext.affinity.allowed import status_mask
-from deepspeed_ext.affinity.cpulist import format_cpulist
-from deepspeed_ext.affinity.tree import numbered
+from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.host.procfs import numbered
 
 __all__ = ["Masks", "confine", "outside", "restore", "thread_masks"]
 

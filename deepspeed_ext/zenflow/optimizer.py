@@ -16,14 +16,14 @@ import torch
 from deepspeed_ext._agreement import RankGroup, require_same_plan
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.adam_settings import adam_step, is_decoupled, step_value
-from deepspeed_ext.zenflow.figures import Figures
 from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.link import WorkerLink
-from deepspeed_ext.zenflow.messages import array_name, partition_specs
+from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.partition import GradFactor, PartitionState
 from deepspeed_ext.zenflow.schedule import Schedule
-from deepspeed_ext.zenflow.seat import WorkerSeat
-from deepspeed_ext.zenflow.transfers import Streamed
+from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.worker.messages import array_name, partition_specs
+from deepspeed_ext.zenflow.worker.seat import WorkerSeat
+from deepspeed_ext.zenflow.worker.transfers import Streamed
 
 __all__ = ["MEASURED_INTERVAL_LIMIT", "OffloadedAdam"]
 
@@ -87,7 +87,7 @@ class OffloadedAdam(ABC, Generic[P]):
         self._settings = settings
         self.ranks = ranks
         self._exposed = False
-        self.figures = Figures()
+        self.figures = Metrics()
         self.updates = 0
         agreed = (settings.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"}), list(groups))
         require_same_plan("ZenFlow", agreed, ranks)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from deepspeed_ext import memory
+from deepspeed_ext import allocation
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.startup import StartupProfile
 
@@ -36,7 +36,7 @@ class DirectBuffers(TorchFunctionMode):
 
     def __init__(self, pin: bool, startup: StartupProfile) -> None:
         super().__init__()
-        self._pin = pin and memory.can_page_lock()
+        self._pin = pin and allocation.can_page_lock()
         self._startup = startup
         self._partition: torch.Tensor | None = None
 
@@ -73,10 +73,10 @@ class DirectBuffers(TorchFunctionMode):
         with self._startup.phase("master partition", partition.numel() * dtype.itemsize):
             if device.type == partition.device.type:
                 return torch.empty_like(partition, dtype=dtype).copy_(partition)
-            master = memory.host_empty(partition.numel(), dtype, self._pin)
+            master = allocation.host_empty(partition.numel(), dtype, self._pin)
             Staging(partition.dtype, pin=True).to_host(partition, master)
             return master
 
     def _page_locked(self, like: torch.Tensor, value: float) -> torch.Tensor:
         with self._startup.phase("page-locked buffers", like.nbytes):
-            return memory.host_empty(like.numel(), like.dtype, pin=True).view(like.shape).fill_(value)
+            return allocation.host_empty(like.numel(), like.dtype, pin=True).view(like.shape).fill_(value)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext._errors import WorkerError
-from deepspeed_ext.zenflow.arena import Arena
-from deepspeed_ext.zenflow.channel import Channel, GarbledError, Patience, above_standard
-from deepspeed_ext.zenflow.messages import Done, Failed, Ready, Submission, WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
+from deepspeed_ext.zenflow.worker.messages import Done, Failed, Ready, Submission, WorkerPlan, WorkerTask
 
 __all__ = ["OptimizerProcess"]
 

@@ -1,0 +1,1 @@
+"""Facts of this machine, and the one rule that splits cores. Imports nothing of the package but its errors."""

@@ -1,0 +1,44 @@
+"""How much host memory this process may use: what the machine has, within the limits of its control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from deepspeed_ext.host.cgroup import own_groups
+from deepspeed_ext.host.procfs import positive, read_int, read_text
+
+__all__ = ["available_host_bytes", "total_host_bytes"]
+
+
+def total_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process may use when nothing else runs."""
+    return min(psutil.virtual_memory().total, _cgroup_limit_and_use(root)[0])
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that can be allocated without swapping and within this process's control group.
+
+    Args:
+        root: where ``proc/`` and ``sys/`` are looked for; for tests.
+    """
+    limit, used = _cgroup_limit_and_use(root)
+    return max(0, min(psutil.virtual_memory().available, limit - used))
+
+
+def _cgroup_limit_and_use(root: Path) -> tuple[int, int]:
+    """The tightest (limit, use) in bytes on the way from this process's control group to the root."""
+    found = [(1 << 62, 0)]
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for folder in own_groups(root, "memory"):
+        for limit, use in ((read_int(folder / limit), read_int(folder / use)) for limit, use in names):
+            if limit is not None and use is not None:
+                found.append((limit, use - min(use, _reclaimable(folder / "memory.stat"))))
+    return min(found, key=lambda pair: pair[0] - pair[1])
+
+
+def _reclaimable(path: Path) -> int:
+    """Page cache that the kernel drops before it refuses an allocation."""
+    fields = dict(line.partition(" ")[::2] for line in (read_text(path) or "").splitlines())
+    return positive(fields.get("total_inactive_file", fields.get("inactive_file", "")))

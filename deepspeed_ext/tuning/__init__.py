@@ -1,0 +1,1 @@
+"""``deepspeed-ext tune``: measures how many cores the optimizer process needs. Nothing else imports this."""

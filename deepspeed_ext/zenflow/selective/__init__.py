@@ -1,0 +1,1 @@
+"""The selective rule, ZenFlow as published: hot blocks step on the accelerator, cold blocks on the host."""
