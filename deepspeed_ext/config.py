@@ -121,9 +121,6 @@ class ZenFlowConfig(_Section):
     """What the worker's weights are sent as. Not given: the model's dtype, which rounds once more than float32 and
     takes half of its host memory and link traffic."""
 
-    accumulate_on: Literal["accelerator", "host"] = "accelerator"
-    """Where gradient accumulation adds up, in fp32."""
-
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
     """The longest that a start of the worker, or a wait for it, may take before it counts as an error. While one rank
     waits for its worker, the others wait for that rank in a collective. So this must be below the timeout of the
@@ -184,6 +181,14 @@ class ZenFlowConfig(_Section):
     def warm_up_steps(self) -> int | None:
         """Synchronous steps that were asked for; None: as the schedule sees fit."""
         return self.full_warm_up_rounds if "full_warm_up_rounds" in self.model_fields_set else None
+
+    @property
+    def reserved_cores(self) -> int | float | None:
+        """What the user reserves for PyTorch, under our name or DeepSpeed's; None if nothing was said."""
+        if self.pt_reserved_cores is not None:
+            return self.pt_reserved_cores
+        fraction = self.pt_reserved_cores_perc
+        return fraction if "pt_reserved_cores_perc" in self.model_fields_set and 0.0 < fraction < 1.0 else None
 
 
 CHOOSES_SELECTIVE = frozenset(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._undo import on_failure, undone_on_failure
 from deepspeed_ext._upstream import (
@@ -32,7 +31,7 @@ from deepspeed_ext.config import given_of_the_other_rule, idle_fields
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.worker.seat import reserved_cores
+from deepspeed_ext.zenflow.supported import require_group_timeout, require_section
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
@@ -100,8 +99,8 @@ class Engine(DeepSpeedEngine):
             ConfigError: the ``zenflow`` section cannot be built together with another setting.
         """
         settings = self._config.zero_config
-        if isinstance(settings, ZeroConfig) and (message := settings.unbuilt()):
-            raise ConfigError(message)
+        if isinstance(settings, ZeroConfig):
+            require_section(settings)
         super()._do_sanity_check()
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -127,9 +126,11 @@ class Engine(DeepSpeedEngine):
             swaps = [optimizer_class(partial(ZeroOptimizer, settings=settings, check_replicas=check_replicas))]
         else:
             settings = self._with_epoch_length(self._within_group_timeout(settings))
-            place = self.core_binding.worker_place if self.core_binding is not None else None
-            stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, place=place)
-            stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, place=place)
+            placement = self.core_binding.worker_placement if self.core_binding is not None else None
+            stage_1_and_2 = partial(
+                ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, placement=placement
+            )
+            stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, placement=placement)
             swaps = [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
@@ -157,11 +158,7 @@ class Engine(DeepSpeedEngine):
         if zenflow.worker_timeout_seconds < shortest:
             return settings
         if "worker_timeout_seconds" in zenflow.model_fields_set:
-            raise ConfigError(
-                f"zero_optimization.zenflow.worker_timeout_seconds = {zenflow.worker_timeout_seconds:g} is not below "
-                f"the process group's timeout of {shortest:g} s, after which the communication library ends the job: "
-                "give less, or a longer timeout to init_distributed or in minutes by DEEPSPEED_TIMEOUT"
-            )
+            require_group_timeout(zenflow.worker_timeout_seconds, shortest)
         update = {"worker_timeout_seconds": shortest / 2}
         return settings.model_copy(update={"zenflow": zenflow.model_copy(update=update)})
 
@@ -174,7 +171,7 @@ class Engine(DeepSpeedEngine):
                 rank=dist.get_rank(),
                 local_rank=local_rank(),
                 separate=zenflow is not None,
-                pt_reserved_cores=None if zenflow is None else reserved_cores(zenflow),
+                pt_reserved_cores=None if zenflow is None else zenflow.reserved_cores,
             )
             on_failure(self.core_binding.restore)
 
@@ -189,7 +186,7 @@ class Engine(DeepSpeedEngine):
             super().destroy()
 
     @property
-    def _zenflow_adam(self) -> OffloadedAdam[Any] | None:
+    def _zenflow_adam(self) -> OffloadedAdam | None:
         zenflow = isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3)
         return self.optimizer.zenflow_adam if zenflow else None
 

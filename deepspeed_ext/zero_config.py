@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from deepspeed_ext._errors import ConfigError
-from deepspeed_ext._upstream import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig, OffloadDeviceEnum
+from deepspeed_ext._upstream import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 
 __all__ = ["ZeroConfig"]
@@ -88,28 +88,6 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             for rival, is_set in rivals.items()
             if is_set and self.stage3_allgather_single_param
         )
-
-    def unbuilt(self) -> str:
-        """What is asked for together with ``zenflow`` and is not built, in one line."""
-        if self.zenflow is None:
-            return ""
-        offload, offload_param = self.offload_optimizer, self.offload_param
-        refused = {
-            "stage = 0": self.stage == 0,
-            'zenflow.accumulate_on = "host"': self.zenflow.accumulate_on == "host",
-            'offload_optimizer.device = "nvme"': offload is not None and offload.device == OffloadDeviceEnum.nvme,
-            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
-            "offload_optimizer.super_offload": offload is not None and offload.super_offload,
-            "offload_param": offload_param is not None and offload_param.device != OffloadDeviceEnum.none,
-            "elastic_checkpoint": self.elastic_checkpoint,
-            "compute_grad_norm = false": not self.compute_grad_norm,
-            "zero_quantized_weights": self.zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
-            "zero_quantized_gradients": self.zero_quantized_gradients,
-        }
-        found = [name for name, given in refused.items() if given]
-        message = f"zero_optimization.zenflow is not built for {' and '.join(found)}: "
-        return message + "remove that setting or the zenflow section" if found else ""
 
 
 def _is_deeper_than(value: Any, levels: int) -> bool:

@@ -57,9 +57,9 @@ class Verification:
 class CoreBinding:
     """This rank's core plan, applied to this process.
 
-    Call order: `start` on all ranks after the process group exists, the optimizer process at `worker_place`, `refresh`
-    after the first optimizer step (backends and autograd start threads late), `restore` at the end. A refusal of the
-    kernel ends in one warning and an unbound run, never in an error.
+    Call order: `start` on all ranks after the process group exists, the optimizer process at `worker_placement`,
+    `refresh` after the first optimizer step (backends and autograd start threads late), `restore` at the end. If the
+    kernel refuses, there is one warning and an unbound run, never an error.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -126,7 +126,7 @@ class CoreBinding:
         return binding
 
     @property
-    def worker_place(self) -> WorkerPlacement | None:
+    def worker_placement(self) -> WorkerPlacement | None:
         """Where the optimizer process should start; None: wherever the system puts it."""
         return WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
 

@@ -13,12 +13,17 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES
+from deepspeed_ext._errors import ConfigError, UnsupportedError
+from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES, find_allowed
+from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.plan import RankPlan
+from deepspeed_ext.affinity.topology import read_topology
+from deepspeed_ext.host.cgroup import read_cpu_quota_cores
+from deepspeed_ext.host.core_split import split_cores, within_quota
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.host.procfs import numbered
 
-__all__ = ["WorkerPlacement", "can_set_memory_policy"]
+__all__ = ["WorkerPlacement", "can_set_memory_policy", "unbound_threads"]
 
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "riscv64": 237}
@@ -52,6 +57,11 @@ class WorkerPlacement:
         """
         cpus, _, node = text.partition("@")
         return cls(parse_cpulist(cpus), int(node.rstrip("!")), text.endswith("!"))
+
+    @property
+    def threads(self) -> int:
+        """One for each CPU."""
+        return max(1, len(self.cpus))
 
     def environment(self) -> dict[str, str]:
         """Variables that give OpenMP runtimes loaded from now on one thread a CPU."""
@@ -104,3 +114,25 @@ def can_set_memory_policy() -> bool:
     """Whether the kernel lets this process choose where its memory lies; resets the policy to the default."""
     number = SET_MEMPOLICY.get(platform.machine())
     return number is not None and ctypes.CDLL(None).syscall(number, MPOL_DEFAULT, None, 0) == 0
+
+
+def unbound_threads(reserved: int | float | None, local_ranks: int) -> int:
+    """As many threads as a plan would give the optimizer out of this rank's share of the usable cores; at least one.
+
+    Args:
+        reserved: cores of the rank that PyTorch keeps, a count or a fraction; None: nothing was said.
+        local_ranks: ranks on this host, which share its cores evenly.
+    """
+    sharers = max(1, local_ranks)
+    share = within_quota(max(1, _count_cores() // sharers), read_cpu_quota_cores(), sharers)
+    _, optimizer = split_cores(share, reserved)
+    return optimizer
+
+
+def _count_cores() -> int:
+    """Physical cores that this process may use, as a plan counts them; CPUs if the host does not describe its cores."""
+    try:
+        topology = read_topology()
+        return len(usable_cores(topology, find_allowed(topology).cpus))
+    except (ConfigError, UnsupportedError):
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -30,10 +31,6 @@ class Metrics:
     """Share of the worker's time since the start that the trainer did not stand waiting for it."""
     bytes_down: int = 0
     bytes_up: int = 0
-    prediction_error: float = float("nan")
-    """||W - p|| over ||p - p before||, newest sample; not a number before the first."""
-    rounding_error: float = float("nan")
-    """||16bit(p) - p|| over ||p - p before||: the part of it that 16-bit weights cost without any prediction."""
     _total_wait: float = 0.0
     _total_worker: float = 0.0
     _worker: list[float] = field(default_factory=list)
@@ -80,8 +77,6 @@ class Metrics:
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
             "interval": float(interval),
-            "prediction_error": self.prediction_error,
-            "rounding_error": self.rounding_error,
         }
 
 
@@ -93,16 +88,23 @@ class PredictionProbe:
 
     def __init__(self) -> None:
         self._intervals = 0
+        self._prediction_error = self._rounding_error = math.nan
         self._predicted: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
 
-    def arrived(self, master: torch.Tensor, figures: Metrics) -> None:
+    def errors(self) -> dict[str, float]:
+        """The newest sample, by name. ``prediction_error``: ||W - p|| over ||p - p before||; ``rounding_error``:
+        ||16bit(p) - p|| over ||p - p before||, what 16-bit weights cost without any prediction. NaN before the first
+        sample."""
+        return {"prediction_error": self._prediction_error, "rounding_error": self._rounding_error}
+
+    def arrived(self, master: torch.Tensor) -> None:
         """The worker's result is in `master` (1-D fp32, host): book the errors of the sample taken before, if any."""
         if self._predicted is not None and self._before is not None:
             now = master[: self._before.numel()].detach()
             moved = (now - self._before).norm().clamp_min(torch.finfo(torch.float32).tiny)
-            figures.prediction_error = float((self._predicted.float() - now).norm() / moved)
-            figures.rounding_error = float((now.to(self._predicted.dtype).float() - now).norm() / moved)
+            self._prediction_error = float((self._predicted.float() - now).norm() / moved)
+            self._rounding_error = float((now.to(self._predicted.dtype).float() - now).norm() / moved)
         self._predicted = self._before = None
 
     def predicted(self, weights: torch.Tensor, master: torch.Tensor) -> None:

@@ -1,39 +1,66 @@
 """What the schedules of both rules have in common, and how an interval is chosen by measurement.
 
-A schedule is a state machine over plain values that says for every optimizer step what is handed over, awaited and
-applied. Steps that overflow are not steps: nothing is asked of the schedule and nothing advances.
+A schedule is a state machine over plain values. For every optimizer step it says what is handed over, awaited and
+applied. Overflowed steps neither query nor advance the schedule.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
-__all__ = ["MEASURED_STEPS", "Schedule", "State", "is_overloaded", "smallest_interval"]
+__all__ = [
+    "MEASURED_INTERVAL_LIMIT",
+    "MEASURED_STEPS",
+    "Schedule",
+    "State",
+    "StepPlan",
+    "is_overloaded",
+    "smallest_interval",
+]
+
+
+@dataclass(frozen=True)
+class StepPlan(ABC):
+    """What one optimizer step does, as far as it does not depend on the rule."""
+
+    handed_over: int
+    """Gradients handed to the worker at this step: 0, 1 or the interval."""
+
+    @property
+    @abstractmethod
+    def waits_first(self) -> bool:
+        """The update in flight must have arrived before this step's weights are computed."""
+
+    @property
+    @abstractmethod
+    def waits_last(self) -> bool:
+        """This step waits for the update that it hands over."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The position in a schedule; goes into checkpoints."""
+    """The position in a schedule."""
 
     steps: int = 0
-    """Optimizer steps so far, those that overflowed not counted."""
+    """Optimizer steps so far; overflowed steps do not count."""
     interval: int | None = None
     """Optimizer steps handed over together; None: not yet chosen."""
     position: int = 0
     """Gradients collected and not yet handed over."""
     written: int = 0
-    """Gradients so far; they go into a ring."""
+    """Gradients written to the ring so far."""
 
 
-PlanT = TypeVar("PlanT")
+PlanT = TypeVar("PlanT", bound=StepPlan)
 StateT = TypeVar("StateT", bound=State)
 
 
 class Schedule(ABC, Generic[PlanT, StateT]):
-    """Walks through the steps: `plan` says what the coming one does, `advance` that it has been done."""
+    """Walks through the steps: `plan` says what the coming step does, `advance` that it has been done."""
 
     def __init__(self, state: StateT) -> None:
         self.state = state
@@ -49,15 +76,15 @@ class Schedule(ABC, Generic[PlanT, StateT]):
     @property
     @abstractmethod
     def ring(self) -> int:
-        """For how many gradients there must be room: the worker may read those in flight while others are collected."""
+        """Slots of the gradient ring in use: the worker may read gradients in flight while others are collected."""
 
     @property
     def coming(self) -> int:
-        """The place in the ring of the coming step's gradient; free once that step has waited."""
+        """The slot of the coming step's gradient; free once that step has waited."""
         return self.state.written % self.ring
 
     def latest(self, count: int) -> tuple[int, ...]:
-        """The places in the ring of the last `count` gradients, the oldest first."""
+        """The slots of the last `count` gradients, oldest first."""
         return tuple((self.state.written - count + k) % self.ring for k in range(count))
 
     @property
@@ -71,18 +98,20 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         self.state = replace(self.state, interval=interval)
 
     def restart(self) -> None:
-        """Begin anew, with synchronous steps; a chosen interval stays."""
+        """Begin anew with synchronous steps; a chosen interval stays."""
         self.state = type(self.state)(interval=self.state.interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
-        return asdict(self.state)
+        """The state as plain values, without what the collected gradients say already."""
+        return {name: value for name, value in asdict(self.state).items() if name not in ("position", "written")}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.state = type(self.state)(**state)
+    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
+        """Continue where `state_dict` was taken with `position` collected gradients, which begin the ring anew."""
+        self.state = type(self.state)(**state, position=position, written=position)
 
 
+MEASURED_INTERVAL_LIMIT = 8
+"""The longest interval that is chosen by measurement: the ring has slots for that many gradients."""
 MEASURED_STEPS = 5
 """Synchronous steps that are timed before an interval is chosen."""
 

@@ -17,26 +17,24 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
-from deepspeed_ext._errors import CheckpointError, ConfigError, PlanMismatchError
+from deepspeed_ext._errors import CheckpointError, PlanMismatchError
 from deepspeed_ext._upstream import (
     ZeROOptimizer,
-    autocasts_to_fp16,
     get_accelerator,
     host_offload_config,
     local_world_size,
 )
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-from deepspeed_ext.config import ZenFlowConfig, ZeroFields
+from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
-from deepspeed_ext.zenflow.checkpoint_section import Section, read_section
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.partition import GradFactor
-from deepspeed_ext.zenflow.predictive.rule import PredictiveAdam
-from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
-from deepspeed_ext.zenflow.worker.seat import planned_seat, unplanned_seat
+from deepspeed_ext.zenflow.section import Section, read_section
+from deepspeed_ext.zenflow.start import start_adam
+from deepspeed_ext.zenflow.supported import require_publishable, require_supported
 from deepspeed_ext.zero.grad_norm import stand_ins
 
-__all__ = ["ZenFlowStepping", "streaming"]
+__all__ = ["ZenFlowStepping"]
 
 
 class PartitionStandIn:
@@ -79,32 +77,6 @@ class StepFactor:
         return self._factor
 
 
-def require_supported(kwargs: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse what is not built and is not said in the ``zero_optimization`` section.
-
-    Args:
-        kwargs: the keyword arguments of DeepSpeed's optimizer class.
-        groups: the parameter groups.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    refused = {
-        "MoE parameter groups": any(group.get("moe") for group in groups) or kwargs.get("has_moe_layers"),
-        "bf16_master_weights_and_grads": kwargs.get("bf16_master_weights_and_gradients"),
-        "fp16_master_weights_and_grads": kwargs.get("fp16_master_weights_and_gradients"),
-        "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
-        # DeepSpeed then scales the loss by a torch GradScaler, to which only the optimizer's own step would listen; its
-        # clipping and its check for overflow do not know that scaler either.
-        "torch_autocast with dtype float16 (of this engine or an earlier one of the process)": autocasts_to_fp16(),
-    }
-    if found := [name for name, given in refused.items() if given]:
-        raise ConfigError(
-            f"zero_optimization.zenflow is not built for {' and '.join(found)}: "
-            "remove that setting or the zenflow section"
-        )
-
-
 def grad_dtype(weights_dtype: torch.dtype, accumulation_dtype: torch.dtype) -> torch.dtype:
     """What gradients are handed over as: like the weights, except that fp16 cannot hold what fp32 has accumulated."""
     return accumulation_dtype if weights_dtype == torch.float16 else weights_dtype
@@ -117,13 +89,13 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         zenflow_adam: the optimizer proper.
     """
 
-    zenflow_adam: OffloadedAdam[Any]
+    zenflow_adam: OffloadedAdam
     _grad_dtype: torch.dtype
 
     def _prepare(
         self,
         settings: ZeroFields,
-        place: WorkerPlacement | None,
+        placement: WorkerPlacement | None,
         groups: Sequence[dict[str, Any]],
         kwargs: dict[str, Any],
     ) -> None:
@@ -135,7 +107,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         assert settings.zenflow is not None
         require_supported(kwargs, groups)
         self._settings = settings.zenflow
-        self._place = place
+        self._placement = placement
         self._factor = StepFactor()
         kwargs["offload_optimizer_config"] = host_offload_config()
         if kwargs["gradient_accumulation_steps"] > 1:
@@ -144,15 +116,19 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     def _start_adam(self, groups: Sequence[int]) -> None:
         """Start the worker with DeepSpeed's masters; `groups` has the index of the parameter group of each."""
         self._grad_dtype = grad_dtype(self.dtype, self.gradient_accumulation_dtype)
-        self.zenflow_adam = build_adam(
+        weights_dtype = self._weights(0).dtype
+        require_publishable(self._settings, str(weights_dtype).removeprefix("torch."))
+        device = torch.device(get_accelerator().current_device_name())
+        self.zenflow_adam = start_adam(
             self._settings,
             self.optimizer,
             self._masters,
             groups,
             self._weights,
-            self._grad_dtype,
-            self.dp_process_group,
-            self._place,
+            grad_dtype=self._grad_dtype,
+            ranks=RankGroup.of(self.dp_process_group, device, keeps_scratch=True),
+            placement=self._placement,
+            local_ranks=local_world_size(),
         )
 
     @property
@@ -198,11 +174,19 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             ]
         return super().get_grad_norm_direct(gradients, params, norm_type)
 
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        """Both stages of DeepSpeed call this once per step, when it is known whether the step will be applied."""
+        super()._update_scale(has_overflow)
+        if not has_overflow:
+            self.zenflow_adam.begin_step()
+
     def _optimizer_step(self, index: int) -> None:
         factor = GradFactor(1.0, 1.0)  # of no use: if there is none, the step's error is kept
         with self.zenflow_adam.link.keeping():
             factor = self._factor.value
         self.zenflow_adam.step_partition(index, self._masters[index].grad, factor)
+        if index == len(self._masters) - 1:
+            self.zenflow_adam.finish_weights()
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -279,55 +263,15 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             self.zenflow_adam.close()
 
 
-def build_adam(
-    zenflow: ZenFlowConfig,
-    optimizer: torch.optim.Optimizer,
-    masters: Sequence[torch.Tensor],
-    groups: Sequence[int],
-    weights: Callable[[int], torch.Tensor],
-    gradients: torch.dtype,
-    process_group: Any,
-    place: WorkerPlacement | None,
-) -> OffloadedAdam[Any]:
-    """Start the worker of this rank; `masters` may be freed afterwards.
-
-    Raises:
-        ConfigError: ``publish_dtype`` is neither the weights' dtype nor float32.
-        WorkerError: the worker does not start, on this or another rank.
-    """
-    weights_dtype = str(weights(0).dtype).removeprefix("torch.")
-    if zenflow.publish_dtype not in (None, "float32", weights_dtype):
-        raise ConfigError(
-            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" for a {weights_dtype} model: '
-            f'give "{weights_dtype}" or "float32", or leave it out'
-        )
-    device = torch.device(get_accelerator().current_device_name())
-    rule = SelectiveAdam if zenflow.rule == "selective" else PredictiveAdam
-    return rule(
-        masters,
-        groups,
-        weights,
-        optimizer,
-        weights_dtype=weights(0).dtype,
-        grad_dtype=gradients,
-        settings=zenflow,
-        ranks=RankGroup.of(process_group, device, keeps_scratch=True),
-        seat=unplanned_seat(zenflow, local_world_size()) if place is None else planned_seat(place),
-    )
-
-
-def streaming(adam: OffloadedAdam[Any]) -> PredictiveAdam | None:
-    """`adam`, if it takes gradients while backward is still running."""
-    return adam if isinstance(adam, PredictiveAdam) and adam.streams_gradients else None
-
-
 def _require_same_position(saved: Section | None, ranks: RankGroup) -> None:
     """Refuse sections of different runs or moments, which would let the ranks part later.
 
     Raises:
         CheckpointError: on every rank.
     """
-    position = None if saved is None else (saved.rule, saved.block_size, saved.updates, dict(saved.schedule))
+    position = (
+        None if saved is None else (saved.rule, saved.block_size, saved.updates, saved.position, dict(saved.schedule))
+    )
     try:
         require_same_plan("continuing from the checkpoint", position, ranks)
     except PlanMismatchError as error:

@@ -15,8 +15,8 @@ from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, get_accelerato
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
-from deepspeed_ext.zenflow.checkpoint_section import Section
-from deepspeed_ext.zero.zenflow import ZenFlowStepping, streaming
+from deepspeed_ext.zenflow.section import Section
+from deepspeed_ext.zero.zenflow import ZenFlowStepping
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -36,10 +36,10 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         init_optimizer: Any,
         *args: Any,
         settings: ZeroFields,
-        place: WorkerPlacement | None = None,
+        placement: WorkerPlacement | None = None,
         **kwargs: Any,
     ) -> None:
-        self._prepare(settings, place, init_optimizer.param_groups, kwargs)
+        self._prepare(settings, placement, init_optimizer.param_groups, kwargs)
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_optimizer_states(self) -> None:
@@ -94,8 +94,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         return buffers
 
     def _stream_gradients(self, params_to_release: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
-        adam = streaming(self.zenflow_adam)
-        if adam is not None and self.is_gradient_accumulation_boundary():
+        adam = self.zenflow_adam
+        if adam.rule.streams_gradients and self.is_gradient_accumulation_boundary():
             held = [param for param in params_to_release if self._held_numel(param)]
             for param, buffer in zip(held, buffers, strict=True):
                 sub_group, offset, _ = self.grad_position[self.get_param_id(param)]
@@ -114,11 +114,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
         with self.zenflow_adam.link.keeping():
             self._factor.get(on_one, self.loss_scale)
-
-    def _optimizer_step(self, sub_group_id: int) -> None:
-        if sub_group_id == 0:
-            self.zenflow_adam.begin_step()
-        super()._optimizer_step(sub_group_id)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

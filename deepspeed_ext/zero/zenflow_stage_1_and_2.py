@@ -22,11 +22,10 @@ from deepspeed_ext._upstream import (
 )
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
-from deepspeed_ext.zenflow.checkpoint_section import Section
+from deepspeed_ext.zenflow.section import Section
 from deepspeed_ext.zenflow.selective.exchange import HotExchange
-from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.zero.zenflow import ZenFlowStepping, streaming
+from deepspeed_ext.zero.zenflow import ZenFlowStepping
 
 __all__ = ["ZenFlowZeroOptimizer"]
 
@@ -56,14 +55,16 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
 
     Args:
         args, kwargs, settings, check_replicas: as for `ZeroOptimizer`; ``settings.zenflow`` is given.
-        place: the worker's place in the core plan; None: unbound.
+        placement: the worker's in the core plan; None: unbound.
     """
 
-    _hot_exchange: HotExchange | None = None
+    _hot_exchange: HotExchange
     single_partition_of_fp32_groups: list[Any]
 
-    def __init__(self, *args: Any, settings: ZeroFields, place: WorkerPlacement | None = None, **kwargs: Any) -> None:
-        self._prepare(settings, place, args[0].param_groups, kwargs)
+    def __init__(
+        self, *args: Any, settings: ZeroFields, placement: WorkerPlacement | None = None, **kwargs: Any
+    ) -> None:
+        self._prepare(settings, placement, args[0].param_groups, kwargs)
         super().__init__(*args, settings=settings, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
@@ -71,8 +72,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         """Instead of host gradients and moments: the arena and the worker. From here on nothing is offloaded."""
         with self.startup.phase("optimizer process"):
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
-        if isinstance(self.zenflow_adam, SelectiveAdam):
-            self._hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
+        self._hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
@@ -107,8 +107,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
             self._stream_gradient(param)
 
     def _stream_gradient(self, param: Any) -> None:
-        adam = streaming(self.zenflow_adam)
-        if adam is None or not self.is_gradient_accumulation_boundary():
+        adam = self.zenflow_adam
+        if not adam.rule.streams_gradients or not self.is_gradient_accumulation_boundary():
             return
         param_id = self.get_param_id(param)
         group, start, offset, numel = self.grad_position[param_id]
@@ -122,8 +122,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        exchange = [partition_exchange(self._hot_exchange)] if self._hot_exchange is not None else []
-        with swapped(*exchange):
+        with swapped(partition_exchange(self._hot_exchange)):
             super().step(closure)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -133,12 +132,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
             super().check_overflow(partition_gradients)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
-        """The flat gradient, where DeepSpeed need not make one: laid out in its slot, if that is in reach.
-
-        DeepSpeed asks for it first of all, once it knows that the step is made; slots are free once it has begun.
-        """
-        if group_idx == 0:
-            self.zenflow_adam.begin_step()
+        """The flat gradient, if DeepSpeed need not make one: laid out in its slot, if that is in reach."""
         flat = super()._get_preflattened_grad_partition(group_idx)
         if flat is None:
             with self.zenflow_adam.link.keeping():

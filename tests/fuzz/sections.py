@@ -13,12 +13,10 @@ import torch
 
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish
-from deepspeed_ext.zenflow.schedule import State
-from deepspeed_ext.zenflow.selective.schedule import SelectiveState
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 
-VERSION = 4
+VERSION = 5
 NUMELS = (70, 33)
 BLOCK_SIZE = 32
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64)
@@ -31,7 +29,9 @@ def valid(rule: str) -> dict[str, Any]:
         "rule": rule,
         "kernel": "native",
         "block_size": BLOCK_SIZE,
-        "schedule": asdict((State if rule == "predictive" else SelectiveState)(5, interval=2, position=1, written=5)),
+        "schedule": {"steps": 5, "interval": 2}
+        | ({"steps_in_flight": None, "since_selection": 1} if rule == "selective" else {}),
+        "rule_state": {"last_clip": 1.0} if rule == "predictive" else {},
         "updates": 5,
         "partitions": [_partition(rule, numel) for numel in NUMELS],
     }
@@ -46,7 +46,6 @@ def _partition(rule: str, numel: int) -> dict[str, Any]:
     exact = asdict(Publish.exact(step.bias_correction2_sqrt, step.eps))
     return common | {
         "publish": exact,
-        "last_clip": 1.0,
         "drift": torch.zeros(numel, dtype=torch.bfloat16),
         "inverse": torch.ones(blocks),
     }

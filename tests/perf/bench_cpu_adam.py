@@ -16,11 +16,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
-from deepspeed_ext.zenflow.worker.arena import Arena, ArenaLayout, ArraySpec, Place, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena, ArenaLayout, ArraySpec, PlacedArray, plan_layout
 from deepspeed_ext.zenflow.worker.messages import partition_specs
 
 INTERVAL, BLOCK_SIZE = 4, 32
@@ -65,25 +66,30 @@ class Contender:
 
 def head_to_tail(specs: Sequence[ArraySpec]) -> ArenaLayout:
     """The placement that competes for cache sets at a power of two: every array begins at the next page."""
-    places, end = [], 0
+    arrays, end = [], 0
     for spec in specs:
-        places.append(Place(spec, end))
+        arrays.append(PlacedArray(spec, end))
         end += -(-spec.nbytes // 4096) * 4096
-    return ArenaLayout(tuple(places), end)
+    return ArenaLayout(tuple(arrays), end)
 
 
 def _pass_arena(numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout]) -> Arena:
-    what = {"publish_dtype": "bfloat16", "grad_dtype": "bfloat16", "per_block": ("block_means", "float32")}
-    arena = Arena.create(plan(partition_specs(0, numel, block_size=BLOCK_SIZE, ring=INTERVAL, **what)))
-    for place in range(INTERVAL):
-        arena.tensor(f"g.0.{place}").normal_()
-    arena.tensor("v.0").fill_(1e-2)
+    what: dict[str, Any] = {
+        "publish_dtype": "bfloat16",
+        "grad_dtype": "bfloat16",
+        "per_block": ("block_means", "float32", True),
+    }
+    slots = {"slots": INTERVAL, "touched_slots": INTERVAL}
+    arena = Arena.create(plan(partition_specs(0, numel, block_size=BLOCK_SIZE, **slots, **what)))
+    for slot in range(INTERVAL):
+        arena.tensor("g", slot=slot).normal_()
+    arena.tensor("v").fill_(1e-2)
     return arena
 
 
 def _pass_runner(kernel: Kernel, arena: Arena, steps: int) -> Callable[[], None]:
-    p, m, v, published, means = (arena.array(f"{kind}.0") for kind in ("p", "m", "v", "y", "block_means"))
-    grads = tuple(arena.array(f"g.0.{place}") for place in range(steps))
+    p, m, v, published, means = (arena.array(kind) for kind in ("p", "m", "v", "y", "block_means"))
+    grads = tuple(arena.array("g", slot=slot) for slot in range(steps))
     adam = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + k, 0.5) for k in range(steps))
     publish = Publish(0.99, 1e-3, 0.0, 0.0, adam[-1].bias_correction2_sqrt, 1e-8)
     adam_pass = AdamPass(p, m, v, grads, adam, published, means, BLOCK_SIZE, publish)

@@ -194,7 +194,7 @@ def bytes_now() -> dict[str, float | None]:
     adam = getattr(_bench.engine.optimizer, "zenflow_adam", None)
     tensors: list[torch.Tensor] = list(_bench.model.parameters())
     for index in range(len(adam.partitions) if adam is not None else 0):
-        tensors += adam.state_beside_weights(index)
+        tensors += adam.rule.state_beside_weights(adam.partitions[index])
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     on_cpu = accelerator.device_name() == "cpu"
     device = accelerator.max_memory_allocated()

@@ -15,12 +15,13 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.blocks import AdamBlocks
+from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
-from deepspeed_ext.zenflow.predictive.rule import PredictiveAdam
-from deepspeed_ext.zenflow.selective.blocks import AdamBlocks
+from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
+from deepspeed_ext.zenflow.rule import UpdateRule
+from deepspeed_ext.zenflow.worker.arena import ArrayKey
 from deepspeed_ext.zenflow.worker.link import WorkerLink
-from deepspeed_ext.zenflow.worker.messages import array_name
 from deepspeed_ext.zenflow.worker.transfers import Transfers
 
 DELAY_WIDTH, DELAY_PRODUCTS = 4096, 8  # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
@@ -52,8 +53,8 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
     with ExitStack() as stack:
         _patch(stack, Transfers, "to_host", poison.to_host)
         _patch(stack, Estimator, "predict", poison.predict)
-        _patch(stack, OffloadedAdam, "_take_published", poison.take_published)
-        _patch(stack, PredictiveAdam, "_read_results", poison.read_results)
+        _patch(stack, UpdateRule, "_take_published", poison.take_published)
+        _patch(stack, PredictiveRule, "_read_results", poison.read_results)
         _patch(stack, WorkerLink, "send", poison.send)
         _patch(stack, AdamBlocks, "step", poison.step_hot)
         yield poison.counts
@@ -86,17 +87,17 @@ class _Poison:
         return method
 
     def take_published(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(adam: OffloadedAdam[Any], index: int) -> None:
-            adam._weights(index).fill_(float("nan"))
+        def method(rule: UpdateRule[Any], partition: Partition) -> None:
+            partition.weights().fill_(float("nan"))
             delay()
-            original(adam, index)
+            original(rule, partition)
 
         return method
 
     def read_results(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(adam: PredictiveAdam) -> None:
+        def method(rule: PredictiveRule) -> None:
             delay()
-            original(adam)
+            original(rule)
 
         return method
 
@@ -124,8 +125,8 @@ class _Poison:
 
     def _poison_results(self, link: WorkerLink, partition: int) -> None:
         for kind, counted in (("y", "published"), ("block_means", "block means")):
-            if (name := array_name(kind, partition)) in link.arena.layout.by_name():
-                link.arena.tensor(name).fill_(float("nan"))
+            if (key := ArrayKey(kind, partition)) in link.arena.layout.by_key():
+                link.arena.tensor(*key).fill_(float("nan"))
                 self.counts[counted] += 1
 
 
@@ -184,8 +185,8 @@ def synchronous() -> Iterator[None]:
             (Transfers, "finish"),
             (Estimator, "predict"),
             (Estimator, "move"),
-            (OffloadedAdam, "_take_published"),
-            (PredictiveAdam, "_read_results"),
+            (UpdateRule, "_take_published"),
+            (PredictiveRule, "_read_results"),
             (AdamBlocks, "step"),
         ):
             _patch(stack, owner, name, resting)

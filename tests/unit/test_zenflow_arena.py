@@ -27,7 +27,7 @@ sizes = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), 
 def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str, int]]) -> None:
     layout = plan_layout([ArraySpec(str(i), dtype, numel) for i, (dtype, numel) in enumerate(described)])
     end, free_page = 0, 0
-    for i, (spec, offset) in enumerate(layout.places):
+    for i, (spec, offset) in enumerate(layout.arrays):
         assert offset % (64 if spec.nbytes >= MIB else PAGE) == 0
         assert offset // PAGE >= free_page
         # At most a page in front of a small array; 3 in a row, 2 on either side of each other one, for a big one.
@@ -45,11 +45,12 @@ def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str,
 )
 def test_arrays_that_are_read_together_begin_apart(numel: int, publish_dtype: str, ring: int, partitions: int) -> None:
     """Else the heads of equally long arrays of a power of two elements compete for cache sets and memory banks."""
-    how = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32")}
-    specs = [partition_specs(i, numel, publish_dtype=publish_dtype, ring=ring, **how) for i in range(partitions)]
-    places = plan_layout([spec for partition in specs for spec in partition]).by_name()
+    how: dict[str, Any] = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
+    how |= {"publish_dtype": publish_dtype, "slots": ring, "touched_slots": ring}
+    specs = [partition_specs(i, numel, **how) for i in range(partitions)]
+    places = plan_layout([spec for partition in specs for spec in partition]).by_key()
     for partition in specs:
-        big = [places[spec.name].offset for spec in partition if spec.nbytes >= MIB]
+        big = [places[spec.key].offset for spec in partition if spec.nbytes >= MIB]
         assert len({offset % PAGE for offset in big}) == len(big)
         pages = sorted(offset % MIB // PAGE for offset in big)
         assert all(after - before >= 3 for before, after in itertools.pairwise([*pages, pages[0] + MIB // PAGE]))
@@ -73,16 +74,19 @@ def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
 
 
 def test_host_bytes_a_parameter() -> None:
-    """12 (p, m, v) + 2 a place of the ring + 2 (y) + 4/32 (block means), by the pages that are touched."""
+    """12 (p, m, v) + 2 per slot of the ring + 2 (y) + 4/32 (block means), by the pages that are touched."""
     n = 1 << 20
-    how = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32")}
+    how: dict[str, Any] = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
     for publish_dtype, interval, expected in (("bfloat16", 1, 16.125), ("float32", 1, 18.125), ("bfloat16", 4, 28.125)):
-        layout = plan_layout(partition_specs(0, n, publish_dtype=publish_dtype, ring=ring_of(interval, False), **how))
+        slots = ring_of(interval, False)
+        layout = plan_layout(
+            partition_specs(0, n, publish_dtype=publish_dtype, slots=slots, touched_slots=slots, **how)
+        )
         arena = Arena.create(layout)
         assert arena.resident_bytes() == 0
-        for spec, _ in layout.places:
-            arena.tensor(spec.name).zero_()
-        pages_begun = len(layout.places) * PAGE
+        for spec, _ in layout.arrays:
+            arena.tensor(*spec.key).zero_()
+        pages_begun = len(layout.arrays) * PAGE
         assert n * expected <= arena.resident_bytes() <= n * expected + pages_begun
         arena.close()
 

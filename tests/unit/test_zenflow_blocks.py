@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.selective.blocks import AdamBlocks, BlockSet, scores, select
+from deepspeed_ext.zenflow.selective.selection import scores, select
 
 
 @st.composite

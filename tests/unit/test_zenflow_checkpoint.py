@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext.zenflow.optimizer import MEASURED_INTERVAL_LIMIT
+from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same, first_difference
@@ -87,7 +87,7 @@ def save_mid_interval(config: dict, folder: str) -> tuple[dict, dict]:
     engine.save_checkpoint(folder, tag="t")
     adam = engine.optimizer.zenflow_adam
     adam.drain()
-    weights, position = weights_of(engine), adam.schedule.state.position
+    weights, position = weights_of(engine), adam.rule.schedule.state.position
     masters = masters_of(engine)
     close(engine)
     return weights, {"position": position, "masters": masters}
@@ -109,7 +109,7 @@ def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
     engine.load_checkpoint(folder, tag="t")
     adam = engine.optimizer.zenflow_adam
     found = {"updates": adam.updates, "weights": weights_of(engine), "masters": masters_of(engine)}
-    found["interval"] = adam.schedule.interval
+    found["interval"] = adam.rule.schedule.interval
     found["losses"] = train(engine, batches(6, dist.get_rank(), seed=3))
     close(engine)
     return found

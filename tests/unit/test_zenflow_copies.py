@@ -19,11 +19,11 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_ext
-from deepspeed_ext.zenflow import optimizer
+from deepspeed_ext.zenflow import rule as rule_module
+from deepspeed_ext.zenflow.blocks import BlockSet
 from deepspeed_ext.zenflow.metrics import Metrics
-from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
-from deepspeed_ext.zenflow.selective.blocks import BlockSet
+from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.worker import transfers as transfers_module
 from deepspeed_ext.zenflow.worker.transfers import Transfers
 from tests.perf.stepping import Linears
@@ -178,7 +178,7 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
     found = []
     with ExitStack() as stack:
         for owner, method, name in (
-            (OffloadedAdam, "_take_published", "write"),
+            (UpdateRule, "_take_published", "write"),
             (Estimator, "predict", "write"),
             (Estimator, "move", "write"),
             (BlockSet, "put", "write"),
@@ -261,11 +261,9 @@ class LargestConversion(TorchDispatchMode):
 def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
     """A copy that converts has a temporary of the whole on the accelerator."""
     published, weights = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
-    adam = SimpleNamespace(
-        partitions=[SimpleNamespace(published=published)], _weights=lambda index: weights, figures=Metrics()
-    )
-    with patch.object(optimizer, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
-        OffloadedAdam._take_published(adam, 0)  # type: ignore[arg-type]
+    rule, partition = SimpleNamespace(_metrics=Metrics()), SimpleNamespace(published=published, weights=lambda: weights)
+    with patch.object(rule_module, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
+        UpdateRule._take_published(rule, partition)  # type: ignore[arg-type]
     assert torch.equal(weights, published.bfloat16())
     assert largest.numel == min(numel, 16)
-    assert adam.figures.bytes_up == 4 * numel
+    assert rule._metrics.bytes_up == 4 * numel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
+from deepspeed_ext.zenflow.selective.rule import SelectiveRule
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, masters_of, offload_config, train, zenflow_config
@@ -20,9 +20,10 @@ def masters_and_hot(engine: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]
     masters = masters_of(engine)
     adam = getattr(engine.optimizer, "zenflow_adam", None)
     hot = [torch.zeros(master.numel(), dtype=torch.bool) for master in masters]
-    for mask, partition in zip(hot, adam.partitions if isinstance(adam, SelectiveAdam) else (), strict=False):
-        blocks = torch.arange(mask.numel()) // adam.block_size
-        mask |= torch.isin(blocks, partition.hot.blocks.ids)
+    rule = None if adam is None else adam.rule
+    for mask, state in zip(hot, rule.states if isinstance(rule, SelectiveRule) else (), strict=False):
+        blocks = torch.arange(mask.numel()) // rule.block_size
+        mask |= torch.isin(blocks, state.hot.blocks.ids)
     return masters, hot
 
 

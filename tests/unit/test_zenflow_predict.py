@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.predictive.estimator import (
     move_coefficient,
     publish_ahead,
 )
-from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightRule
+from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightSource
 from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
@@ -234,11 +234,11 @@ class Simulation:
         step = replace(self.base, step=state.steps + 1)
         self.collected.append((grad.clone(), step))
         interval, position = state.interval, plan.position + 1
-        if plan.rule is WeightRule.EXACT:
+        if plan.source is WeightSource.EXACT:
             self._carry_out(self.collected)
             self._receive()
             self.weights.copy_(self.p)
-        elif plan.rule is WeightRule.DRIFTED:
+        elif plan.source is WeightSource.DRIFTED:
             move, drift = move_coefficient(step, position, interval), drift_coefficient(step, position, interval)
             self.estimator.move(self.weights, self.drift, grad, 1.0, move, drift)
         else:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightRule
+from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightSource
 from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, smallest_interval
 
 
@@ -18,19 +18,19 @@ def walk(schedule: PredictiveSchedule, steps: int) -> list:
 
 def test_interval_one_is_synchronous_once_and_then_one_step_late() -> None:
     plans = walk(PredictiveSchedule(1, overlap=True, warm_up_steps=None), 4)
-    assert [p.rule for p in plans] == [WeightRule.EXACT] + [WeightRule.PREDICTED] * 3
+    assert [p.source for p in plans] == [WeightSource.EXACT] + [WeightSource.PREDICTED] * 3
     assert [p.handed_over for p in plans] == [1] * 4
     assert all(p.publish_ahead for p in plans)
 
 
 def test_without_overlap_every_step_is_exact() -> None:
     plans = walk(PredictiveSchedule(4, overlap=False, warm_up_steps=None), 30)
-    assert {(p.rule, p.handed_over, p.publish_ahead) for p in plans} == {(WeightRule.EXACT, 1, False)}
+    assert {(p.source, p.handed_over, p.publish_ahead) for p in plans} == {(WeightSource.EXACT, 1, False)}
 
 
 def test_interval_two_as_drawn_in_the_module() -> None:
     plans = walk(PredictiveSchedule(2, overlap=True, warm_up_steps=2), 6)
-    assert [p.rule.value for p in plans] == ["exact", "exact", "drifted", "predicted", "drifted", "predicted"]
+    assert [p.source.value for p in plans] == ["exact", "exact", "drifted", "predicted", "drifted", "predicted"]
     assert [p.handed_over for p in plans] == [1, 1, 0, 2, 0, 2]
     assert [p.publish_ahead for p in plans] == [False, True, True, True, True, True]
 
@@ -62,12 +62,12 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
         if plan.handed_over:
             assert plan.handed_over == len(collected)
             handed_over += len(collected)
-            in_flight = [] if plan.rule is WeightRule.EXACT else collected
+            in_flight = [] if plan.source is WeightSource.EXACT else collected
             collected = []
         if number < schedule.warm_up_steps:
-            assert plan.rule is WeightRule.EXACT
+            assert plan.source is WeightSource.EXACT
         else:
-            assert plan.rule is (WeightRule.PREDICTED if plan.handed_over else WeightRule.DRIFTED)
+            assert plan.source is (WeightSource.PREDICTED if plan.handed_over else WeightSource.DRIFTED)
         schedule.advance(plan)
     assert handed_over + len(collected) == steps
     assert schedule.state.position == len(collected)
@@ -80,7 +80,7 @@ def test_a_restored_schedule_continues(interval: int, cut: int, rest: int) -> No
     straight = PredictiveSchedule(interval, overlap=True, warm_up_steps=None)
     walk(straight, cut)
     restored = PredictiveSchedule(None, overlap=True, warm_up_steps=None)
-    restored.load_state_dict(straight.state_dict())
+    restored.load_state_dict(straight.state_dict(), straight.state.position)
     assert walk(restored, rest) == walk(straight, rest)
 
 
@@ -88,13 +88,13 @@ def test_an_open_interval_is_chosen_after_measured_steps() -> None:
     schedule = PredictiveSchedule(None, overlap=True, warm_up_steps=None)
     for _ in range(MEASURED_STEPS):
         assert not schedule.wants_interval
-        assert [p.rule for p in walk(schedule, 1)] == [WeightRule.EXACT]
+        assert [p.source for p in walk(schedule, 1)] == [WeightSource.EXACT]
     assert schedule.wants_interval
     schedule.choose_interval(2)
     plans = walk(schedule, 20)
     assert schedule.state.interval == 2
-    assert plans[0].rule is WeightRule.EXACT
-    assert plans[-1].rule in (WeightRule.DRIFTED, WeightRule.PREDICTED)
+    assert plans[0].source is WeightSource.EXACT
+    assert plans[-1].source in (WeightSource.DRIFTED, WeightSource.PREDICTED)
     assert plans.index(next(p for p in plans if p.publish_ahead)) == schedule.warm_up_steps - MEASURED_STEPS - 1
 
 

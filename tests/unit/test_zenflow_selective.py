@@ -10,8 +10,7 @@ from deepspeed import comm as dist
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.partition import GradFactor
-from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
-from deepspeed_ext.zenflow.worker.seat import WorkerSeat
+from deepspeed_ext.zenflow.start import start_adam
 from tests.support.models import batches, two_groups
 from tests.support.poison import host_state_arrives_late
 from tests.support.ranks import run_ranks
@@ -100,16 +99,16 @@ def differences(numel: int, interval: int, lag: int, every: int, steps: int, off
         offload=offload,
     )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(start)], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    adam = SelectiveAdam(
+    adam = start_adam(
+        settings,
+        optimizer,
         [start],
         [0],
         lambda index: weights,
-        optimizer,
-        weights_dtype=torch.float32,
         grad_dtype=torch.float32,
-        settings=settings,
         ranks=RankGroup.of(None, torch.device("cpu")),
-        seat=WorkerSeat(None, 1),
+        placement=None,
+        local_ranks=1,
     )
     simulated = Simulated(start, 16, 0.25, interval, lag, every)
     found = []
@@ -117,6 +116,7 @@ def differences(numel: int, interval: int, lag: int, every: int, steps: int, off
         gradient = torch.randn(numel, generator=generator) * scale.roll(number)
         adam.begin_step()
         adam.step_partition(0, gradient * 8, GradFactor(0.25, 0.5))
+        adam.finish_weights()
         adam.end_step()
         expected = simulated.step(gradient)
         found.append(float((weights.double() - expected).abs().max()))
@@ -183,8 +183,8 @@ def weights_and_traffic(config: dict, steps: int) -> dict[str, Any]:
         exchange = getattr(optimizer, "_hot_exchange", None)
         trace.append((changed, exchange.bytes_received if exchange else 0))
         before = after
-    hot = [len(p.hot.blocks) for p in optimizer.zenflow_adam.partitions]
-    blocks = [p.updates.numel() for p in optimizer.zenflow_adam.partitions]
+    hot = [len(state.hot.blocks) for state in optimizer.zenflow_adam.rule.states]
+    blocks = [partition.per_block.numel() for partition in optimizer.zenflow_adam.partitions]
     masters = full_masters_of(engine)
     engine.destroy()
     return {"weights": before, "trace": trace, "hot": hot, "blocks": blocks, "masters": masters}
@@ -220,7 +220,7 @@ def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(steps, dist.get_rank()))
     adam = engine.optimizer.zenflow_adam
-    found = {"interval": adam.schedule.interval, "figures": adam.measurements(), "weights": weights_of(engine)}
+    found = {"interval": adam.rule.schedule.interval, "figures": adam.measurements(), "weights": weights_of(engine)}
     engine.destroy()
     return losses, found
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.selective.schedule import SelectivePlan, SelectiveSchedule, steps_between_selections
+from deepspeed_ext.zenflow.selective.schedule import SelectivePlan, SelectiveSchedule
+from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
 
 
 def make(interval: int, lag: int | None, select_interval: int | None, warm_up: int) -> SelectiveSchedule:
@@ -20,7 +21,7 @@ def make(interval: int, lag: int | None, select_interval: int | None, warm_up: i
         select_interval=select_interval,
         full_warm_up_rounds=warm_up,
     )
-    return SelectiveSchedule(settings)
+    return SelectiveSchedule(SelectiveSettings.of(settings))
 
 
 def walk(schedule: SelectiveSchedule, steps: int) -> list[SelectivePlan]:
@@ -92,7 +93,7 @@ def test_a_saved_position_continues() -> None:
         schedule = make(4, 2, 8, 3)
         walk(schedule, stop)
         again = make(4, 2, 8, 3)
-        again.load_state_dict(schedule.state_dict())
+        again.load_state_dict(schedule.state_dict(), schedule.state.position)
         assert walk(again, 40 - stop) == whole[stop:]
 
 
@@ -108,7 +109,8 @@ def test_a_saved_position_continues() -> None:
     ],
 )
 def test_selections_come_after_whole_intervals(settings: dict, interval: int, expected: int) -> None:
-    assert steps_between_selections(ZenFlowConfig(topk_ratio=0.1, **settings), interval) == expected
+    found = SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
+    assert found.steps_between_selections(interval) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,4 +123,4 @@ def test_selections_come_after_whole_intervals(settings: dict, interval: int, ex
 )
 def test_intervals_that_contradict_one_another_are_refused(settings: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        SelectiveSchedule(ZenFlowConfig(topk_ratio=0.1, **settings))
+        SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.predictive.rule import PredictiveAdam
+from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.matrix import cover
@@ -36,7 +36,7 @@ def copies_and_result(config: dict, micro_steps: int, streams: bool) -> dict[str
     """Bytes that are copied to the host inside and outside of the engine's step, and what the run leaves behind."""
     copied = {"inside": 0, "outside": 0}
     where = ["outside"]
-    with patch.object(PredictiveAdam, "streams_gradients", streams):
+    with patch.object(PredictiveRule, "streams_gradients", streams):
         engine = make_engine(config, groups=two_groups)
         transfers, step = engine.optimizer.zenflow_adam.link.transfers, engine.step
         to_host = transfers.to_host
@@ -86,12 +86,10 @@ def after_overflow(streams: bool) -> tuple[list[bool], list[torch.Tensor]]:
 
     def flat_on_the_accelerator(optimizer: ZenFlowZeroOptimizer, group: int) -> torch.Tensor | None:
         """What happens if the slot is not in the memory of the gradients."""
-        if group == 0:
-            optimizer.zenflow_adam.begin_step()
         return ZeroOptimizer._get_preflattened_grad_partition(optimizer, group)
 
     with (
-        patch.object(PredictiveAdam, "streams_gradients", streams),
+        patch.object(PredictiveRule, "streams_gradients", streams),
         patch.object(ZenFlowZeroOptimizer, "_get_preflattened_grad_partition", flat_on_the_accelerator),
     ):
         engine = make_engine(config, model=Branches)

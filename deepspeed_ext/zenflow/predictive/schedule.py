@@ -15,12 +15,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, Schedule, State
+from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, Schedule, State, StepPlan
 
-__all__ = ["PredictiveSchedule", "StepPlan", "WeightRule", "ring_of"]
+__all__ = ["PredictivePlan", "PredictiveSchedule", "WeightSource", "ring_of"]
 
 
-class WeightRule(enum.Enum):
+class WeightSource(enum.Enum):
     """Where the weights of a step come from."""
 
     EXACT = "exact"
@@ -32,21 +32,22 @@ class WeightRule(enum.Enum):
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class PredictivePlan(StepPlan):
     """What one optimizer step does."""
 
-    rule: WeightRule
+    source: WeightSource
     position: int
-    """This step's place in its interval, from 0."""
-    handed_over: int
-    """How many gradients go to the worker at this step: 0, 1 or the interval."""
+    """This step's number in its interval, from 0."""
     publish_ahead: bool
-    """Whether steps after this one are overlapped: the worker then publishes the extrapolated y."""
+    """Steps after this one are overlapped: the worker then publishes the extrapolated y."""
 
     @property
     def waits_first(self) -> bool:
-        """Whether the update in flight must have arrived before the weights can be computed."""
-        return self.rule is not WeightRule.DRIFTED
+        return self.source is not WeightSource.DRIFTED
+
+    @property
+    def waits_last(self) -> bool:
+        return self.source is WeightSource.EXACT
 
 
 def ring_of(interval: int, early: bool) -> int:
@@ -58,7 +59,7 @@ def ring_of(interval: int, early: bool) -> int:
     return 2 * interval - 1 + early
 
 
-class PredictiveSchedule(Schedule[StepPlan, State]):
+class PredictiveSchedule(Schedule[PredictivePlan, State]):
     """Walks through the steps.
 
     Args:
@@ -90,17 +91,17 @@ class PredictiveSchedule(Schedule[StepPlan, State]):
         interval = self.state.interval
         return ring_of(interval, self._early) if self._overlap and interval is not None else 1
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> PredictivePlan:
         """What the coming step does."""
         state = self.state
         if not self._overlap or state.steps < self.warm_up_steps or state.interval is None:
             ahead = self._overlap and state.interval is not None and state.steps + 1 >= self.warm_up_steps
-            return StepPlan(WeightRule.EXACT, 0, 1, ahead)
+            return PredictivePlan(1, WeightSource.EXACT, 0, ahead)
         last = state.position == state.interval - 1
-        rule = WeightRule.PREDICTED if last else WeightRule.DRIFTED
-        return StepPlan(rule, state.position, state.interval if last else 0, True)
+        source = WeightSource.PREDICTED if last else WeightSource.DRIFTED
+        return PredictivePlan(state.interval if last else 0, source, state.position, True)
 
-    def advance(self, plan: StepPlan) -> None:
+    def advance(self, plan: PredictivePlan) -> None:
         """The step that `plan` describes has been carried out."""
         state = self.state
         handed_over = plan.handed_over > 0

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._upstream import dist
-from deepspeed_ext.zenflow.selective.blocks import BlockSet
-from deepspeed_ext.zenflow.selective.rule import SelectiveAdam
+from deepspeed_ext.zenflow.blocks import BlockSet
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 
 __all__ = ["HotExchange"]
 
@@ -26,7 +25,7 @@ class HotExchange:
         bytes_received: by this rank in the newest exchange of hot blocks.
     """
 
-    def __init__(self, adam: SelectiveAdam, all_gather: Callable[..., None]) -> None:
+    def __init__(self, adam: OffloadedAdam, all_gather: Callable[..., None]) -> None:
         self._adam = adam
         self._all_gather = all_gather
         self._known: dict[int, tuple[BlockSet, list[BlockSet]]] = {}
@@ -42,11 +41,11 @@ class HotExchange:
         self.bytes_received = 0
         for index, (blocks, partitions) in enumerate(zip(changed, partitioned_param_groups, strict=True)):
             assert blocks is not None
-            self._exchange(index, blocks, partitions, dp_process_group[index])
+            self._exchange(index, blocks, partitions)
 
-    def _exchange(self, index: int, blocks: BlockSet, partitions: Sequence[torch.Tensor], group: Any) -> None:
-        mine = partitions[dist.get_rank(group=group)].data
-        ranks = RankGroup.of(group, mine.device)
+    def _exchange(self, index: int, blocks: BlockSet, partitions: Sequence[torch.Tensor]) -> None:
+        ranks = self._adam.ranks
+        mine = partitions[ranks.rank].data
         if ranks.size == 1:
             return
         if index not in self._known or self._known[index][0] is not blocks:

@@ -1,4 +1,4 @@
-"""The memory that trainer and worker share: one memfd, named typed arrays at places that a pure function plans.
+"""The memory that trainer and worker share: one memfd that holds typed arrays at offsets planned by a pure function.
 
 A memfd needs no /dev/shm and vanishes with the last process that holds it. Pages take memory once they are touched:
 an array that is planned and never used costs nothing. The mapping is left out of core dumps, and forked processes do
@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.worker.channel import above_standard
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "ArenaLayout", "ArraySpec", "Place", "plan_layout"]
+__all__ = ["Arena", "ArenaLayout", "ArrayKey", "ArraySpec", "PlacedArray", "plan_layout"]
 
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
@@ -45,13 +45,34 @@ _PAGES_APART = 3
 _NEIGHBOURS = 40  # arrays to stay apart from: they forbid 200 of the 256 pages of a MiB
 
 
-class ArraySpec(NamedTuple):
+class ArrayKey(NamedTuple):
+    """Names an array: what it holds, of which partition, and for gradients in which slot of the ring."""
+
+    kind: str
+    """``p``, ``m``, ``v``, ``y``, ``g``, or the kind of the rule's array per block (see `deepspeed_ext.zenflow`)."""
+    partition: int = 0
+    slot: int = 0
+
+
+@dataclass(frozen=True)
+class ArraySpec:
     """An array that the arena is to hold."""
 
-    name: str
+    kind: str
     dtype: str
     """A key of `DTYPE_BYTES`."""
     numel: int
+    partition: int = 0
+    slot: int = 0
+    touched: bool = True
+    """The worker touches its pages at start, so that they lie on its memory node; else memory is taken at first use."""
+    exchanged: bool = False
+    """It is copied to or from the accelerator, hence page-locked."""
+
+    @property
+    def key(self) -> ArrayKey:
+        """Its name."""
+        return ArrayKey(self.kind, self.partition, self.slot)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +80,7 @@ class ArraySpec(NamedTuple):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
-class Place(NamedTuple):
+class PlacedArray(NamedTuple):
     """An array and where it begins in the arena, in bytes."""
 
     spec: ArraySpec
@@ -70,12 +91,12 @@ class Place(NamedTuple):
 class ArenaLayout:
     """Where every array lies. Trainer and worker hold equal copies."""
 
-    places: tuple[Place, ...]
+    arrays: tuple[PlacedArray, ...]
     nbytes: int
 
-    def by_name(self) -> Mapping[str, Place]:
-        """The places by the name of their array."""
-        return MappingProxyType({place.spec.name: place for place in self.places})
+    def by_key(self) -> Mapping[ArrayKey, PlacedArray]:
+        """The arrays by their keys."""
+        return MappingProxyType({array.spec.key: array for array in self.arrays})
 
 
 def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
@@ -86,8 +107,8 @@ def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
     cache lines of a page and on different pages of a MiB. The pages between them are never touched: they take addresses
     and no memory.
     """
-    assert len({spec.name for spec in specs}) == len(specs), "names of arrays are unique"
-    places: list[Place] = []
+    assert len({spec.key for spec in specs}) == len(specs), "keys of arrays are unique"
+    arrays: list[PlacedArray] = []
     pages: deque[int] = deque(maxlen=_NEIGHBOURS)  # where in their MiB the latest big arrays begin
     end = big = 0
     for spec in specs:
@@ -97,9 +118,9 @@ def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
             pages.append(offset // _PAGE_BYTES)
             offset += big * _LINES_APART * _LINE_BYTES % _PAGE_BYTES
             big += 1
-        places.append(Place(spec, offset))
+        arrays.append(PlacedArray(spec, offset))
         end = offset + spec.nbytes
-    return ArenaLayout(tuple(places), max(_PAGE_BYTES, _round_up(end, _PAGE_BYTES)))
+    return ArenaLayout(tuple(arrays), max(_PAGE_BYTES, _round_up(end, _PAGE_BYTES)))
 
 
 def _first_free(page: int, taken: Iterable[int]) -> int:
@@ -128,7 +149,7 @@ class Arena:
         self._memory = _map(fileno, layout.nbytes)
         self.fileno = fileno
         self.layout = layout
-        self._places = layout.by_name()
+        self._arrays = layout.by_key()
         self._address = ctypes.addressof(self._memory)
         self._finalizer = weakref.finalize(self, os.close, fileno)
 
@@ -160,16 +181,16 @@ class Arena:
         """Map an arena that another process created; takes over the descriptor."""
         return cls(fileno, layout)
 
-    def array(self, name: str) -> Array:
-        """The array `name` as an address; valid as long as the arena."""
-        spec, offset = self._places[name]
+    def array(self, kind: str, partition: int = 0, slot: int = 0) -> Array:
+        """An array as an address; valid as long as the arena."""
+        spec, offset = self._arrays[ArrayKey(kind, partition, slot)]
         return Array(self._address + offset, spec.dtype, spec.numel)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The array `name` as a 1-D CPU tensor that shares its memory; it keeps the mapping alive."""
+    def tensor(self, kind: str, partition: int = 0, slot: int = 0) -> torch.Tensor:
+        """An array as a 1-D CPU tensor that shares its memory; it keeps the mapping alive."""
         import torch
 
-        spec, offset = self._places[name]
+        spec, offset = self._arrays[ArrayKey(kind, partition, slot)]
         dtype = getattr(torch, spec.dtype)
         if spec.numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")

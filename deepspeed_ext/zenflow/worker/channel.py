@@ -83,13 +83,6 @@ class Channel:
         """Whether everything that was `put` has left."""
         return not self._unsent
 
-    @property
-    def has_news(self) -> bool:
-        """Whether `first` would find something new, or the end."""
-        poller = select.poll()
-        poller.register(self._end, select.POLLIN)
-        return bool(poller.poll(0))
-
     def put(self, message: Any) -> None:
         """Take `message` to be sent by `flush`."""
         body = pickle.dumps(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -13,18 +14,31 @@ from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerErr
 from deepspeed_ext._logging import logger
 from deepspeed_ext._undo import on_failure
 from deepspeed_ext._upstream import dist
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.host import memory
 from deepspeed_ext.host.cgroup import read_cgroup_id
 from deepspeed_ext.host.procfs import read_text
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.metrics import Metrics
-from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from deepspeed_ext.zenflow.worker.seat import WorkerSeat
 from deepspeed_ext.zenflow.worker.transfers import Transfers
 
-__all__ = ["WorkerLink"]
+__all__ = ["UpdatePhase", "WorkerLink"]
+
+
+class UpdatePhase(enum.Enum):
+    """Where the newest update is, and who may read and write p, m and v."""
+
+    READ = "read"
+    """In p, m, v; the rule has taken what it needs of it. The trainer may read p, m and v."""
+    IN_FLIGHT = "in flight"
+    """Handed over and not awaited: p, m, v, y and the gradients handed over belong to the worker."""
+    ARRIVED = "arrived"
+    """In p, m, v and y; the rule has not read the block means yet."""
+    EXPOSED = "exposed"
+    """As `READ`, and p, m, v may have been written from outside: the next step publishes them again."""
 
 
 class WorkerLink:
@@ -32,16 +46,16 @@ class WorkerLink:
 
     Args:
         specs: the arrays of the arena.
-        touch: names of those that take memory from the start; the others do once they are used.
-        exchanged: names of those that are copied to or from the accelerator.
-        block_size: elements of a block; ends of blocks are where the worker may cut its work.
-        seat: where the worker runs.
+        block_size: elements of a block; the worker cuts its work at ends of blocks.
+        placement: the worker's cores and memory node; None: as inherited.
+        threads: of the worker.
         ranks: all of them make one of these.
         timeout_seconds: the longest wait for the worker.
-        figures: take what is measured here.
+        metrics: take what is measured here.
 
     Attributes:
         arena, process, transfers: see there.
+        phase: where the newest update is.
 
     Raises:
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
@@ -54,41 +68,39 @@ class WorkerLink:
     def __init__(
         self,
         specs: Sequence[ArraySpec],
-        touch: Sequence[str],
-        exchanged: Sequence[str],
         *,
         block_size: int,
-        seat: WorkerSeat,
+        placement: WorkerPlacement | None,
+        threads: int,
         ranks: RankGroup,
         timeout_seconds: float,
-        figures: Metrics,
+        metrics: Metrics,
     ) -> None:
         self.transfers = Transfers()
+        self.phase = UpdatePhase.READ
         self._ranks = ranks
-        self._figures = figures
+        self._metrics = metrics
         self._kept = KeptError()
         self._gradients_in_flight = 0
         on_failure(self.abandon)
-        layout, touched = plan_layout(specs), set(touch)
-        place = None if seat.place is None else str(seat.place)
-        plan = WorkerPlan(layout, block_size, tuple(touch), place, seat.threads, library_path())
-        touched_bytes = sum(spec.nbytes for spec in specs if spec.name in touched)
-        _require_room(touched_bytes, ranks)
+        layout = plan_layout(specs)
+        plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
+        _require_room(sum(spec.nbytes for spec in specs if spec.touched), ranks)
         try:
             with together(ranks, WorkerError):
                 self.arena = Arena.create(layout)
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
             with together(ranks, WorkerError):
-                self.lock(exchanged)
+                self.lock([spec.key for spec in specs if spec.touched and spec.exchanged])
         except BaseException:
             self.close()
             raise
         if self.process.ready.warning:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
 
-    def lock(self, names: Sequence[str]) -> None:
-        """Page-lock these arrays, for copies beside the computation. Idempotent."""
-        self.transfers.lock([self.arena.tensor(name) for name in names])
+    def lock(self, keys: Sequence[ArrayKey]) -> None:
+        """Page-lock these arrays, so that copies of them overlap with computation. Idempotent."""
+        self.transfers.lock([self.arena.tensor(*key) for key in keys])
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -108,7 +120,7 @@ class WorkerLink:
             return
         with self.keeping():
             self.transfers.finish()
-            self._gradients_in_flight = gradients
+            self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
             self.process.submit(tasks)
 
     def wait(self) -> Exception | None:
@@ -116,10 +128,10 @@ class WorkerLink:
         ranks."""
         if not self.failed:
             with self.keeping():
-                busy = self.process.busy
                 done = self.process.wait()
-                if busy:
-                    self._figures.note_worker(done.seconds, self._gradients_in_flight)
+                if self.phase is UpdatePhase.IN_FLIGHT:
+                    self.phase = UpdatePhase.ARRIVED
+                    self._metrics.note_worker(done.seconds, self._gradients_in_flight)
         return self._kept.error
 
     def wait_together(self) -> None:
@@ -147,7 +159,7 @@ class WorkerLink:
         begin = time.perf_counter()
         with self.keeping():
             self.wait()
-        self._figures.wait_seconds += time.perf_counter() - begin
+        self._metrics.wait_seconds += time.perf_counter() - begin
         self._raise_together()
 
     def _raise_together(self) -> None:

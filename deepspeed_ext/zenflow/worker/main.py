@@ -30,7 +30,6 @@ from deepspeed_ext.zenflow.worker.messages import (
     Ready,
     Submission,
     WorkerPlan,
-    array_name,
 )
 
 __all__ = ["main"]
@@ -74,11 +73,11 @@ def _watch(parent_pid: int) -> None:
 
 def _serve(channel: Channel, arena_fd: int) -> None:
     plan: WorkerPlan = _next(channel)
-    warning = WorkerPlacement.parse(plan.place).take() if plan.place is not None else None
+    warning = WorkerPlacement.parse(plan.placement).take() if plan.placement is not None else None
     kernel = load_kernel(plan.library, plan.threads)
     arena = Arena.attach(arena_fd, plan.layout)
     arena.close()  # the mapping is enough
-    _touch(arena, kernel, plan.touch)
+    _touch(arena, kernel)
     _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
     while True:
         submission: Submission = _next(channel)
@@ -101,13 +100,14 @@ def _say(channel: Channel, message: Ready | Done | Failed) -> None:
         channel.flush()
 
 
-def _touch(arena: Arena, kernel: Kernel, names: tuple[str, ...]) -> None:
-    places = arena.layout.by_name()
-    for name in names:
+def _touch(arena: Arena, kernel: Kernel) -> None:
+    for spec, _ in arena.layout.arrays:
+        if not spec.touched:
+            continue
         if isinstance(kernel, NativeKernel):
-            kernel.first_touch(arena.array(name).address, places[name].spec.nbytes)
+            kernel.first_touch(arena.array(*spec.key).address, spec.nbytes)
         else:
-            arena.tensor(name).zero_()
+            arena.tensor(*spec.key).zero_()
 
 
 def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size: int) -> Done:
@@ -121,16 +121,12 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
 
 
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
-    p, m, v, published, means = (
-        arena.array(array_name(kind, work.partition)) for kind in ("p", "m", "v", "y", "block_means")
-    )
-    grads = tuple(arena.array(array_name("g", work.partition, place)) for place in work.places)
+    p, m, v, published, means = (arena.array(kind, work.partition) for kind in ("p", "m", "v", "y", "block_means"))
+    grads = tuple(arena.array("g", work.partition, slot) for slot in work.slots)
     return AdamPass(p, m, v, grads, work.steps, published, means, block_size, work.publish)
 
 
 def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:
-    p, m, v, published, updates = (
-        arena.array(array_name(kind, work.partition)) for kind in ("p", "m", "v", "y", "updates")
-    )
-    grads = tuple(arena.array(array_name("g", work.partition, place)) for place in work.places)
+    p, m, v, published, updates = (arena.array(kind, work.partition) for kind in ("p", "m", "v", "y", "updates"))
+    grads = tuple(arena.array("g", work.partition, slot) for slot in work.slots)
     return MeanPass(p, m, v, grads, work.scales, work.step, updates, published, block_size)

@@ -17,14 +17,8 @@ __all__ = [
     "Submission",
     "WorkerPlan",
     "WorkerTask",
-    "array_name",
     "partition_specs",
 ]
-
-
-def array_name(kind: str, partition: int, place: int = 0) -> str:
-    """The arena's name of an array of a partition; `place` tells the gradients of its ring apart."""
-    return f"{kind}.{partition}.{place}" if kind == "g" else f"{kind}.{partition}"
 
 
 def partition_specs(
@@ -34,21 +28,27 @@ def partition_specs(
     block_size: int,
     publish_dtype: str,
     grad_dtype: str,
-    ring: int,
-    per_block: tuple[str, str],
+    slots: int,
+    touched_slots: int,
+    per_block: tuple[str, str, bool],
 ) -> list[ArraySpec]:
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
 
     Args:
-        ring: how many gradients there is room for.
-        per_block: kind and dtype of the array with an entry for every block.
+        slots: of the gradient ring.
+        touched_slots: how many of them are used for certain; the others take memory only once they are.
+        per_block: kind and dtype of the array with an entry for every block, and whether it goes to the accelerator.
     """
-    state = [ArraySpec(array_name(kind, partition), "float32", numel) for kind in ("p", "m", "v")]
-    published = ArraySpec(array_name("y", partition), publish_dtype, numel)
-    kind, dtype = per_block
-    blocks = ArraySpec(array_name(kind, partition), dtype, -(-numel // block_size))
-    gradients = [ArraySpec(array_name("g", partition, place), grad_dtype, numel) for place in range(ring)]
-    return [*state, published, blocks, *gradients]
+    blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
+    return [
+        *(ArraySpec(name, "float32", numel, partition) for name in ("p", "m", "v")),
+        ArraySpec("y", publish_dtype, numel, partition, exchanged=True),
+        ArraySpec(kind, dtype, blocks, partition, exchanged=exchanged),
+        *(
+            ArraySpec("g", grad_dtype, numel, partition, slot, touched=slot < touched_slots, exchanged=True)
+            for slot in range(slots)
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class WorkerPlan:
 
     layout: ArenaLayout
     block_size: int
-    touch: tuple[str, ...]
-    """Arrays whose pages the worker touches first, so that they lie on its memory node."""
-    place: str | None
+    placement: str | None
     """Where to run, as `deepspeed_ext.affinity.worker_placement.WorkerPlacement` writes it; None: as inherited."""
     threads: int
     library: str | None
@@ -68,21 +66,21 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class PartitionPass:
-    """One pass over one partition: the gradients at ``places`` of its ring, a step each, then publish."""
+    """One pass over one partition: the gradients in ``slots`` of its ring, one step each, then publish."""
 
     partition: int
-    places: tuple[int, ...]
+    slots: tuple[int, ...]
     steps: tuple[AdamStep, ...]
     publish: Publish
 
 
 @dataclass(frozen=True)
 class MeanPartitionPass:
-    """One step of the blocks of a partition that are at home on the host: the gradients at ``places``, times
-    ``scales``, added up. No gradients: only publish p again."""
+    """One step of the cold blocks of a partition, with the sum of the gradients in ``slots`` times ``scales``. Without
+    gradients: only publish p again."""
 
     partition: int
-    places: tuple[int, ...]
+    slots: tuple[int, ...]
     scales: tuple[float, ...]
     step: AdamStep
 

@@ -116,11 +116,6 @@ class OptimizerProcess:
         """The worker's process id."""
         return self._process.pid
 
-    @property
-    def busy(self) -> bool:
-        """Whether a submission has not been waited for."""
-        return self._last.number < self._submitted
-
     def submit(self, passes: Sequence[WorkerTask]) -> None:
         """Hand over work; does not wait for it. The arrays that it names belong to the worker until `wait`.
 
@@ -144,7 +139,7 @@ class OptimizerProcess:
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         self._await(lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s")
         with self._alone():
-            if self.busy:
+            if self._last.number < self._submitted:
                 self._last, self._seconds = Done(self._done, self._seconds), 0.0
             return self._last
 
@@ -159,10 +154,6 @@ class OptimizerProcess:
             if self._process.poll() is not None:
                 self._exchange()
                 raise self._failure(self._how_it_ended())
-
-    def poll(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
-        return self._done == self._submitted or self._channel.has_news or self._process.poll() is not None
 
     def close(self) -> None:
         """End the process: ask, wait a moment, kill. Idempotent; never raises for a process that is gone."""

@@ -280,7 +280,7 @@ def trainer_with_worker() -> dict[str, Any]:
         "WorkerPlacement.parse(sys.argv[1]).take();"
         "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", code, str(binding.worker_place)]
+    command = [sys.executable, "-c", code, str(binding.worker_placement)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         threads = int(worker.stdout.readline())

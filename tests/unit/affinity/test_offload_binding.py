@@ -40,7 +40,7 @@ def train_bound() -> dict[str, Any]:
         "planned": set(binding.plan.pytorch),
         "used": set().union(*thread_masks().values()),
         "ok": found.ok,
-        "place": binding.worker_place,
+        "place": binding.worker_placement,
         "threads": torch.get_num_threads(),
         "summary": binding.summary(),
     }

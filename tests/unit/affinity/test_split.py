@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.affinity import worker_placement
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.affinity.topology import Core, Topology
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.host.core_split import DEFAULT_RESERVED_FRACTION, split_cores
-from deepspeed_ext.zenflow.worker import seat
 from tests.unit.affinity.topologies import adjacent, cores
 
 many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -27,9 +27,9 @@ def bound_threads(topology: Topology, request: PlanRequest, quota: float | None 
 
 def unbound_threads(config: dict[str, Any], number: int, ranks: int = 1, quota: float | None = None) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seat, "_count_cores", lambda: number)
-        patch.setattr(seat, "read_cpu_quota_cores", lambda: quota)
-        return seat.unplanned_seat(ZenFlowConfig(**config), ranks).threads
+        patch.setattr(worker_placement, "_count_cores", lambda: number)
+        patch.setattr(worker_placement, "read_cpu_quota_cores", lambda: quota)
+        return worker_placement.unbound_threads(ZenFlowConfig(**config).reserved_cores, ranks)
 
 
 @many
@@ -74,8 +74,8 @@ def test_the_default_is_one() -> None:
 
 def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     topology = Topology(tuple(adjacent(8, 2)))
-    monkeypatch.setattr(seat, "read_topology", lambda: topology)
-    monkeypatch.setattr(seat, "read_cpu_quota_cores", lambda: None)
+    monkeypatch.setattr(worker_placement, "read_topology", lambda: topology)
+    monkeypatch.setattr(worker_placement, "read_cpu_quota_cores", lambda: None)
     monkeypatch.setattr("deepspeed_ext.affinity.initial_mask._initial", topology.cpus)
-    assert seat.unplanned_seat(ZenFlowConfig(), 1).threads == 4
+    assert worker_placement.unbound_threads(None, 1) == 4
     assert bound_threads(topology, PlanRequest()) == 4

@@ -1,4 +1,4 @@
-"""Blocks of a flat partition, and Adam on some of them: the arithmetic of the selective rule on the accelerator.
+"""Blocks of a flat partition, and Adam on some of them.
 
 A partition of n elements is cut into blocks of `block_size` contiguous elements; the last may be shorter. No shapes of
 parameters come into it: blocks select as well as columns do, in the loss that a run reaches.
@@ -13,36 +13,9 @@ import torch
 
 from deepspeed_ext.zenflow.kernel import AdamStep
 
-__all__ = ["AdamBlocks", "BlockSet", "select", "scores"]
+__all__ = ["AdamBlocks", "BlockSet", "step_blocks"]
 
-BALANCE = 2
-
-
-def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Sum of absolute values of each block of `flat` (1-D): 1-D fp32, ceil(n / block_size) elements."""
-    whole = flat.numel() // block_size * block_size
-    sums = torch.linalg.vector_norm(flat[:whole].view(-1, block_size), ord=1, dim=1, dtype=torch.float32)
-    if whole == flat.numel():
-        return sums
-    return torch.cat([sums, flat[whole:].float().abs().sum().view(1)])
-
-
-def select(all_scores: torch.Tensor, ratio: float) -> list[torch.Tensor]:
-    """Numbers of the blocks with the largest scores over all ranks, for each rank: 1-D int64, ascending.
-
-    In all `ratio` of the blocks, rounded up, so that the choice does not depend on who holds which; but no rank takes
-    more than `BALANCE` times its share, because hot blocks cost memory and the others wait for whoever has most.
-
-    Args:
-        all_scores: fp32, a row a rank.
-    """
-    ranks, count = all_scores.shape
-    most = min(count, BALANCE * math.ceil(ratio * count))
-    best = torch.topk(all_scores, most, dim=1)
-    chosen = torch.topk(best.values.flatten(), math.ceil(ratio * all_scores.numel()), sorted=False).indices
-    taken = torch.zeros(ranks * most, dtype=torch.bool, device=all_scores.device)
-    taken[chosen] = True
-    return [ids[row].sort().values for ids, row in zip(best.indices, taken.view(ranks, most), strict=True)]
+_CHUNK_BLOCKS = 1 << 14
 
 
 class BlockSet:
@@ -134,3 +107,33 @@ class AdamBlocks:
             for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
                 own.copy_(new, non_blocking=True)
         return p
+
+
+@torch.no_grad()
+def step_blocks(
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    block_size: int,
+    counts: torch.Tensor,
+    without: torch.Tensor | None,
+    gradient: torch.Tensor,
+    step: AdamStep,
+) -> None:
+    """One Adam step of p, m, v in place, of all blocks but some.
+
+    Args:
+        state: p, m, v; 1-D fp32 [n], host.
+        block_size: elements of a block.
+        counts: updates that each block has had; 1-D int32, host.
+        without: numbers of the blocks that keep their state; 1-D int64.
+        gradient: 1-D [n], any float dtype, host.
+        step: the constants; its grad_scale multiplies the gradient.
+    """
+    chosen = torch.ones(counts.numel(), dtype=torch.bool, device="cpu")
+    if without is not None:
+        chosen[without] = False
+    for ids in chosen.nonzero().view(-1).split(_CHUNK_BLOCKS):
+        blocks = BlockSet(ids, state[0].numel(), block_size)
+        p, m, v = (blocks.take(array) for array in state)
+        AdamBlocks(blocks, p, m, v, counts[ids].clone()).step(blocks.take(gradient), step.grad_scale, step)
+        for array, rows in zip(state, (p, m, v), strict=True):
+            blocks.put(array, rows)

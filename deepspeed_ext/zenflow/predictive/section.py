@@ -1,0 +1,56 @@
+"""What a checkpoint holds of the predictive rule."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field, FiniteFloat
+
+from deepspeed_ext.zenflow.blocks import step_blocks
+from deepspeed_ext.zenflow.kernel import Publish
+from deepspeed_ext.zenflow.partition import Partition
+from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, PartitionValues, SavedValues, misfit
+
+__all__ = ["PredictivePartitionValues", "PredictiveRuleValues"]
+
+
+class PublishValues(SavedValues):
+    """A `Publish` as plain values."""
+
+    p_factor: FiniteFloat
+    m_factor: FiniteFloat
+    l2_factor: FiniteFloat
+    l2_bound: FiniteFloat
+    bias_correction2_sqrt: Annotated[FiniteFloat, Field(gt=0)]
+    eps: FiniteFloat
+
+    def make(self) -> Publish:
+        """The `Publish`."""
+        return Publish(**dict(self))
+
+
+class PredictiveRuleValues(SavedValues):
+    """The rule itself."""
+
+    last_clip: float | None
+
+
+class PredictivePartitionValues(PartitionValues):
+    """One partition."""
+
+    publish: PublishValues | None
+    drift: torch.Tensor | None
+    inverse: torch.Tensor | None
+
+    def mistakes(self, blocks: int) -> list[str]:
+        found = [misfit(self.drift, self.numel, GRADIENT_DTYPES, "drift")] if self.drift is not None else []
+        if self.inverse is not None:
+            found.append(misfit(self.inverse, blocks, (torch.float32,), "inverse"))
+        return super().mistakes(blocks) + found
+
+    def apply_collected(self, partition: Partition, block_size: int) -> None:
+        blocks = -(-self.numel // block_size)
+        for step, gradient in zip(self.steps, self.gradients, strict=True):
+            counts = torch.full((blocks,), step.step - 1, dtype=torch.int32, device="cpu")
+            step_blocks(partition.state, block_size, counts, None, gradient, step)

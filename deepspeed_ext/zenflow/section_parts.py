@@ -1,0 +1,87 @@
+"""The parts that the sections of both rules are made of: strict models of plain values and tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
+
+from deepspeed_ext.zenflow.kernel import AdamStep
+from deepspeed_ext.zenflow.partition import Partition
+
+__all__ = ["GRADIENT_DTYPES", "Count", "PartitionValues", "Positive", "SavedSchedule", "SavedValues", "misfit"]
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Count = Annotated[NonNegativeInt, Field(lt=1 << 62)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
+Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
+
+
+class SavedValues(BaseModel):
+    """A part of a section: unknown keys and other types than those given are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, frozen=True)
+
+
+class StepValues(SavedValues):
+    """An `AdamStep` as plain values."""
+
+    lr: FiniteFloat
+    beta1: Fraction
+    beta2: Fraction
+    eps: FiniteFloat
+    weight_decay: FiniteFloat
+    decoupled: bool
+    step: Positive
+    grad_scale: FiniteFloat
+
+    def make(self) -> AdamStep:
+        """The `AdamStep`."""
+        return AdamStep(**dict(self))
+
+
+class SavedSchedule(SavedValues):
+    """The state of a schedule."""
+
+    steps: Count
+    interval: Positive | None
+
+
+class PartitionValues(SavedValues, ABC):
+    """What is saved of one partition, whatever the rule."""
+
+    numel: Count
+    collected: list[StepValues]
+    gradients: list[torch.Tensor]
+
+    @property
+    def steps(self) -> list[AdamStep]:
+        """Constants of the collected gradients, oldest first."""
+        return [step.make() for step in self.collected]
+
+    def mistakes(self, blocks: int) -> list[str]:
+        """What does not fit together, empty strings between; the partition has that many blocks."""
+        found = [misfit(grad, self.numel, GRADIENT_DTYPES, f"gradient {i}") for i, grad in enumerate(self.gradients)]
+        if len(self.gradients) != len(self.collected):
+            found.append(f"{len(self.gradients)} gradients with the constants of {len(self.collected)}")
+        return found
+
+    @abstractmethod
+    def apply_collected(self, partition: Partition, block_size: int) -> None:
+        """Carry out on this process, in the arena, what was collected and not handed over, as its rule would have."""
+
+
+def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:
+    """Why `tensor` is not 1-D on the host with `numel` elements of one of `dtypes`; empty if it is."""
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if plain and tuple(tensor.shape) == (numel,) and tensor.dtype in dtypes:
+        return ""
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return (
+        f"{what} is {tuple(tensor.shape)} {tensor.dtype} {tensor.layout} on {tensor.device}, "
+        f"expected ({numel},) {names} strided on the CPU"
+    )

@@ -1,0 +1,55 @@
+"""What a checkpoint holds of the selective rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from deepspeed_ext.zenflow.blocks import step_blocks
+from deepspeed_ext.zenflow.partition import Partition
+from deepspeed_ext.zenflow.section_parts import Count, PartitionValues, SavedSchedule, SavedValues, misfit
+
+__all__ = ["SelectivePartitionValues", "SelectiveRuleValues", "SelectiveSavedSchedule"]
+
+
+class SelectiveSavedSchedule(SavedSchedule):
+    """The state of a `SelectiveSchedule`."""
+
+    steps_in_flight: Count | None
+    since_selection: Count
+
+
+class SelectiveRuleValues(SavedValues):
+    """The rule itself: nothing."""
+
+
+class SelectivePartitionValues(PartitionValues):
+    """One partition."""
+
+    block_updates: torch.Tensor
+    hot_blocks: torch.Tensor | None
+
+    def mistakes(self, blocks: int) -> list[str]:
+        found = [misfit(self.block_updates, blocks, (torch.int32,), "block_updates")]
+        if not found[0] and bool((self.block_updates < 0).any()):
+            found.append("block_updates has negative counts")
+        if (hot := self.hot_blocks) is not None:
+            found.append(misfit(hot, hot.numel(), (torch.int64,), "hot_blocks"))
+            if not found[-1] and not _are_block_numbers(hot, blocks):
+                found.append(f"hot_blocks names blocks twice or outside of 0 to {blocks - 1}")
+        return super().mistakes(blocks) + found
+
+    def apply_collected(self, partition: Partition, block_size: int) -> None:
+        if not (steps := self.steps):
+            return
+        scales = [step.grad_scale / len(steps) for step in steps]
+        scaled = [gradient.float() * scale for gradient, scale in zip(self.gradients, scales, strict=True)]
+        last = replace(steps[-1], grad_scale=1.0)
+        step_blocks(partition.state, block_size, self.block_updates, self.hot_blocks, torch.stack(scaled).sum(0), last)
+
+
+def _are_block_numbers(ids: torch.Tensor, count: int) -> bool:
+    return ids.numel() == 0 or bool(
+        (ids.unique().numel() == ids.numel()) and int(ids.min()) >= 0 and int(ids.max()) < count
+    )

@@ -1,0 +1,128 @@
+"""Starts the optimizer process of a rank and builds the optimizer around it: settings, then arrays, then the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepspeed_ext._agreement import RankGroup, require_same_plan
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement, unbound_threads
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
+from deepspeed_ext.zenflow.metrics import Metrics
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.partition import Partition
+from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
+from deepspeed_ext.zenflow.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.rule import RuleSettings, UpdateRule
+from deepspeed_ext.zenflow.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec
+from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.worker.messages import partition_specs
+
+__all__ = ["start_adam"]
+
+
+def start_adam(
+    config: ZenFlowConfig,
+    optimizer: torch.optim.Optimizer,
+    masters: Sequence[torch.Tensor],
+    groups: Sequence[int],
+    weights: Callable[[int], torch.Tensor],
+    *,
+    grad_dtype: torch.dtype,
+    ranks: RankGroup,
+    placement: WorkerPlacement | None,
+    local_ranks: int,
+) -> OffloadedAdam:
+    """Start the worker of this rank. A collective.
+
+    Args:
+        config: the ``zenflow`` section.
+        optimizer: an Adam or AdamW.
+        masters: fp32 values to start from, one 1-D tensor per partition; copied, and may be freed afterwards.
+        groups: index of the parameter group of each partition.
+        weights: returns the 16-bit weights of a partition, 1-D, on the accelerator; written in place.
+        grad_dtype: of the gradients as they are handed over.
+        ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
+        placement: the worker's in the core plan; None: unbound.
+        local_ranks: ranks on this host, which share its cores.
+
+    Raises:
+        ConfigError: settings contradict one another, or the optimizer is not an Adam.
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
+        WorkerError: the worker does not start, or another rank has one of these errors.
+    """
+    agreed = (config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"}), list(groups))
+    require_same_plan("ZenFlow", agreed, ranks)
+    hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
+
+    def start_worker(settings: RuleSettings) -> tuple[list[Partition], WorkerLink]:
+        publish_dtype = config.publish_dtype or _name(weights(0).dtype)
+        link = WorkerLink(
+            _specs(settings, [master.numel() for master in masters], publish_dtype, _name(grad_dtype)),
+            block_size=settings.block_size,
+            placement=placement,
+            threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
+            ranks=ranks,
+            timeout_seconds=config.worker_timeout_seconds,
+            metrics=metrics,
+        )
+        partitions = [_partition(i, group, settings, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
+        for partition, master in zip(partitions, masters, strict=True):
+            partition.master.data.copy_(master)
+        return partitions, link
+
+    rule: UpdateRule[Any]
+    if config.rule == "selective":
+        selective = SelectiveSettings.of(config)
+        partitions, link = start_worker(selective)
+        rule = SelectiveRule(selective, partitions, link, ranks, hyperparameters, metrics)
+    else:
+        predictive = PredictiveSettings.of(config)
+        partitions, link = start_worker(predictive)
+        rule = PredictiveRule(predictive, partitions, link, ranks, metrics)
+    return OffloadedAdam(rule, partitions, link, optimizer, hyperparameters, ranks, metrics)
+
+
+def _specs(settings: RuleSettings, numels: Sequence[int], publish_dtype: str, grad_dtype: str) -> list[ArraySpec]:
+    """The arrays of all partitions. Slots for an interval that is not chosen yet take memory only once it is."""
+    return [
+        spec
+        for index, numel in enumerate(numels)
+        for spec in partition_specs(
+            index,
+            numel,
+            block_size=settings.block_size,
+            publish_dtype=publish_dtype,
+            grad_dtype=grad_dtype,
+            slots=settings.slots,
+            touched_slots=1 if settings.update_interval is None else settings.slots,
+            per_block=settings.per_block,
+        )
+    ]
+
+
+def _partition(
+    index: int, group: int, settings: RuleSettings, arena: Arena, weights: Callable[[], torch.Tensor]
+) -> Partition:
+    per_block, *_ = settings.per_block
+    return Partition(
+        index,
+        group,
+        weights,
+        master=arena.tensor("p", index).requires_grad_(),
+        exp_avg=arena.tensor("m", index),
+        exp_avg_sq=arena.tensor("v", index),
+        published=arena.tensor("y", index),
+        per_block=arena.tensor(per_block, index),
+        ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)],
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,133 @@
+"""Every combination that ZenFlow refuses, and the error for it. Elsewhere only contradictory fields are refused.
+
+Three things are looked at, each as soon as it is known: the ``zero_optimization`` section, what DeepSpeed makes of the
+rest of the config, and the user's optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext._upstream import OffloadDeviceEnum, autocasts_to_fp16
+from deepspeed_ext.config import ZenFlowConfig
+
+__all__ = ["is_decoupled", "require_group_timeout", "require_publishable", "require_section", "require_supported"]
+
+DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
+_VARIANTS = {"amsgrad": False, "maximize": False, "bias_correction": True}
+"""Fields of a parameter group and the only value that the worker knows."""
+
+
+def require_section(section: Any) -> None:
+    """Look at the ``zero_optimization`` section.
+
+    Raises:
+        ConfigError: it has ``zenflow``, and a setting that ZenFlow is not built for.
+    """
+    if section.zenflow is None:
+        return
+    offload, offload_param = section.offload_optimizer, section.offload_param
+    _refuse(
+        {
+            "stage = 0": section.stage == 0,
+            'offload_optimizer.device = "nvme"': offload is not None and offload.device == OffloadDeviceEnum.nvme,
+            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
+            "offload_optimizer.super_offload": offload is not None and offload.super_offload,
+            "offload_param": offload_param is not None and offload_param.device != OffloadDeviceEnum.none,
+            "elastic_checkpoint": section.elastic_checkpoint,
+            "compute_grad_norm = false": not section.compute_grad_norm,
+            "zero_quantized_weights": section.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": section.zero_quantized_nontrainable_weights,
+            "zero_quantized_gradients": section.zero_quantized_gradients,
+        }
+    )
+
+
+def require_supported(kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Look at what DeepSpeed has made of the rest of the config.
+
+    Args:
+        kwargs: the keyword arguments of DeepSpeed's optimizer class.
+        groups: the parameter groups.
+
+    Raises:
+        ConfigError: it has a setting that ZenFlow is not built for.
+    """
+    _refuse(
+        {
+            "MoE parameter groups": any(group.get("moe") for group in groups) or kwargs.get("has_moe_layers"),
+            "bf16_master_weights_and_grads": kwargs.get("bf16_master_weights_and_gradients"),
+            "fp16_master_weights_and_grads": kwargs.get("fp16_master_weights_and_gradients"),
+            "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
+            # DeepSpeed then scales the loss by a torch GradScaler, to which only the optimizer's own step would
+            # listen; its clipping and its check for overflow do not know that scaler either.
+            "torch_autocast with dtype float16 (of this engine or an earlier one of the process)": autocasts_to_fp16(),
+        }
+    )
+
+
+def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
+    """Look at ``publish_dtype``, once the dtype of the weights is known.
+
+    Raises:
+        ConfigError: it is neither the weights' dtype nor float32.
+    """
+    if zenflow.publish_dtype not in (None, "float32", weights_dtype):
+        raise ConfigError(
+            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" for a {weights_dtype} model: '
+            f'give "{weights_dtype}" or "float32", or leave it out'
+        )
+
+
+def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) -> None:
+    """Look at the longest wait for the worker, during which other ranks wait in a collective.
+
+    Raises:
+        ConfigError: the collectives would end first.
+    """
+    if timeout_seconds >= group_timeout_seconds:
+        raise ConfigError(
+            f"zero_optimization.zenflow.worker_timeout_seconds = {timeout_seconds:g} is not below "
+            f"the process group's timeout of {group_timeout_seconds:g} s, after which the communication library ends "
+            "the job: give less, or a longer timeout to init_distributed or in minutes by DEEPSPEED_TIMEOUT"
+        )
+
+
+def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user's optimizer is AdamW (True) or Adam with L2 (False).
+
+    Raises:
+        ConfigError: it is neither, or uses a variant that the worker does not know.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.AdamW):
+        decoupled = True
+    elif isinstance(optimizer, torch.optim.Adam):
+        decoupled = bool(optimizer.defaults.get("decoupled_weight_decay", False))
+    elif name in DEEPSPEED_ADAMS:
+        decoupled = bool(getattr(optimizer, "adam_w_mode", True))
+    else:
+        raise ConfigError(
+            f"zero_optimization.zenflow works with Adam and AdamW and the optimizer is {name}: "
+            "use torch.optim.AdamW or Adam (or DeepSpeed's), or remove the zenflow section"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for variant, expected in _VARIANTS.items():
+            if bool(group.get(variant, expected)) is not expected:
+                raise ConfigError(
+                    f"zero_optimization.zenflow does not support {variant}={group[variant]} "
+                    f"(parameter group {index} of {name}): set it to {expected}"
+                )
+    return decoupled
+
+
+def _refuse(settings: Mapping[str, Any]) -> None:
+    if found := [name for name, given in settings.items() if given]:
+        raise ConfigError(
+            f"zero_optimization.zenflow is not built for {' and '.join(found)}: "
+            "remove that setting or the zenflow section"
+        )
