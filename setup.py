@@ -1,6 +1,7 @@
 """Package metadata of deepspeed_ext; tool settings are in pyproject.toml."""
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -14,7 +15,7 @@ NATIVE_KERNEL = Extension(
     "deepspeed_ext.zenflow.kernel._adam_pass",
     sources=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.cpp")),
     depends=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.h")),
-    extra_compile_args=["-O3", "-fopenmp", "-std=c++17", "-fno-math-errno", "-fno-trapping-math"],
+    extra_compile_args=list(runpy.run_path(str(ROOT / KERNEL / "compile_flags.py"))["COMPILE_FLAGS"]),
     extra_link_args=["-fopenmp"],
     optional=True,
 )

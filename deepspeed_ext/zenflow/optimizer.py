@@ -95,8 +95,7 @@ class OffloadedAdam:
             grad: 1-D [n], reduced, neither unscaled nor clipped; may be reused after the call.
             factor: what it is to be multiplied with.
         """
-        if self.link.failed:
-            return
+        # Also if the worker has failed: until all ranks wait together, weights that need nothing of it stay right.
         with record_function("deepspeed_ext.zenflow.step_partition"), self.link.keeping():
             plan, partition = self._current_plan, self.partitions[index]
             grad = self._collect(partition, grad, factor.value)
@@ -121,16 +120,15 @@ class OffloadedAdam:
         with record_function("deepspeed_ext.zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             self._plan = None
-            if not self.link.failed:
-                with self.link.keeping():
-                    if plan.handed_over and not plan.waits_last:
-                        tasks = [rule.task(plan, partition) for partition in self.partitions]
-                        self.link.send(tasks, gradients=plan.handed_over)
-                    else:
-                        # Weights that were copied from the arena on this stream are read by the next all-gather on
-                        # DeepSpeed's own stream, which does not wait for this one. `send` ends with this wait too.
-                        self.link.transfers.finish()
-                    rule.end_step(plan)
+            with self.link.keeping():
+                if plan.handed_over and not plan.waits_last:
+                    tasks = [rule.task(plan, partition) for partition in self.partitions]
+                    self.link.send(tasks, gradients=plan.handed_over)
+                else:
+                    # Weights that were copied from the arena on this stream are read by the next all-gather on
+                    # DeepSpeed's own stream, which does not wait for this one. `send` ends with this wait too.
+                    self.link.transfers.finish()
+                rule.end_step(plan)
             rule.schedule.advance(plan)
             if (interval := rule.measured_interval(plan)) is not None:
                 with self.link.keeping():

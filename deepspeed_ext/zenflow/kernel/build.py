@@ -19,6 +19,7 @@ from pathlib import Path
 
 from deepspeed_ext._cache import cache_folder, make_private, why_untrusted
 from deepspeed_ext._logging import logger, warn_once
+from deepspeed_ext.zenflow.kernel.compile_flags import COMPILE_FLAGS
 from deepspeed_ext.zenflow.kernel.native import ABI_VERSION, NativeKernel
 from deepspeed_ext.zenflow.kernel.sealed import is_whole_elf, is_whole_sealed, seal
 
@@ -26,8 +27,6 @@ __all__ = ["COMPILE_FLAGS", "FOLDER", "library_path"]
 
 FOLDER = Path(__file__).parent
 """Where the sources (``*.cpp``, ``*.h``) lie, and the library that ``setup.py`` built."""
-# No -ffast-math: results must be those of the reference, to rounding.
-COMPILE_FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _COMPILE_TIMEOUT_SECONDS = 120
 _SCRATCH_PREFIX = "build-"
 

@@ -1,0 +1,114 @@
+"""Writes the table of rooms in docs/architecture.md from the imports of the package.
+
+    python -m tools.architecture
+
+A room is a package, or a module beside packages. Its floor is one above the highest room that it imports, so every
+import runs downwards; rooms that import each other in a circle have no floor and are an error.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+__all__ = ["PAGE", "ROOT", "circles", "floors", "page", "rooms"]
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "deepspeed_ext"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- begin: written by `make docs` -->", "<!-- end: written by `make docs` -->"
+
+
+def module_name(path: Path) -> str:
+    """``zenflow.rule`` for ``deepspeed_ext/zenflow/rule.py``; a package is named by its folder, the whole one ``""``."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """The package of a module, or the module itself if its package holds other packages."""
+    package = module.rpartition(".")[0]
+    folder = PACKAGE / module.replace(".", "/")
+    if folder.is_dir():
+        return module
+    beside = PACKAGE / package.replace(".", "/")
+    return module if any(path.parent != beside for path in beside.rglob("__init__.py")) else package
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules of the package that a file imports anywhere, also inside functions and for types only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            if module.partition(".")[0] == PACKAGE.name:
+                inner = ".".join(filter(None, [module.partition(".")[2], name]))
+                is_module = (PACKAGE / f"{inner.replace('.', '/')}.py").exists()
+                is_package = (PACKAGE / inner.replace(".", "/") / "__init__.py").exists()
+                yield inner if inner and (is_module or is_package) else module.partition(".")[2]
+
+
+def rooms() -> dict[str, set[str]]:
+    """Every room and the other rooms that it imports."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = room_of(module_name(path))
+        found.setdefault(room, set()).update(room_of(module) for module in imports(path))
+    return {room: {other for other in others if other not in ("", room)} for room, others in found.items() if room}
+
+
+def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The rooms by floor, the ground floor first; rooms in a circle, and those above them, are on none."""
+    left, built = {room: set(others) for room, others in graph.items()}, []
+    while ready := sorted(room for room, others in left.items() if not others):
+        built.append(ready)
+        left = {room: others - set(ready) for room, others in left.items() if room not in ready}
+    return built
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Rooms that import each other, directly or through others."""
+
+    def reached(room: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = list(graph[room])
+        while ahead:
+            if (other := ahead.pop()) not in seen:
+                seen.add(other)
+                ahead += graph[other]
+        return seen
+
+    return sorted(room for room in graph if room in reached(room))
+
+
+def summary(room: str) -> str:
+    """The first sentence of a room's docstring."""
+    path = PACKAGE / room.replace(".", "/")
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = " ".join((ast.get_docstring(ast.parse(source.read_text())) or "").split("\n\n")[0].split())
+    return text.split(". ")[0].rstrip(".")
+
+
+def table() -> str:
+    """The rooms by floor, the top one first, as Markdown."""
+    graph = rooms()
+    lines = ["| floor | room | what it holds |", "| --- | --- | --- |"]
+    for number, floor in reversed(list(enumerate(floors(graph)))):
+        lines += [f"| {number} | `{room}` | {summary(room)} |" for room in floor]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """The page with a current table."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
