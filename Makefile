@@ -80,8 +80,9 @@ wheels: $(VENV)/.stamp-python  ## collect what a machine without network needs b
 	@$(PIP) packaging
 	python -m tools.wheels --python-version $(PYTHON_VERSION) $(ARGS)
 
-docs: $(VENV)/.stamp-dev  ## write docs/config_reference.md and configs/schema.json from the config models
+docs: $(VENV)/.stamp-dev  ## write the config reference and the table of rooms from the code
 	python -m tools.config_reference
+	python -m tools.architecture
 
 clean:  ## remove .venv, build products and outputs
 	rm -rf $(VENV) .venv-offline build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -84,8 +84,6 @@ class OffloadedAdam:
             self._plan = plan = self.rule.schedule.plan()
             if plan.waits_first:
                 self.link.receive()
-            with self.link.keeping():
-                self.rule.begin_step(plan)
 
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
         """Take the gradient of a partition, on this rank alone.

@@ -82,12 +82,10 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     # -- one optimizer step, in this order ------------------------------------------------------------------------
 
-    def begin_step(self, plan: PlanT) -> None:
-        """The step begins; if the plan waits first, the update in flight has arrived."""
-
     @abstractmethod
     def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor, factor: GradFactor) -> None:
-        """Use the gradient of a partition, which is collected already.
+        """Use the gradient of a partition, which is collected already; if the plan waits first, the update in flight
+        has arrived.
 
         Args:
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped.

@@ -75,16 +75,14 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
-    def begin_step(self, plan: PredictivePlan) -> None:
-        if plan.source is WeightSource.PREDICTED:
-            self._read_results()
-
     def step_partition(
         self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, factor: GradFactor
     ) -> None:
         self._clip = factor.clip
         if plan.source is WeightSource.EXACT:
             return
+        if plan.source is WeightSource.PREDICTED:
+            self._read_results()
         previous = self._settings.uses_previous_clip and self.last_clip is not None
         scale = factor.unscale * (self.last_clip or 1.0) if previous else factor.value
         state, weights = self.states[partition.index], partition.weights()
