@@ -192,17 +192,16 @@ class OffloadedAdam(ABC, Generic[P]):
         Raises:
             WorkerError: on every rank, if the worker of any has failed.
         """
-        if not self.link.failed:
-            with self.link.keeping():
-                self._step_partition(index, grad, factor)
+        # Also if the worker has failed: until all ranks wait together, weights that need nothing of it stay right.
+        with self.link.keeping():
+            self._step_partition(index, grad, factor)
         if index == len(self.partitions) - 1:
             self._finish_partitions()
 
     def end_step(self) -> None:
         """Hand over what the schedule says. Does not wait for the worker."""
-        if not self.link.failed:
-            with self.link.keeping():
-                self._finish_step()
+        with self.link.keeping():
+            self._finish_step()
         self._advance()
         self.updates += 1
         with self.link.keeping():
