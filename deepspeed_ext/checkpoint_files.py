@@ -145,7 +145,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             The tag, None if there is no ``latest``.
 
         Raises:
-            CheckpointError: on every rank; ``latest`` cannot be read, or no save is complete.
+            CheckpointError: on every rank; ``latest`` cannot be read, or there is no complete save under the tag.
         """
         with together(self._ranks, CheckpointError):
             tag = _latest(load_dir) if tag is None else str(tag)
@@ -155,6 +155,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         with together(self._ranks, CheckpointError):
             folder = CheckpointFolder(load_dir, tag)
         self._loaded_id = self._recover(folder) or None
+        with together(self._ranks, CheckpointError):
+            if self._leads:
+                folder.require_loadable()
         return tag
 
     def _recover(self, folder: CheckpointFolder) -> str | None:

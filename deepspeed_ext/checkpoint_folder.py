@@ -99,6 +99,15 @@ class CheckpointFolder:
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
 
+    def require_loadable(self) -> None:
+        """Refuse a tag under which nothing was saved, as after a first save that was interrupted.
+
+        Raises:
+            CheckpointError: its folder is absent, or has no file with the model.
+        """
+        if not os.path.isdir(self.path) or not any(map(_is_of_model, os.listdir(self.path))):
+            raise CheckpointError(f"{self.path} holds no checkpoint: load another one, by its tag")
+
     def aside(self, path: str) -> str:
         """Where a file of this checkpoint is written."""
         inside = os.path.relpath(path, self.path)
@@ -179,6 +188,10 @@ class CheckpointFolder:
             assert state.replaced == save_id, "choose_save takes what every node has"
             _files.remove_tree(self.path)
             _files.rename(self._replaced, self.path)
+
+
+def _is_of_model(name: str) -> bool:
+    return name.endswith(f"model{_STATES}")
 
 
 def _save_id(folder: str) -> str | None:

@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rule", choices=RULES, default="predictive")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--pace-seconds", type=float, default=0.0, help="sleep in each step, in place of a device")
-    parser.add_argument("--worker-timeout-seconds", type=float, default=60.0)
+    parser.add_argument("--worker-timeout-seconds", type=float, default=15.0)
     parser.add_argument("--group-timeout-seconds", type=float, default=20.0)
     return parser.parse_args()
 

@@ -217,3 +217,37 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     for message, losses in run_ranks(2, save_where_nothing_can_be, zenflow_config(2), str(tmp_path / "file" / "x")):
         assert "Not a directory" in message
         assert len(losses) == 2
+
+
+LEFT_OVERS = {
+    "nothing": (),
+    "an interrupted first save": ("t.dsext-saving/mp_rank_00_model_states.pt",),
+    "an empty folder": ("t/",),
+    "files of others": ("t/notes.txt",),
+    "no model": ("t/zero_pp_rank_0_mp_rank_00_optim_states.pt",),
+}
+
+
+def load_and_train_on(config: dict, folder: str) -> tuple[str, list[float], list[float]]:
+    data = batches(4, dist.get_rank())
+    engine = make_engine(config)
+    undisturbed = train(engine, data)
+    engine.destroy()
+    engine = make_engine(config)
+    losses = train(engine, data[:2])
+    message = refused(lambda: engine.load_checkpoint(folder, tag="t"))
+    losses += train(engine, data[2:])
+    engine.destroy()
+    return message, losses, undisturbed
+
+
+@pytest.mark.parametrize("left_over", LEFT_OVERS)
+def test_a_tag_under_which_nothing_was_saved(left_over: str, tmp_path: Path) -> None:
+    for name in LEFT_OVERS[left_over]:
+        path = tmp_path / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_bytes(b"")
+    for message, losses, undisturbed in run_ranks(2, load_and_train_on, zenflow_config(2), str(tmp_path)):
+        assert "holds no checkpoint" in message
+        assert losses == undisturbed

@@ -104,7 +104,7 @@ def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str
     timeout = TIMEOUT_SECONDS if how == "stopped" else 600.0
     config = zenflow_config(stage, **RULES[rule], worker_timeout_seconds=timeout)
     outcomes = run_ranks(2, suffer, config, how, str(tmp_path))
-    says = {"raising": "KeyError: 'g.0.7'", "stopped": "did not answer within 2 s"}.get(how, "SIGKILL")
+    says = {"raising": "KeyError: ArrayKey(kind='g', partition=0, slot=7)", "stopped": "did not answer within 2 s"}.get(how, "SIGKILL")
     for outcome in outcomes:
         assert "rank 0" in outcome["message"]
         assert says in outcome["message"]
@@ -130,3 +130,31 @@ def train_and_destroy(config: dict) -> list[bool]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_destroy_ends_the_workers(stage: int) -> None:
     assert run_ranks(1, train_and_destroy, zenflow_config(stage)) == [[False, False]]
+
+
+def losses_until_the_error(config: dict, killed_after: int) -> tuple[list[float], list[float]]:
+    """Losses with a worker of rank 0 that dies after some steps, up to the error, and those of a run without."""
+    rank, found = dist.get_rank(), []
+    data = batches(20, rank)
+    engine = make_engine(config)
+    undisturbed = train(engine, data)
+    engine.destroy()
+    engine = make_engine(config)
+    try:
+        for number, batch in enumerate(data):
+            if number == killed_after and rank == 0:
+                harm(engine.optimizer.zenflow_adam.link.process, "idle")
+            found += train(engine, [batch])
+    except WorkerError:
+        pass
+    engine.destroy()
+    return found, undisturbed
+
+
+@pytest.mark.parametrize("killed_after", [9, 10, 11, 12])
+def test_no_loss_before_the_error_is_wrong(killed_after: int) -> None:
+    """Within an interval no rank waits for its worker, so the error comes some steps after the worker's death."""
+    config = zenflow_config(2, update_interval=4, full_warm_up_rounds=4)
+    for losses, undisturbed in run_ranks(2, losses_until_the_error, config, killed_after):
+        assert killed_after <= len(losses) < len(undisturbed)
+        assert losses == undisturbed[: len(losses)]
