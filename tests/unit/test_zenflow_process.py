@@ -189,7 +189,8 @@ def test_stopped_worker_runs_into_the_timeout_and_is_killed() -> None:
 
 def test_orders_that_nobody_reads_run_into_the_timeout() -> None:
     """A message larger than the socket's buffer would otherwise wait for ever."""
-    with running(timeout_seconds=2.0) as (_, process):
+    with running() as (_, process):
+        process._timeout_seconds = 2.0
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"did not read its orders within 2 s.*worker_timeout_seconds"):
             process.submit([replace(PASS, partition=index) for index in range(20_000)])
@@ -265,7 +266,7 @@ from deepspeed_ext.zenflow.worker.messages import WorkerPlan
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 layout = plan_layout([ArraySpec("p", "float32", 5)])
 arena = Arena.create(layout)
-process = OptimizerProcess(arena, WorkerPlan(layout, 32, (), None, 1, {library!r}), rank=0, timeout_seconds=1.0)
+process = OptimizerProcess(arena, WorkerPlan(layout, 32, None, 1, {library!r}), rank=0, timeout_seconds=1.0)
 for number in range(2):
     print(process.pid, flush=True)
     os.read(3, 1)  # the test has stopped the worker
