@@ -1,4 +1,4 @@
-"""The training text: the source code of Python's standard library on this machine, one byte a token."""
+"""The training text: the source code of Python's standard library on this machine, one token per byte."""
 
 import sysconfig
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class ByteText:
         return _windows(self.train, step, rank, size, seq_len, seed)
 
     def held_out_batch(self, index: int, rank: int, size: int, seq_len: int) -> tuple[Tensor, Tensor]:
-        """The same for the held-out text; equal in every run."""
+        """The same for the held-out text; identical in every run."""
         return _windows(self.held_out, index, rank, size, seq_len, seed=0)
 
 
@@ -41,7 +41,7 @@ def _windows(text: Tensor, index: int, rank: int, size: int, seq_len: int, seed:
 
 @cache
 def standard_library_text() -> ByteText:
-    """Read all ``.py`` files of the standard library, tests left out, in the order of their names."""
+    """Read all ``.py`` files of the standard library except its tests, in order of name."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in sorted(root.rglob("*.py")) if not SKIPPED_FOLDERS.intersection(f.relative_to(root).parts)]
     if len(files) < 2 * HELD_OUT_EVERY:

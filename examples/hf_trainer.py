@@ -3,8 +3,9 @@
     deepspeed --num_accelerators 2 examples/hf_trainer.py
     deepspeed --num_accelerators 2 examples/hf_trainer.py --resume
 
-Three lines are ours: `deepspeed_ext.enable()`, the extended config in `TrainingArguments(deepspeed=...)`, and
-`log_measurements(trainer)`, which puts what the optimizer measures into the Trainer's logs.
+Three lines are specific to deepspeed_ext: `deepspeed_ext.enable()`, the extended config in
+`TrainingArguments(deepspeed=...)`, and `log_measurements(trainer)`, which adds the optimizer's metrics to the
+Trainer's logs.
 """
 
 import argparse
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class ByteWindows(Dataset):
-    """The text cut into windows; item i is input_ids and labels, both int64 [seq_len]."""
+    """The text in windows; item i holds input_ids and labels, both int64 [seq_len]."""
 
     def __init__(self, text: Tensor, seq_len: int) -> None:
         self.text, self.seq_len = text, seq_len
@@ -84,7 +85,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def accelerator_config() -> dict[str, bool]:
-    """Connect the ranks where there is no accelerator; Accelerate would take each of them for a run of its own."""
+    """Connect the ranks if there is no accelerator; otherwise Accelerate would treat each rank as a separate run."""
     if get_accelerator().device_name() != "cpu" or "LOCAL_RANK" not in os.environ:
         return {}
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"

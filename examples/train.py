@@ -4,8 +4,8 @@
     deepspeed --num_accelerators 2 examples/train.py --resume
     deepspeed --num_accelerators 2 examples/train.py --mode zero2
 
-The run lands in ``outputs/<mode>``: checkpoint, ``metrics.jsonl`` (one line an optimizer step) and ``run.json``.
-A resumed run gives the losses of an uninterrupted one, to the bit, as long as the settings are the same.
+The run lands in ``outputs/<mode>``: checkpoint, ``metrics.jsonl`` (one line per optimizer step) and ``run.json``.
+With the same settings a resumed run gives the losses of an uninterrupted run, to the bit.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MODES = {
     "zero3": "zero3.json",
     "zero3_single_gather": "zero3_single_gather.json",
 }
-"""What ``--mode`` may be, and its file in ``configs/``."""
+"""The values of ``--mode`` and their files in ``configs/``."""
 
 # DeepSpeed calls torch by a name that torch 2.13 calls old.
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
@@ -89,7 +89,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The mode's DeepSpeed config with the command line's values in place."""
+    """The mode's DeepSpeed config, with the values given on the command line."""
     config = json.loads((args.config or ROOT / "configs" / MODES[args.mode]).read_text())
     if args.batch_size is not None:
         config["train_micro_batch_size_per_gpu"] = args.batch_size
@@ -106,7 +106,7 @@ def load_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def share_cores() -> None:
-    """On a machine without accelerator the ranks divide the cores; without this each would use all of them."""
+    """Divide the cores between the ranks on a machine without accelerator; otherwise each rank would use all."""
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_SIZE", "1"))))
@@ -144,7 +144,7 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def train_step(engine: deepspeed.DeepSpeedEngine, text: ByteText, step: int, args: argparse.Namespace) -> float:
-    """One optimizer step; returns the mean loss of its micro-batches over all ranks, nats a byte."""
+    """One optimizer step; returns the mean loss of its micro-batches over all ranks, in nats per byte."""
     micro_steps, batch_size = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     losses = []
     for micro_step in range(step * micro_steps, (step + 1) * micro_steps):
@@ -161,7 +161,7 @@ def save(engine: deepspeed.DeepSpeedEngine, step: int, args: argparse.Namespace)
 
 
 def open_metrics(first: int, args: argparse.Namespace) -> TextIO:
-    """The file of metrics with the lines of steps before `first`; a file that swallows all on other ranks than 0."""
+    """Open the metrics file, cut to the steps before `first`; on other ranks than 0, a file that discards all."""
     if dist.get_rank() != 0:
         return open(os.devnull, "w")
     path = args.output / "metrics.jsonl"
@@ -171,7 +171,7 @@ def open_metrics(first: int, args: argparse.Namespace) -> TextIO:
 
 
 def overlap_figures(engine: deepspeed.DeepSpeedEngine) -> dict[str, float]:
-    """What the last step's overlap was; empty where the optimizer has no process of its own."""
+    """Metrics of the last step's overlap; empty if the optimizer does not run in a separate process."""
     measured = engine.optimizer.measurements() if hasattr(engine.optimizer, "measurements") else {}
     figures = {name: measured.get(f"zenflow_{name}", math.nan) for name in ("wait_ms", "worker_ms", "prediction_error")}
     return {name: float(f"{value:.4g}") for name, value in figures.items() if math.isfinite(value)}
@@ -180,7 +180,7 @@ def overlap_figures(engine: deepspeed.DeepSpeedEngine) -> dict[str, float]:
 def train(
     engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: int, args: argparse.Namespace
 ) -> list[dict[str, float]]:
-    """Run optimizer steps `first` to `last` - 1, write a line of metrics for each and save now and then.
+    """Run optimizer steps `first` to `last` - 1, write one line of metrics per step, and save every `save_every` steps.
 
     Returns:
         The metrics of each step.
@@ -206,7 +206,7 @@ def train(
 
 @torch.no_grad()
 def held_out_loss(engine: deepspeed.DeepSpeedEngine, text: ByteText, args: argparse.Namespace) -> float:
-    """Mean loss on text that was not trained on, nats a byte."""
+    """Mean loss on held-out text, in nats per byte."""
     engine.eval()
     losses = []
     for index in range(EVAL_BATCHES):
@@ -218,7 +218,7 @@ def held_out_loss(engine: deepspeed.DeepSpeedEngine, text: ByteText, args: argpa
 
 @torch.no_grad()
 def generate(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, temperature: float = 0.7) -> str:
-    """Continue `PROMPT`. Every rank does the same work, because ZeRO-3 gathers parameters in each forward pass."""
+    """Continue `PROMPT`. All ranks take part, because ZeRO-3 gathers parameters in each forward pass."""
     engine.eval()
     generator = torch.Generator().manual_seed(args.seed)
     tokens = list(PROMPT)
@@ -231,7 +231,7 @@ def generate(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, temper
 
 
 def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: argparse.Namespace) -> int:
-    """Load the last checkpoint; returns the next step. Ends the program if there is none or it is of another run."""
+    """Load the last checkpoint and return the next step. Exits if there is none or the run had other settings."""
     run_file = args.output / "run.json"
     if not run_file.is_file():
         raise SystemExit(f"--resume: no run in {args.output}; train without --resume first")
@@ -246,7 +246,7 @@ def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: ar
 
 
 def report_overlap(lines: list[dict[str, float]]) -> None:
-    """Print how much of the optimizer's time was hidden behind the model's, and how good its prediction was."""
+    """Print how much of the optimizer's time was hidden behind the model's, and the error of its prediction."""
     beside = [line for line in lines if line.get("worker_ms")]
     if not beside:
         return
@@ -261,7 +261,7 @@ def report_overlap(lines: list[dict[str, float]]) -> None:
 
 
 def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> None:
-    """Print memory and what the optimizer measured; how start-up went is in the log already."""
+    """Print memory and the optimizer's measurements; the log already shows the start-up."""
     report_overlap(lines)
     print(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
     if get_accelerator().device_name() != "cpu":
@@ -271,7 +271,7 @@ def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> 
 
 
 def run(args: argparse.Namespace) -> float:
-    """Train, save, evaluate and sample; needs the process group. Returns the held-out loss, nats a byte."""
+    """Train, save, evaluate and sample; needs the process group. Returns the held-out loss in nats per byte."""
     is_first_rank = dist.get_rank() == 0
     say = print if is_first_rank else lambda *_: None
     text = standard_library_text()
