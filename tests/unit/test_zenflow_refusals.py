@@ -17,7 +17,6 @@ NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
 SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "stage = 0": (0, {}),
-    "accumulate_on": (2, {"zenflow": {"accumulate_on": "host"}}),
     "publish_dtype": (2, {"zenflow": {"publish_dtype": "float16"}}),
     "overlap_lag": (2, {"zenflow": {"topk_ratio": 0.1, "update_interval": 1, "overlap_step": True, "overlap_lag": 2}}),
     "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),

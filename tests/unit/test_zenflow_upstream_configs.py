@@ -93,7 +93,7 @@ def followed(config: dict[str, Any], **how: Any) -> dict[str, Any]:
     adam, batch = engine.optimizer.zenflow_adam, batches(1, dist.get_rank())[0]
     losses, exact, selections, updates = [], [], [], []
     for number in range(1, STEPS + 1):
-        plan = adam.schedule.plan()
+        plan = adam.rule.schedule.plan()
         losses += train(engine, [batch])
         exact += [number] * plan.exact
         selections += [number] * plan.selects
@@ -103,11 +103,11 @@ def followed(config: dict[str, Any], **how: Any) -> dict[str, Any]:
         "exact": exact,
         "selections": selections,
         "updates": updates,
-        "interval": adam.schedule.interval,
-        "overlapped": adam._settings.overlapped,
-        "hot": [len(p.hot.blocks) for p in adam.partitions],
+        "interval": adam.rule.schedule.interval,
+        "overlapped": adam.rule._settings.lag is not None,
+        "hot": [len(state.hot.blocks) for state in adam.rule.states],
         "blocks": [-(-p.master.numel() // BLOCK) for p in adam.partitions],
-        "kept on the host": adam._settings.offload,
+        "kept on the host": adam.rule._settings.keeps_hot_on_host,
         "accumulation": engine.gradient_accumulation_steps(),
         "global_steps": engine.global_steps,
     }

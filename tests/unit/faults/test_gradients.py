@@ -62,7 +62,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     adam.drain()
     arrays = [t.clone() for part in adam.partitions for t in (part.master, part.exp_avg, part.exp_avg_sq)]
     collected = [copy.deepcopy(part.collected) for part in adam.partitions]
-    counts = (adam.updates, adam.schedule.state_dict(), collected, engine.get_lr())
+    counts = (adam.updates, adam.rule.schedule.state_dict(), collected, engine.get_lr())
     return {"arrays": [t.detach() for t in arrays] + list(weights_of(engine).values()), "counts": copy.deepcopy(counts)}
 
 
