@@ -1,4 +1,6 @@
-"""The estimate of updates in flight on host memory: torch operations and the native kernel, in turn on the same cores.
+"""The estimate of updates in flight on host memory: torch operations, torch.compile of them, and the native kernel.
+
+All run in turn on the same cores.
 
     python -m tests.perf.bench_estimate [--numel 16777216 15554976] [--threads 1 2] [--repeats 31]
 
@@ -16,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from deepspeed_ext.zenflow.kernel import CLAMP
 from deepspeed_ext.zenflow.predictive import estimator
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
 
@@ -29,10 +32,34 @@ def _contenders(numel: int) -> dict[str, Callable[[], object]]:
         "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-6, 1e-6),
     }
     contenders: dict[str, Callable[[], object]] = {"copy": lambda: weights.copy_(published)}
+    inverse = estimator.inverse
+
+    def predict(drift: torch.Tensor | None) -> None:
+        arrived = published if drift is None else published - drift.float()
+        weights.copy_(arrived - 1e-4 * _normalized(grad, inverse, 0.5))
+
+    def move() -> None:
+        q = _normalized(grad, inverse, 0.5)
+        weights.copy_(weights - 1e-6 * q)
+        drift.copy_(drift + 1e-6 * q)
+
+    compiled_predict, compiled_move = torch.compile(predict, dynamic=False), torch.compile(move, dynamic=False)
+    compiled = {
+        "predict": lambda: compiled_predict(None),
+        "predict with D": lambda: compiled_predict(drift),
+        "move": compiled_move,
+    }
     for name, estimate in estimates.items():
         contenders[f"{name}, torch operations"] = _without_native(estimate)
+        contenders[f"{name}, torch.compile"] = compiled[name]
         contenders[f"{name}, native"] = estimate
     return contenders
+
+
+def _normalized(grad: torch.Tensor, inverse: torch.Tensor, grad_scale: float) -> torch.Tensor:
+    """``q = clamp(c g / d)`` in fp32, in one piece, for the compiler."""
+    q = grad.float().view(-1, grad.numel() // inverse.numel()) * (inverse * grad_scale)[:, None]
+    return q.clamp(-CLAMP, CLAMP).view(-1)
 
 
 def _without_native(estimate: Callable[[], None]) -> Callable[[], None]:
