@@ -20,7 +20,7 @@ from deepspeed_ext.host.memory import available_host_bytes
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 from tests.support.sysfs import write, write_host
-from tests.unit.affinity.topologies import HYBRID, adjacent, cores
+from tests.support.topologies import HYBRID, adjacent, cores
 
 BASES: tuple[tuple[list[Core], dict[str, Any]], ...] = (
     (cores(4), {"quota": "300000 100000", "cpuset": "0-3"}),

@@ -14,7 +14,7 @@ from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
 from deepspeed_ext.affinity.topology import Topology
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target
-from tests.unit.affinity.topologies import cores
+from tests.support.topologies import cores
 
 TOPOLOGY = Topology(tuple(cores(8)))
 FACTS = RankFacts(0, TOPOLOGY.cpus)

@@ -17,11 +17,11 @@ import sys
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, BinaryIO
 
+from tests.support.paths import ROOT
+
 PR_SET_PDEATHSIG = 1
-ROOT = Path(__file__).resolve().parents[2]
 _MOST_BYTES = 2**17
 
 WHAT_ENGINES_IMPORT = (

@@ -24,7 +24,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tests.support.rank_nursery import ROOT, ForkedRank, Nursery
+from tests.support.paths import ROOT
+from tests.support.rank_nursery import ForkedRank, Nursery
 
 START_TIMEOUT_SECONDS = 300.0  # an operator may have to be compiled first
 GRACE_SECONDS = 3.0

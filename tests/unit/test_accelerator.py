@@ -1,7 +1,7 @@
 """Tests that run on the CPU everywhere, the same bodies on a real accelerator: one rank, and two that share a device.
 
 One rank talks through the accelerator's own backend (NCCL), two ranks on one device through gloo. Tiered flattening
-has its own file, ``test_flatten_gpu.py``; copies have theirs, ``test_zenflow_copies.py``.
+has its own file, ``flatten/test_gpu.py``; copies have theirs, ``zenflow/worker/test_copies.py``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import zenflow_config
-from tests.unit import test_gather_parity as gather
-from tests.unit import test_zenflow_features as features
-from tests.unit import test_zenflow_resume as resume
-from tests.unit import test_zenflow_selective as selective
-from tests.unit import test_zenflow_streaming as streaming
-from tests.unit import test_zenflow_training as training
+from tests.unit.gather import test_parity as gather
+from tests.unit.zenflow import test_features as features
+from tests.unit.zenflow import test_resume as resume
+from tests.unit.zenflow import test_training as training
+from tests.unit.zenflow.predictive import test_streaming as streaming
+from tests.unit.zenflow.selective import test_rule as selective
 
 pytestmark = pytest.mark.gpu
 RANKS = [1, 2]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext import cli
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 SCRIPT = """
 import sys

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from deepspeed_ext.config import ZeroFields
-from tests.support.ranks import ROOT
+from tests.support.paths import ROOT
 from tools import config_reference
 
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.json") if path != config_reference.SCHEMA_FILE)

@@ -15,8 +15,7 @@ from deepspeed_ext import cli, doctor, shared_buffers
 from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._errors import UpstreamError
 from deepspeed_ext.zenflow.kernel import build
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 
 @pytest.fixture

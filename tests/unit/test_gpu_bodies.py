@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import reduce
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -18,8 +17,7 @@ import pytest
 import torch
 
 from tests.support import ranks
-
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 
 class UnfitError(Exception):

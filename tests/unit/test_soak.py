@@ -14,9 +14,9 @@ from tests.soak.operations import WRITING_FRACTION
 from tests.soak.plan import Kind, plan_round
 from tests.soak.report import RoundRecord, Settings, as_markdown
 from tests.soak.run import run_round
+from tests.support.paths import ROOT
 
 LONGEST = 8.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @settings(deadline=None)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import ROOT, run_ranks
+from tests.support.paths import ROOT
+from tests.support.ranks import run_ranks
 
 MODEL = ["--dim", "32", "--layers", "2", "--heads", "2", "--seq-len", "32"]
 SMALL = [*MODEL, "--batch-size", "2", "--grad-accum", "2", "--steps", "6", "--sample-bytes", "8"]
@@ -35,7 +36,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(
     "mode",
-    # stages 1 and 2 differ in what test_flatten_parity.py covers
+    # stages 1 and 2 differ in what flatten/test_parity.py covers
     [pytest.param("zero1", marks=pytest.mark.full), "zero2", "offload", "zero3", "zero3_single_gather"],
 )
 def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path) -> None:

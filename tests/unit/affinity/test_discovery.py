@@ -18,7 +18,7 @@ from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_to
 from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores, read_cpuset, read_throttled_count
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from tests.support.sysfs import cpumask, write, write_host
-from tests.unit.affinity.topologies import adjacent, cores
+from tests.support.topologies import adjacent, cores
 
 CPU = "sys/devices/system/cpu"
 

@@ -21,7 +21,7 @@ from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from tests.support.ranks import run_ranks
 from tests.support.sysfs import write, write_host
-from tests.unit.affinity.topologies import cores
+from tests.support.topologies import cores
 
 TIMEOUT_SECONDS = 20
 

@@ -14,7 +14,7 @@ import pytest
 
 from deepspeed_ext import cli
 from tests.support.sysfs import write_host
-from tests.unit.affinity.topologies import SPARSE, adjacent, cores
+from tests.support.topologies import SPARSE, adjacent, cores
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, plan_h
 from deepspeed_ext.affinity.topology import Core, Topology, read_topology
 from deepspeed_ext.host.cpulist import format_cpulist
 from tests.support.sysfs import write_host
-from tests.unit.affinity.topologies import CASES, Case, allowed
+from tests.support.topologies import CASES, Case, allowed
 
 QUOTA_PERIOD = 100000
 

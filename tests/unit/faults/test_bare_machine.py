@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.zenflow.kernel import library_path
-from tests.support.ranks import ROOT
+from tests.support.paths import ROOT
 
 TINY_DEV_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
 

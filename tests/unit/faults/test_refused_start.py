@@ -35,7 +35,7 @@ from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, run, train, zenflow_config
-from tests.unit.test_zenflow_process import PASS, running
+from tests.unit.zenflow.worker.test_process import PASS, running
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import ROOT
+from tests.support.paths import ROOT
 
 SOURCE = ROOT / "tests" / "support" / "crash" / "interpose.cpp"
 

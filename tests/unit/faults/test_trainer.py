@@ -19,9 +19,10 @@ from deepspeed import comm as dist
 from torch.utils.data import DataLoader
 
 from tests.support.models import batches
-from tests.support.ranks import ROOT, run_fresh_ranks, run_ranks
+from tests.support.paths import ROOT
+from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
-from tests.unit.test_zenflow_process import gone
+from tests.unit.zenflow.worker.test_process import gone
 
 ENDS = ["idle", "stepping", "starting", "in a thread", "exception", "interrupt", "preempted", "exit", "destroy"]
 

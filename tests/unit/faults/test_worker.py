@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
-from tests.unit.test_zenflow_process import gone
+from tests.unit.zenflow.worker.test_process import gone
 
 TIMEOUT_SECONDS = 2.0
 

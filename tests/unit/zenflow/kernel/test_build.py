@@ -17,7 +17,7 @@ from deepspeed_ext import _cache
 from deepspeed_ext.zenflow.kernel import build, library_path
 from deepspeed_ext.zenflow.kernel.native import ABI_VERSION
 from deepspeed_ext.zenflow.kernel.sealed import is_whole_elf, is_whole_sealed, seal
-from tests.support.ranks import ROOT
+from tests.support.paths import ROOT
 
 STRANGER = 12345  # a user id that is neither ours nor root's
 FUNCTIONS = ("dsext_adam_pass", "dsext_mean_pass", "dsext_predict", "dsext_move", "dsext_first_touch")

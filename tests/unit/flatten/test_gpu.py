@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.unit.test_flatten_parity import TIERS, body
+from tests.unit.flatten.test_parity import TIERS, body
 
 
 @pytest.mark.gpu

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import deepspeed_ext
-from tests.support.ranks import ROOT, run_ranks
+from tests.support.paths import ROOT
+from tests.support.ranks import run_ranks
 from tests.support.zenflow import zenflow_config
-from tests.unit.test_hf_trainer import config_file
+from tests.unit.integrations.test_transformers import config_file
 
 pytest.importorskip("transformers")
 

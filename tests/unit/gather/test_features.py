@@ -23,7 +23,7 @@ from tests.support.compare import assert_same, train
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zero3 import ZooModel, fetch, gathered
-from tests.unit.test_gather_parity import garbage_is_nan, way_config
+from tests.unit.gather.test_parity import garbage_is_nan, way_config
 
 OURS = {"stage3_allgather_single_param": True}
 

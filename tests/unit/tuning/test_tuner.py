@@ -29,10 +29,10 @@ from deepspeed_ext.tuning.processes import Crew, Quiet
 from deepspeed_ext.tuning.sweep import Point, Sweep, choose, ladder, relative_spread, training_choice
 from deepspeed_ext.tuning.tuner import Tuner, TuneSettings
 from deepspeed_ext.zenflow.kernel import load_kernel
+from tests.support.paths import ROOT
 from tests.support.sysfs import write_host
-from tests.unit.affinity.topologies import cores
+from tests.support.topologies import cores
 
-ROOT = Path(__file__).resolve().parents[3]
 CPUS = sorted(os.sched_getaffinity(0))
 
 

@@ -26,8 +26,8 @@ from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena, plan_layout
 from deepspeed_ext.zenflow.worker.messages import PartitionPass, WorkerPlan, partition_specs
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 NUMEL = 10_000
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
 PASS = PartitionPass(0, (0,), (STEP,), Publish.exact(STEP.bias_correction2_sqrt, STEP.eps))
@@ -100,7 +100,7 @@ def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
 
 @pytest.mark.skipif(library_path() is None, reason="no native kernel and no C++ compiler here")
 def test_worker_takes_no_memory_of_its_own_for_a_parameter() -> None:
-    """At most 16.5 bytes a parameter in all: what the arena has is 16.125 (see test_zenflow_arena.py)."""
+    """At most 16.5 bytes a parameter in all: what the arena has is 16.125 (see test_arena.py)."""
     own = []
     for numel in (100_000, 8_100_000):
         with running(numel=numel) as (arena, process):
@@ -217,7 +217,7 @@ def test_missing_memory_is_named() -> None:
 TRAINER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from tests.unit.test_zenflow_process import *
+from tests.unit.zenflow.worker.test_process import *
 with running(numel=4_000_000) as (arena, process):
     if {stepping}:
         process.submit([PASS] * 5000)

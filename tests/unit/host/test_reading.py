@@ -17,7 +17,7 @@ from deepspeed_ext.host.cgroup import own_groups, read_cgroup_id, read_cpu_quota
 from deepspeed_ext.host.cpulist import parse_cpulist, parse_cpumask
 from deepspeed_ext.host.procfs import LIMIT_BYTES, numbered, read_int, read_text
 from tests.support.sysfs import write, write_host
-from tests.unit.affinity.topologies import cores
+from tests.support.topologies import cores
 
 CPU = "sys/devices/system/cpu"
 

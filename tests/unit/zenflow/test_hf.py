@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.ranks import nursery, run_ranks
-from tests.unit.test_hf_trainer import config_file, curve, train
+from tests.unit.integrations.test_transformers import config_file, curve, train
 
 pytest.importorskip("transformers")
 
@@ -55,7 +55,7 @@ def test_resumes_in_a_new_process_to_the_bit(ranks: int, stages: dict[int, dict]
     for stage, zenflow in stages.items():
         (tmp_path / str(stage)).mkdir()
         configs[str(stage)] = config_file(tmp_path / str(stage), stage=stage, zenflow=zenflow)
-    stops = [2, 3]  # the end and the middle of an interval; every step is in test_zenflow_resume.py
+    stops = [2, 3]  # the end and the middle of an interval; every step is in test_resume.py
     nursery().load("transformers.trainer", "accelerate")
     logs = run_ranks(ranks, whole_and_stopped, str(tmp_path), configs, stops, pool="Trainer")[0]
     again = run_ranks(ranks, resumed, str(tmp_path), configs, stops, pool="resumed Trainer")[0]

@@ -14,7 +14,7 @@ import torch
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks
 from tests.support.waiting import GENEROUS_SECONDS, wait_until
-from tests.unit.test_gather_features import OURS, engine_for
+from tests.unit.gather.test_features import OURS, engine_for
 
 SILENCE_SECONDS = 3.0
 """The group's timeout once training has begun; making the group may take longer."""

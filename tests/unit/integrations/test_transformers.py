@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import deepspeed_ext
-from tests.support.ranks import ROOT, run_ranks
+from tests.support.paths import ROOT
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ import deepspeed_ext
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
 from tests.support.zero3 import fetch
-from tests.unit.test_gather_parity import way_config
+from tests.unit.gather.test_parity import way_config
 
 FETCHES: dict[str, list[tuple[int, ...]]] = {
     "large": [(512, 256), (512,), (256, 512), (256,)],

@@ -13,7 +13,7 @@ from deepspeed_ext.affinity.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.affinity.topology import Core, Topology
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.host.core_split import DEFAULT_RESERVED_FRACTION, split_cores
-from tests.unit.affinity.topologies import adjacent, cores
+from tests.support.topologies import adjacent, cores
 
 many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 fractions = st.floats(0.001, 0.999)
