@@ -12,18 +12,25 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gather import DTYPES, WAYS, compare_gathers
 from tests.support.ranks import run_ranks
+from tests.support.resuming import failed_resumes
 from tests.support.zenflow import zenflow_config
-from tests.unit.gather import test_parity as gather
-from tests.unit.zenflow import test_features as features
-from tests.unit.zenflow import test_resume as resume
-from tests.unit.zenflow import test_training as training
-from tests.unit.zenflow.predictive import test_streaming as streaming
-from tests.unit.zenflow.selective import test_rule as selective
+from tests.support.zenflow_runs import (
+    copies_and_result,
+    difference,
+    exact_and_back,
+    initial_weights,
+    losses_of,
+    selective_config,
+    start_model,
+    with_and_without,
+)
 
 pytestmark = pytest.mark.gpu
 RANKS = [1, 2]
 STAGES = [1, 2, 3]
+STEPS = 12
 
 
 def on(ranks: int, body: Any, *args: Any) -> list[Any]:
@@ -34,19 +41,19 @@ def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     return list(one) == list(other) and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("way", gather.WAYS)
-@pytest.mark.parametrize("dtype", gather.DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_gather_equals_upstream(ranks: int, dtype: str, way: str) -> None:
-    for losses, _, _ in on(ranks, gather.body, dtype, 1, 600, way):
+    for losses, _, _ in on(ranks, compare_gathers, dtype, 1, 600, way):
         assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_initialize_changes_no_weight(stage: int, ranks: int) -> None:
-    expected = {name: p.detach().bfloat16().float() for name, p in training._start().named_parameters()}
-    for found in on(ranks, training.initial_weights, stage, torch.bfloat16):
+    expected = {name: p.detach().bfloat16().float() for name, p in start_model().named_parameters()}
+    for found in on(ranks, initial_weights, stage, torch.bfloat16):
         assert same_weights(expected, found)
 
 
@@ -54,9 +61,9 @@ def test_initialize_changes_no_weight(stage: int, ranks: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_zenflow_without_overlap_is_zero_offload(stage: int, ranks: int) -> None:
     config = zenflow_config(stage, torch.float32, overlap_step=False)
-    for expected, actual in on(ranks, training.with_and_without, config, training.STEPS):
+    for expected, actual in on(ranks, with_and_without, config, STEPS):
         assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert training.difference(expected, actual) < 1e-4
+        assert difference(expected, actual) < 1e-4
 
 
 @pytest.mark.parametrize(("interval", "tolerance"), [(1, 0.02), (4, 0.06)])  # as on the CPU
@@ -64,7 +71,7 @@ def test_zenflow_without_overlap_is_zero_offload(stage: int, ranks: int) -> None
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_predicted_run_stays_with_adamw(stage: int, ranks: int, interval: int, tolerance: float) -> None:
     config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=interval, lr=1e-2)
-    for expected, actual in on(ranks, training.with_and_without, config, 40):
+    for expected, actual in on(ranks, with_and_without, config, 40):
         assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
 
 
@@ -73,8 +80,8 @@ def test_the_predicted_run_stays_with_adamw(stage: int, ranks: int, interval: in
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_leave_during_backward_change_nothing(stage: int, ranks: int, interval: int) -> None:
     config = zenflow_config(stage, update_interval=interval, predict_clip="previous", full_warm_up_rounds=2)
-    streamed = on(ranks, streaming.copies_and_result, config, 8, True)
-    whole = on(ranks, streaming.copies_and_result, config, 8, False)
+    streamed = on(ranks, copies_and_result, config, 8, True)
+    whole = on(ranks, copies_and_result, config, 8, False)
     for ours, theirs in zip(streamed, whole, strict=True):
         assert ours["copied"]["outside"] > 0
         assert ours["losses"] == theirs["losses"]
@@ -86,14 +93,14 @@ def test_gradients_that_leave_during_backward_change_nothing(stage: int, ranks: 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_continues_to_the_bit(stage: int, ranks: int, zenflow: dict[str, Any], tmp_path: Path) -> None:
     config = zenflow_config(stage, full_warm_up_rounds=2, **zenflow)
-    assert not resume.failed_resumes(ranks, config, 2, 5, str(tmp_path), device="accelerator")
+    assert not failed_resumes(ranks, config, 2, 5, str(tmp_path), device="accelerator")
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_selective_is_zero_offload_where_nothing_is_deferred(stage: int, ranks: int) -> None:
-    config = selective.selective_config(stage, update_interval=1)
-    for expected, actual in on(ranks, selective.with_and_without, config, 12):
+    config = selective_config(stage, update_interval=1)
+    for expected, actual in on(ranks, with_and_without, config, 12):
         assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
         for name, weight in expected.weights.items():
             torch.testing.assert_close(actual.weights[name], weight, rtol=1e-3, atol=2e-5)
@@ -101,10 +108,10 @@ def test_selective_is_zero_offload_where_nothing_is_deferred(stage: int, ranks: 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
-    config = selective.selective_config(stage, torch.bfloat16, overlap_step=True)
-    plain = on(1, selective.losses_of, config, 14)[0]
+    config = selective_config(stage, torch.bfloat16, overlap_step=True)
+    plain = on(1, losses_of, config, 14)[0]
     config["zero_optimization"]["zenflow"]["offload"] = True
-    offloaded = on(1, selective.losses_of, config, 14)[0]
+    offloaded = on(1, losses_of, config, 14)[0]
     assert plain[0] == offloaded[0]
     assert same_weights(plain[1]["weights"], offloaded[1]["weights"])
 
@@ -112,5 +119,5 @@ def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int, ranks: int) -> None:
-    for found in on(ranks, features.exact_and_back, zenflow_config(stage, update_interval=1)):
+    for found in on(ranks, exact_and_back, zenflow_config(stage, update_interval=1)):
         assert found == [True] * 4

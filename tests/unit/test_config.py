@@ -21,7 +21,7 @@ from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import OF_ONE_RULE, CoreBindingConfig, ZenFlowConfig, ZeroFields, given_of_the_other_rule
 from deepspeed_ext.zenflow.supported import require_section
 from deepspeed_ext.zero_config import ZeroConfig
-from tests.unit.test_config_reference import models
+from tests.support.config_models import models
 
 OF_THE_SECTION = [(model, name) for model in models(ZeroFields) for name in model.model_fields]
 

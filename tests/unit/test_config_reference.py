@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
-from pydantic import BaseModel
 
 from deepspeed_ext.config import ZeroFields
+from tests.support.config_models import models
 from tests.support.paths import ROOT
 from tools import config_reference
 
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.json") if path != config_reference.SCHEMA_FILE)
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.md")])
-
-
-def models(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """The model and every model that its fields hold."""
-    kinds = [kind for field in model.model_fields.values() for kind in (field.annotation, *get_args(field.annotation))]
-    inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    return [model, *(each for kind in inner for each in models(kind))]
 
 
 def test_generated_files_are_current() -> None:

@@ -15,10 +15,10 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from deepspeed_ext._errors import CheckpointError
+from tests.support.limits import limited
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
-from tests.unit.faults.test_refused_start import limited
 
 STEPS, GOOD, BAD = 9, 4, 6
 

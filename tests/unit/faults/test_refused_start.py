@@ -8,8 +8,8 @@ import re
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,20 +32,11 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+from tests.support.limits import limited
 from tests.support.models import batches
+from tests.support.optimizer_process import PASS, running
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, run, train, zenflow_config
-from tests.unit.zenflow.worker.test_process import PASS, running
-
-
-@contextmanager
-def limited(limit: int, value: int) -> Iterator[None]:
-    before = resource.getrlimit(limit)
-    resource.setrlimit(limit, (value, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(limit, before)
 
 
 def while_it(owner: Any, name: str, limit: int, value: Callable[[], int]) -> AbstractContextManager:
@@ -146,7 +137,7 @@ def test_at_any_number_of_free_descriptors_it_works_or_says_why() -> None:
 
 def test_a_worker_without_its_cpus_runs_where_it_can_and_says_so() -> None:
     missing = max(os.sched_getaffinity(0)) + 64
-    with running(place=str(WorkerPlacement(frozenset({missing})))) as (_, process):
+    with running(placement=str(WorkerPlacement(frozenset({missing})))) as (_, process):
         assert f"cannot run on CPUs {missing}" in str(process.ready.warning)
         assert set(process.ready.cpus) == os.sched_getaffinity(0)
         process.submit([PASS])

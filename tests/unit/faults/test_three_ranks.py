@@ -13,10 +13,10 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext._errors import CheckpointError, WorkerError
+from tests.support.limits import limited
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
-from tests.unit.faults.test_refused_start import limited
 
 RANKS = 3
 FAILING = 1

@@ -19,10 +19,10 @@ from deepspeed import comm as dist
 from torch.utils.data import DataLoader
 
 from tests.support.models import batches
+from tests.support.optimizer_process import gone
 from tests.support.paths import ROOT
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
-from tests.unit.zenflow.worker.test_process import gone
 
 ENDS = ["idle", "stepping", "starting", "in a thread", "exception", "interrupt", "preempted", "exit", "destroy"]
 
@@ -88,7 +88,7 @@ def test_ctrl_c(scripts: dict[str, Script]) -> None:
     status, said = script.end()
     assert status in (-signal.SIGINT, 128 + signal.SIGINT)
     assert said.count("Traceback") == said.count("KeyboardInterrupt") == 1
-    assert "zenflow/worker.py" not in said
+    assert "zenflow/worker/main.py" not in said
     assert gone(worker, 0.5)
 
 

@@ -18,9 +18,9 @@ from deepspeed_ext.zenflow.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches
+from tests.support.optimizer_process import gone
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
-from tests.unit.zenflow.worker.test_process import gone
 
 TIMEOUT_SECONDS = 2.0
 

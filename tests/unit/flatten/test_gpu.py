@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.flatten import TIERS, compare_tier
 from tests.support.ranks import run_ranks
-from tests.unit.flatten.test_parity import TIERS, body
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["plain", "offload"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_equals_upstream_on_an_accelerator(tier: str, way: str) -> None:
-    for tiers, losses in run_ranks(2, body, tier, 2, "bf16", way, device="accelerator"):
+    for tiers, losses in run_ranks(2, compare_tier, tier, 2, "bf16", way, device="accelerator"):
         assert set(tiers) == {tier}
         assert losses[-1] < losses[0]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gather import OURS, engine_for
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks
 from tests.support.waiting import GENEROUS_SECONDS, wait_until
-from tests.unit.gather.test_features import OURS, engine_for
 
 SILENCE_SECONDS = 3.0
 """The group's timeout once training has begun; making the group may take longer."""

@@ -20,21 +20,10 @@ from deepspeed_ext.gather.plan import GatherMode, ParameterFacts, plan_gather
 from deepspeed_ext.zero_config import ZeroConfig
 from tests.support.collectives import Collectives
 from tests.support.compare import assert_same, train
+from tests.support.gather import OURS, engine_for, garbage_is_nan, way_config
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zero3 import ZooModel, fetch, gathered
-from tests.unit.gather.test_parity import garbage_is_nan, way_config
-
-OURS = {"stage3_allgather_single_param": True}
-
-
-def engine_for(zero: dict[str, Any], model: torch.nn.Module | None = None, through: Any = None) -> Any:
-    config = way_config("plain", "fp32", 1)
-    config["zero_optimization"] |= zero
-    torch.manual_seed(0)
-    model = model or ZooModel()
-    through = through or deepspeed_ext.initialize
-    return through(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config)[0]
 
 
 def feature_body(zero: dict[str, Any], other: dict[str, Any], dtype: str) -> tuple[list[float], SingleParameterGather]:

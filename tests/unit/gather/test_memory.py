@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import deepspeed_ext
+from tests.support.gather import OURS, way_config
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
 from tests.support.zero3 import fetch
-from tests.unit.gather.test_parity import way_config
 
 FETCHES: dict[str, list[tuple[int, ...]]] = {
     "large": [(512, 256), (512,), (256, 512), (256,)],
@@ -23,7 +23,6 @@ FETCHES: dict[str, list[tuple[int, ...]]] = {
     "one": [(384, 256)],
     "odd": [(1001, 7), (333,), (53, 211)],
 }
-OURS = {"stage3_allgather_single_param": True}
 
 
 class Holder(torch.nn.Module):

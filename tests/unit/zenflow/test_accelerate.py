@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import deepspeed_ext
+from tests.support.hf_trainer import config_file
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import zenflow_config
-from tests.unit.integrations.test_transformers import config_file
 
 pytest.importorskip("transformers")
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
-from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
+from tests.support.zenflow_runs import exact_and_back
 
 STAGES = [1, 2, 3]
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-3}}
@@ -116,30 +115,6 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
     assert figures["zenflow_worker_ms"] > 0
     assert figures["zenflow_wait_ms"] >= 0
     assert 1 <= figures["zenflow_interval"] <= 8
-
-
-def exact_and_back(config: dict) -> dict[str, Any]:
-    """Three steps, a look at the exact weights, two steps; and how an engine goes on that nobody has looked into."""
-    engine = make_engine(config)
-    undisturbed = train(engine, [*batches(3, dist.get_rank()), *batches(2, dist.get_rank())])[3:]
-    engine.destroy()
-    engine = make_engine(config)
-    train(engine, batches(3, dist.get_rank()))
-    predicted = weights_of(engine)
-    with engine.optimizer.exact_weights():
-        exact = weights_of(engine)
-        masters = {
-            name: safe_get_full_fp32_param(p).bfloat16().float().cpu() for name, p in engine.module.named_parameters()
-        }
-    after = weights_of(engine)
-    losses = train(engine, batches(2, dist.get_rank()))
-    engine.destroy()
-    return {
-        "exact": first_difference(masters, exact, "exact weights"),
-        "predicted": first_difference(exact, predicted, "predicted weights"),
-        "after": first_difference(predicted, after, "weights after the block"),
-        "losses": first_difference(undisturbed, losses, "losses after the block"),
-    }
 
 
 @pytest.mark.parametrize("zenflow", [{"update_interval": 1}, SELECTIVE], ids=["predictive", "selective"])

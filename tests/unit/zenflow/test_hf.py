@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.hf_trainer import config_file, curve, train
 from tests.support.ranks import nursery, run_ranks
-from tests.unit.integrations.test_transformers import config_file, curve, train
 
 pytest.importorskip("transformers")
 

@@ -6,47 +6,23 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from tests.support.models import OddModel, batches
+from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
-from tests.support.zenflow import Outcome, make_engine, offload_config, run, train, weights_of, zenflow_config
+from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.support.zenflow_runs import difference, initial_weights, start_model, with_and_without
 
 STAGES = [1, 2, 3]
 STEPS = 12
-
-
-def initial_weights(stage: int, dtype: torch.dtype) -> dict:
-    engine = make_engine(zenflow_config(stage, dtype))
-    found = weights_of(engine)
-    engine.destroy()
-    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_initialize_changes_no_weight(stage: int, ranks: int, dtype: torch.dtype) -> None:
-    expected = {name: p.detach().to(dtype).float() for name, p in _start().named_parameters()}
+    expected = {name: p.detach().to(dtype).float() for name, p in start_model().named_parameters()}
     for found in run_ranks(ranks, initial_weights, stage, dtype):
         assert_same(expected, found)
-
-
-def with_and_without(config: dict, steps: int) -> tuple[Outcome, Outcome]:
-    rank = dist.get_rank()
-    return run(offload_config(config), steps, rank=rank, extended=False), run(config, steps, rank=rank)
-
-
-def difference(expected: Outcome, actual: Outcome) -> float:
-    """Distance of the two final models over the distance that the expected one has moved from the start (all L2)."""
-    start = {name: p.detach().to(torch.bfloat16).float() for name, p in _start().named_parameters()}
-    apart = sum(float((expected.weights[n] - actual.weights[n]).square().sum()) for n in start) ** 0.5
-    moved = sum(float((expected.weights[n] - start[n]).square().sum()) for n in start) ** 0.5
-    return apart / moved
-
-
-def _start() -> OddModel:
-    torch.manual_seed(1234)
-    return OddModel()
 
 
 @pytest.mark.parametrize(

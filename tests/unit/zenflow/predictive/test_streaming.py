@@ -1,20 +1,19 @@
 """`predict_clip: "previous"`: gradients leave for the host while backward runs, and nothing else changes."""
 
 import itertools
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.matrix import cover
-from tests.support.models import batches, two_groups
+from tests.support.models import batches
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import full_masters_of, make_engine, train, zenflow_config
+from tests.support.zenflow_runs import copies_and_result
 
 
 class Branches(torch.nn.Module):
@@ -30,31 +29,6 @@ class Branches(torch.nn.Module):
         if int(tokens[0, 0]):
             hidden = hidden + self.sometimes(hidden)
         return hidden.float().square().mean()
-
-
-def copies_and_result(config: dict, micro_steps: int, streams: bool) -> dict[str, Any]:
-    """Bytes that are copied to the host inside and outside of the engine's step, and what the run leaves behind."""
-    copied = {"inside": 0, "outside": 0}
-    where = ["outside"]
-    with patch.object(PredictiveRule, "streams_gradients", streams):
-        engine = make_engine(config, groups=two_groups)
-        transfers, step = engine.optimizer.zenflow_adam.link.transfers, engine.step
-        to_host = transfers.to_host
-
-        def counted(source: torch.Tensor, target: torch.Tensor) -> None:
-            copied[where[0]] += target.nbytes
-            to_host(source, target)
-
-        def stepping() -> None:
-            where[0] = "inside"
-            step()
-            where[0] = "outside"
-
-        with patch.object(transfers, "to_host", counted), patch.object(engine, "step", stepping):
-            losses = train(engine, batches(micro_steps, dist.get_rank()))
-        found = {"copied": copied, "losses": losses, "masters": full_masters_of(engine), "weights": weights_of(engine)}
-        engine.destroy()
-    return found
 
 
 CASES = list(itertools.product((1, 2, 3), (1, 3), (1, 2)))

@@ -14,7 +14,8 @@ from deepspeed_ext.zenflow.start import start_adam
 from tests.support.models import batches, two_groups
 from tests.support.poison import host_state_arrives_late
 from tests.support.ranks import run_ranks
-from tests.support.zenflow import full_masters_of, make_engine, offload_config, run, train, weights_of, zenflow_config
+from tests.support.zenflow import full_masters_of, make_engine, train, weights_of
+from tests.support.zenflow_runs import losses_of, selective_config, with_and_without
 
 STAGES = [1, 2, 3]
 EVERYTHING = 0.999
@@ -146,16 +147,6 @@ def test_weights_come_from_the_accelerator_and_not_from_state_on_its_way_to_the_
         assert error < 2e-5
 
 
-def selective_config(stage: int, dtype: torch.dtype = torch.float32, **zenflow: Any) -> dict[str, Any]:
-    defaults = {"topk_ratio": 0.1, "select_block_size": 32, "update_interval": 2, "select_interval": 4}
-    return zenflow_config(stage, dtype, **{**defaults, **zenflow})
-
-
-def with_and_without(config: dict, steps: int) -> tuple:
-    rank = dist.get_rank()
-    return run(offload_config(config), steps, rank=rank, extended=False), run(config, steps, rank=rank)
-
-
 @pytest.mark.parametrize(
     "zenflow",
     [{"topk_ratio": EVERYTHING, "update_interval": 3, "select_interval": 6}, {"update_interval": 1}],
@@ -214,15 +205,6 @@ def test_between_results_only_hot_blocks_change_and_travel(stage: int, lag: int)
         assert max(hot, others) <= 2 * -(-blocks // 10)
     for master, weight in zip(first["masters"], first["weights"].values(), strict=True):
         assert lag or torch.equal(master, weight)
-
-
-def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
-    engine = make_engine(config, groups=two_groups)
-    losses = train(engine, batches(steps, dist.get_rank()))
-    adam = engine.optimizer.zenflow_adam
-    found = {"interval": adam.rule.schedule.interval, "figures": adam.measurements(), "weights": weights_of(engine)}
-    engine.destroy()
-    return losses, found
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -1,0 +1,49 @@
+"""An optimizer process without a trainer's engine: plans, passes, and waiting for its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psutil
+
+from deepspeed_ext.zenflow.kernel import AdamStep, Publish, library_path
+from deepspeed_ext.zenflow.worker.arena import Arena, plan_layout
+from deepspeed_ext.zenflow.worker.messages import PartitionPass, WorkerPlan, partition_specs
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+
+NUMEL = 10_000
+STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
+PASS = PartitionPass(0, (0,), (STEP,), Publish.exact(STEP.bias_correction2_sqrt, STEP.eps))
+
+
+def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
+    dtypes = {"publish_dtype": "bfloat16", "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
+    layout = plan_layout(partition_specs(0, numel, block_size=32, slots=1, touched_slots=1, **dtypes))
+    return replace(WorkerPlan(layout, 32, None, 1, library_path()), **changes)
+
+
+@contextmanager
+def running(numel: int = NUMEL, timeout_seconds: float = 60.0, **changes) -> Iterator[tuple[Arena, OptimizerProcess]]:
+    plan = make_plan(numel, **changes)
+    arena = Arena.create(plan.layout)
+    with OptimizerProcess(arena, plan, rank=3, timeout_seconds=timeout_seconds) as process:
+        yield arena, process
+    arena.close()
+
+
+def gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def step_for_ever(process: OptimizerProcess) -> None:
+    while True:
+        process.submit([PASS])
+        process.wait()
