@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 import deepspeed_ext
 from tests.support.same import assert_same
 
-__all__ = ["Record", "assert_same", "base_config", "compare_with_upstream", "train"]
+__all__ = ["Record", "base_config", "compare_with_upstream", "train"]
 
 
 @dataclass

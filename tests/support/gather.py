@@ -16,8 +16,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
 import deepspeed_ext
-from tests.support.compare import Record, assert_same, base_config, train
+from tests.support.compare import Record, base_config, train
 from tests.support.models import batches
+from tests.support.same import assert_same
 from tests.support.zero3 import Experts, ZooModel, gathered
 
 OURS = {"stage3_allgather_single_param": True}

@@ -12,9 +12,12 @@ import torch
 __all__ = ["assert_same", "first_difference"]
 
 
-def assert_same(expected: Any, actual: Any) -> None:
-    """Fail with the first place where two nested values differ; tensors are compared to the bit, NaN equals NaN."""
-    difference = first_difference(expected, actual)
+def assert_same(expected: Any, actual: Any, where: str = "value") -> None:
+    """Fail with the first place where two nested values differ: its name, index and both values.
+
+    Tensors are compared to the bit: 0.0 and -0.0 differ, a NaN equals a NaN of the same bits. `where` begins the name.
+    """
+    difference = first_difference(expected, actual, where)
     assert not difference, difference
 
 
@@ -55,5 +58,6 @@ def _of_tensors(expected: torch.Tensor, actual: torch.Tensor, where: str) -> str
     apart = (bits[0] != bits[1]).view(expected.numel(), -1).any(1).nonzero().view(-1)
     first = int(apart[0])
     values = [each.contiguous().view(-1)[first].item() for each in (actual, expected)]
-    what = f"element {first} is {values[0]!r}, expected {values[1]!r}"
+    index = list(map(int, torch.unravel_index(torch.tensor(first), expected.shape))) if expected.ndim > 1 else first
+    what = f"element {index} is {values[0]!r}, expected {values[1]!r}"
     return f"{where}: {len(apart)} of {expected.numel()} elements differ; {what}"

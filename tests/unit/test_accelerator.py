@@ -15,6 +15,7 @@ import torch
 from tests.support.gather import DTYPES, WAYS, compare_gathers
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes
+from tests.support.same import assert_same
 from tests.support.zenflow import zenflow_config
 from tests.support.zenflow_runs import (
     copies_and_result,
@@ -37,10 +38,6 @@ def on(ranks: int, body: Any, *args: Any) -> list[Any]:
     return run_ranks(ranks, body, *args, device="accelerator", timeout_seconds=280)
 
 
-def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return list(one) == list(other) and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", RANKS)
@@ -54,7 +51,7 @@ def test_gather_equals_upstream(ranks: int, dtype: str, way: str) -> None:
 def test_initialize_changes_no_weight(stage: int, ranks: int) -> None:
     expected = {name: p.detach().bfloat16().float() for name, p in start_model().named_parameters()}
     for found in on(ranks, initial_weights, stage, torch.bfloat16):
-        assert same_weights(expected, found)
+        assert_same(expected, found, "weights")
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -85,7 +82,7 @@ def test_gradients_that_leave_during_backward_change_nothing(stage: int, ranks: 
     for ours, theirs in zip(streamed, whole, strict=True):
         assert ours["copied"]["outside"] > 0
         assert ours["losses"] == theirs["losses"]
-        assert same_weights(ours["weights"], theirs["weights"])
+        assert_same(theirs["weights"], ours["weights"], "weights")
 
 
 @pytest.mark.parametrize("zenflow", [{"update_interval": 1}, {"update_interval": 2}], ids=["1", "2"])
@@ -113,7 +110,7 @@ def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
     config["zero_optimization"]["zenflow"]["offload"] = True
     offloaded = on(1, losses_of, config, 14)[0]
     assert plain[0] == offloaded[0]
-    assert same_weights(plain[1]["weights"], offloaded[1]["weights"])
+    assert_same(plain[1]["weights"], offloaded[1]["weights"], "weights")
 
 
 @pytest.mark.parametrize("ranks", RANKS)

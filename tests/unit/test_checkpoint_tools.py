@@ -17,6 +17,7 @@ import deepspeed_ext
 from tests.support.compare import base_config
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 
 
 def build(stage: int, tier: str | None, universal: bool = False) -> Any:
@@ -58,8 +59,7 @@ def save_body(folder: str, stage: int, tier: str) -> dict[str, torch.Tensor]:
 def test_zero_to_fp32_reads_our_masters(tmp_path: Path, stage: int, tier: str) -> None:
     expected = run_ranks(2, save_body, str(tmp_path), stage, tier)[0]
     found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
-    for name, value in expected.items():
-        assert torch.equal(found[name].view(torch.int32), value.view(torch.int32)), name
+    assert_same(expected, {name: found[name] for name in expected}, "masters")
 
 
 def universal_body(folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -76,8 +76,7 @@ def test_universal_checkpoint_resumes_with_other_ranks(tmp_path: Path) -> None:
     assert converted.returncode == 0, converted.stdout + converted.stderr
     on_two, on_three = (run_ranks(ranks, universal_body, str(tmp_path), pool="universal") for ranks in (2, 3))
     for loaded, _ in on_two + on_three:
-        for name, value in expected.items():
-            assert torch.equal(loaded[name].view(torch.int32), value.view(torch.int32)), name
+        assert_same(expected, {name: loaded[name] for name in expected}, "masters")
     assert on_two[0][1][0] == on_three[0][1][0]
 
 

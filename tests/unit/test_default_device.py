@@ -13,6 +13,7 @@ from deepspeed import comm as dist
 import deepspeed_ext
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 from tests.support.zenflow import RULES, Outcome, full_masters_of, make_engine, train, weights_of, zenflow_config
 
 PACKAGE = Path(deepspeed_ext.__file__).parent
@@ -66,5 +67,4 @@ def with_other_defaults(config: dict[str, Any]) -> list[Outcome]:
 def test_training_is_the_same(stage: int, rule: str) -> None:
     for plain, other in run_ranks(1, with_other_defaults, zenflow_config(stage, **RULES[rule])):
         assert other.losses == plain.losses
-        assert all(torch.equal(weight, plain.weights[name]) for name, weight in other.weights.items())
-        assert all(torch.equal(a, b) for a, b in zip(other.masters, plain.masters, strict=True))
+        assert_same(plain, other, "run with other defaults")

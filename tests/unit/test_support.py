@@ -34,7 +34,11 @@ class Outcome:
         (torch.zeros(3), torch.zeros(4), "(4,)"),
         (torch.zeros(3), torch.zeros(3).bfloat16(), "torch.bfloat16"),
         (torch.zeros(2), torch.tensor([0.0, -0.0]), "1 of 2 elements differ; element 1 is -0.0, expected 0.0"),
-        ({"w": (torch.zeros(2, 2),)}, {"w": (torch.tensor([[0.0, 0.0], [2.0, 1.0]]),)}, "value['w'][0]: 2 of 4"),
+        (
+            {"w": (torch.zeros(2, 2),)},
+            {"w": (torch.tensor([[0.0, 0.0], [2.0, 1.0]]),)},
+            "value['w'][0]: 2 of 4 elements differ; element [1, 0] is 2.0, expected 0.0",
+        ),
         (torch.zeros(1), 0.0, "value is a float, expected a Tensor"),
         ("ab", "ac", "value is 'ac', expected 'ab'"),
     ],

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
+from tests.support.same import first_difference
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
 
 BAD_STEPS = {2: float("nan"), 3: float("inf"), 6: float("-inf")}
@@ -87,7 +88,7 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
     engine.destroy()
     return {
         "overflow": overflow,
-        "same arrays": all(map(torch.equal, before["arrays"], after["arrays"])),
+        "changed arrays": first_difference(before["arrays"], after["arrays"], "p, m, v and weights"),
         "same counts": before["counts"] == after["counts"],
         "updates": updates,
         "losses": losses,
@@ -102,7 +103,7 @@ def test_an_overflow_on_one_rank_is_no_step_on_any(stage: int, rule: str) -> Non
     config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 5}  # so one overflow leaves the loss scale as it is
     for found in run_ranks(2, overflow_on_one_rank, config):
         assert found["overflow"]
-        assert found["same arrays"]
+        assert found["changed arrays"] == ""
         assert found["same counts"]
         assert found["updates"] == STEPS
         assert found["losses"] == found["expected"]

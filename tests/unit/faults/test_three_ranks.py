@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext._errors import CheckpointError, WorkerError
 from tests.support.limits import limited
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
 
 RANKS = 3
@@ -72,8 +72,7 @@ def test_three_ranks_train_save_load_and_fail_together(stage: int, rule: str, tm
     for found in outcomes:
         assert found["losses"] == pytest.approx(found["upstream"], rel=0.05)
         assert found["resumed"] == found["losses"][GOOD:]
-        for name, weight in outcomes[0]["weights"].items():
-            assert torch.equal(found["weights"][name], weight), name
+        assert_same(outcomes[0]["weights"], found["weights"], "weights")
         assert f"rank {FAILING}" in found["refused"]
         assert f"rank {FAILING}" in found["lost"]
         assert "SIGKILL" in found["lost"]

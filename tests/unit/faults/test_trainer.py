@@ -22,6 +22,7 @@ from tests.support.models import batches
 from tests.support.optimizer_process import gone
 from tests.support.paths import ROOT
 from tests.support.ranks import run_fresh_ranks, run_ranks
+from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
 ENDS = ["idle", "stepping", "starting", "in a thread", "exception", "interrupt", "preempted", "exit", "destroy"]
@@ -161,11 +162,11 @@ def train_with_forked_loader(config: dict) -> dict[str, Any]:
         torch.stack(data[4:]), batch_size=None, num_workers=2, multiprocessing_context="fork", persistent_workers=True
     )
     losses += train(engine, kept)
-    same = all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
+    difference = first_difference((expected, weights), (losses, weights_of(engine)), "losses, weights")
     forked = [child.pid for child in psutil.Process().children() if child.pid != worker]
     engine.destroy()
     return {
-        "equal": losses == expected and same,
+        "difference": difference,
         "alive": alive,
         "forked": len(forked),
         "gone": gone(worker, 0.5),
@@ -175,4 +176,4 @@ def train_with_forked_loader(config: dict) -> dict[str, Any]:
 
 def test_fork_in_the_data_loader() -> None:
     found = run_ranks(1, train_with_forked_loader, zenflow_config(2, update_interval=1))[0]
-    assert found == {"equal": True, "alive": True, "forked": 2, "gone": True, "still forked": 2}
+    assert found == {"difference": "", "alive": True, "forked": 2, "gone": True, "still forked": 2}

@@ -20,6 +20,7 @@ from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 
 MIB = 1 << 20
 SHAPES = [(1000, 1001), (333, 3, 5), (7,), (0,), (2048, 1024), (1, 1), (999_983,)]
@@ -306,7 +307,7 @@ def both_exchanges() -> list[torch.Tensor]:
 def test_both_exchanges_give_the_same_bits() -> None:
     expected = torch.tensor([10 * rank + place for rank in range(3) for place in range(6)], dtype=torch.bfloat16)
     for found in run_ranks(3, both_exchanges):
-        assert all(torch.equal(flat, expected) for flat in found)
+        assert_same([expected] * 2, found, "all_gather, broadcasts")
 
 
 @pytest.mark.parametrize(("backend", "way"), [("nccl", "all_gather"), ("gloo", "broadcasts"), ("mpi", "broadcasts")])

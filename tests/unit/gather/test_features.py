@@ -19,10 +19,11 @@ from deepspeed_ext.gather.launch import Arrival, gather_singles, gather_together
 from deepspeed_ext.gather.plan import GatherMode, ParameterFacts, plan_gather
 from deepspeed_ext.zero_config import ZeroConfig
 from tests.support.collectives import Collectives
-from tests.support.compare import assert_same, train
+from tests.support.compare import train
 from tests.support.gather import OURS, engine_for, garbage_is_nan, way_config
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
+from tests.support.same import assert_same
 from tests.support.zero3 import ZooModel, fetch, gathered
 
 

@@ -11,6 +11,7 @@ import torch
 import deepspeed_ext
 from tests.support.compare import base_config
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 from tests.support.zero3 import gathered
 
 transformers = pytest.importorskip("transformers")
@@ -79,8 +80,7 @@ def body(folder: str) -> tuple[list[float], int]:
     our_losses, our_parameters, gather = train(folder, extended=True)
     assert none is None
     assert our_losses == losses
-    for name, parameter in parameters.items():
-        assert torch.equal(our_parameters[name], parameter), name
+    assert_same(parameters, our_parameters, "parameters")
     return our_losses, gather.num_collectives
 
 

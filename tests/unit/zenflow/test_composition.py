@@ -18,6 +18,7 @@ from torch import nn
 from tests.support.matrix import cover
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
 STEPS = 8
@@ -194,8 +195,7 @@ def test_combination(case: Case) -> None:
             assert actual[name] == expected[name], name
         assert actual["trace"][-1][:2] == (STEPS, skipped)
         assert actual["updates"] == STEPS - skipped
-        for name, weight in results[0][1]["weights"].items():
-            assert torch.equal(actual["weights"][name], weight), name
+        assert_same(results[0][1]["weights"], actual["weights"], "weights")
         tolerance = TOLERANCES[case.mode if case.mode in TOLERANCES else "exact" if case.dtype == "fp32" else "16 bit"]
         assert actual["losses"] == pytest.approx(expected["losses"], rel=tolerance.loss)
         assert actual["norm"] == pytest.approx(expected["norm"], rel=tolerance.loss)

@@ -1,5 +1,6 @@
 """The worker's pass over memory: equal to torch.optim, same for any threads and cuts, works without a compiler."""
 
+import copy
 import ctypes
 import itertools
 import mmap
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Publish, reference
 from tests.perf import bench_cpu_adam
 from tests.support.kernels import DTYPES, KERNELS, LIBRARY, array, make_kernel, needs_native
+from tests.support.same import assert_same
 
 
 class Problem:
@@ -50,8 +52,8 @@ class Problem:
             publish=Publish(*publish, bias2, eps),
         )
 
-    def results(self) -> list[torch.Tensor]:
-        return [self.p, self.m, self.v, self.published, self.means]
+    def results(self) -> dict[str, torch.Tensor]:
+        return {"p": self.p, "m": self.m, "v": self.v, "published": self.published, "means": self.means}
 
 
 def adam_steps(count: int, first: int = 1, decoupled: bool = True, **changes: float) -> list[AdamStep]:
@@ -127,7 +129,7 @@ def test_result_is_the_same_for_any_threads_and_cuts(kernel: str) -> None:
     for threads in (2, 3):
         again = Problem(n, 4)
         make_kernel(kernel, threads).run(again.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0)))
-        assert all(map(torch.equal, whole.results(), again.results()))
+        assert_same(whole.results(), again.results(), f"with {threads} threads")
     cut = Problem(n, 4)
     full = cut.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0))
     bounds = [0, block, 96 * block, 97 * block, n]
@@ -138,7 +140,7 @@ def test_result_is_the_same_for_any_threads_and_cuts(kernel: str) -> None:
         piece.grads = [g[first:last] for g in cut.grads]
         piece.means = cut.means[first // block : -(-last // block)]
         make_kernel(kernel).run(piece.make_pass(list(full.steps), (0.99, 1e-3, 0.0, 0.0)))
-    assert all(map(torch.equal, whole.results(), cut.results()))
+    assert_same(whole.results(), cut.results(), "in pieces")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -150,7 +152,7 @@ def test_one_pass_of_s_steps_equals_s_passes(kernel: str) -> None:
     for step, grad in zip(steps, grads, strict=True):
         apart.grads = [grad]
         make_kernel(kernel).run(apart.make_pass([step], (0.99, 1e-3, 0.0, 0.0)))
-    assert all(map(torch.equal, together.results(), apart.results()))
+    assert_same(together.results(), apart.results())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -160,10 +162,10 @@ def test_publishing_again_gives_the_same_bits(kernel: str, publish_dtype: str) -
     problem = Problem(3001, 2, publish_dtype=publish_dtype)
     full = problem.make_pass(adam_steps(2, 3), (0.99, 1e-3, 1e-5, 2e-4))
     make_kernel(kernel).run(full)
-    expected = [t.clone() for t in problem.results()]
+    expected = copy.deepcopy(problem.results())
     problem.published.zero_(), problem.means.zero_()
     make_kernel(kernel).run(replace(full, grads=(), steps=()))
-    assert all(map(torch.equal, expected, problem.results()))
+    assert_same(expected, problem.results())
 
 
 @settings(max_examples=30, deadline=None)

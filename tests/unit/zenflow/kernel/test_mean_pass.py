@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, MeanPass, Publish
 from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
+from tests.support.same import assert_same
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, step=-1, grad_scale=float("nan"))  # neither of the two is used
 SCALES = (0.5, 0.25, 0.3, 0.125)
@@ -136,7 +137,7 @@ def test_only_blocks_at_home_change(kernel, n, block, grads, publish_dtype, data
     if grads:
         assert (problem.m[home] != before[1][home]).all()
     else:
-        assert all(torch.equal(a[home], b[home]) for a, b in zip(before[:3], problem.state()[:3], strict=True))
+        assert_same([t[home] for t in before[:3]], [t[home] for t in problem.state()[:3]], "p, m, v")
 
 
 @pytest.mark.parametrize("block", [1, 32, 256, 1000])
@@ -148,7 +149,7 @@ def test_result_is_the_same_for_any_threads_and_cuts(kernel: str, block: int) ->
     for threads in (2, 3):
         again = Problem(n, 4, block=block)
         make_kernel(kernel, threads).run_mean(again.make_pass())
-        assert all(map(torch.equal, whole.state(), again.state()))
+        assert_same(whole.state(), again.state(), f"with {threads} threads: p, m, v, published, updates")
     cut = Problem(n, 4, block=block)
     for first, last in itertools.pairwise([0, block, 3 * block, 9 * block, n]):
         piece = Problem(n, 4, block=block)
@@ -157,7 +158,7 @@ def test_result_is_the_same_for_any_threads_and_cuts(kernel: str, block: int) ->
         piece.grads = [g[first:last] for g in cut.grads]
         piece.updates = cut.updates[first // block : -(-last // block)]
         make_kernel(kernel).run_mean(piece.make_pass())
-    assert all(map(torch.equal, whole.state(), cut.state()))
+    assert_same(whole.state(), cut.state(), "in pieces: p, m, v, published, updates")
 
 
 @needs_native
@@ -175,4 +176,4 @@ def test_one_gradient_and_one_count_is_the_pass_of_one_step(t: int) -> None:
         publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
         grads = (array(plain.grads[0]),)
         make_kernel("native").run(AdamPass(p, m, v, grads, (step,), y, means, block, publish))
-        assert all(map(torch.equal, mean.state()[:4], plain.state()[:4]))
+        assert_same(mean.state()[:4], plain.state()[:4], "p, m, v, published")

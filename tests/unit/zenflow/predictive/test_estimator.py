@@ -22,6 +22,7 @@ from deepspeed_ext.zenflow.predictive.estimator import (
 )
 from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightSource
 from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
+from tests.support.same import assert_same
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
 
@@ -108,7 +109,7 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
     Estimator(means, block, 1.0, 1e-8).move(whole[0], whole[1], grad, 1.0, 1.0, 2.0)
     monkeypatch.setattr("deepspeed_ext.zenflow.predictive.estimator._CHUNK_NUMEL", {"cpu": 100})
     Estimator(means, block, 1.0, 1e-8).move(cut[0], cut[1], grad, 1.0, 1.0, 2.0)
-    assert all(map(torch.equal, whole, cut))
+    assert_same(whole, cut, "weights, drift")
     assert whole[0].abs().max() == 4.5
     assert torch.equal(whole[1], -2 * whole[0])
 
@@ -174,8 +175,8 @@ def test_estimate_is_the_same_for_any_threads() -> None:
             results.append([*(e := Estimation(200_003, 32, *["bfloat16"] * 4)).predict(), *e.move()])
     finally:
         torch.set_num_threads(before)
-    assert all(map(torch.equal, results[0], results[1]))
-    assert all(map(torch.equal, results[0], results[2]))
+    for number, result in enumerate(results[1:], start=2):
+        assert_same(results[0], result, f"with {number} threads: weights, drift")
 
 
 def test_estimate_on_strided_tensors_is_the_same() -> None:

@@ -12,6 +12,7 @@ from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.matrix import cover
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
 from tests.support.zenflow import full_masters_of, make_engine, train, zenflow_config
 from tests.support.zenflow_runs import copies_and_result
 
@@ -49,8 +50,8 @@ def test_gradients_leave_during_backward_and_nothing_changes(stage: int, interva
         assert ours["copied"]["outside"] > 0
         assert theirs["copied"]["outside"] == 0
         assert ours["losses"] == theirs["losses"]
-        assert all(torch.equal(a, b) for a, b in zip(ours["masters"], theirs["masters"], strict=True))
-        assert all(torch.equal(value, theirs["weights"][name]) for name, value in ours["weights"].items())
+        assert_same(theirs["masters"], ours["masters"], "masters")
+        assert_same(theirs["weights"], ours["weights"], "weights")
 
 
 def after_overflow(streams: bool) -> tuple[list[bool], list[torch.Tensor]]:
@@ -81,6 +82,5 @@ def test_nothing_of_a_gradient_that_overflowed_enters_a_later_step() -> None:
     (streamed,) = run_ranks(1, after_overflow, True)
     (whole,) = run_ranks(1, after_overflow, False)
     assert streamed[0] == whole[0] == [False, False, True, False, False]
-    for ours, theirs in zip(streamed[1], whole[1], strict=True):
-        assert torch.isfinite(ours).all()
-        assert torch.equal(ours, theirs)
+    assert all(master.isfinite().all() for master in streamed[1])
+    assert_same(whole[1], streamed[1], "masters")
