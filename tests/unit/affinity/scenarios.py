@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 
 def run_scenario(
@@ -126,24 +127,30 @@ def confine_under_churn() -> dict[str, Any]:
     """Threads are born and die while the process is confined."""
     from deepspeed_ext.affinity.thread_masks import confine, outside, restore
 
-    running = True
+    running, rounds = True, 0
 
     def churn() -> None:
+        nonlocal rounds
         while running:
             threads = [threading.Thread(target=time.sleep, args=(0.001,)) for _ in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
+            rounds += 1
+
+    def wait_for_new_threads() -> None:
+        enough = rounds + 3
+        wait_until(lambda: rounds >= enough, "the birth of more threads")
 
     churner = threading.Thread(target=churn)
     churner.start()
     everything = sorted(os.sched_getaffinity(0))
     saved = confine(everything[:1])
-    time.sleep(0.05)
+    wait_for_new_threads()
     stray = len(outside(everything[:1]))
     restore(saved)
-    time.sleep(0.05)
+    wait_for_new_threads()
     after = {tuple(mask) for mask in _masks().values()}
     running = False
     churner.join()
@@ -204,7 +211,7 @@ def vanished_thread() -> dict[str, Any]:
         if tid == victim:
             asked.append(tid)
             stop.set()
-            time.sleep(0.05)
+            wait_until(lambda: not os.path.exists(f"/proc/self/task/{tid}"), "the end of the thread")
             raise ProcessLookupError(errno.ESRCH, "gone")
         real(tid, cpus)
 

@@ -9,12 +9,12 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import torch
 
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches
+from tests.support.waiting import wait_to_be_killed
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 STEPS = 5
@@ -34,7 +34,7 @@ def announce_at_launch() -> None:
     def launch_and_wait(self, *args):
         process, connection = launch(self, *args)
         announce(process.pid)
-        time.sleep(60)
+        wait_to_be_killed()
         return process, connection
 
     OptimizerProcess._launch = launch_and_wait  # type: ignore[method-assign]
@@ -54,11 +54,11 @@ def main(end: str) -> None:
         engine.destroy()
     announce(process.pid, kernel=process.ready.kernel, losses=losses)
     if end == "idle":
-        time.sleep(60)
+        wait_to_be_killed()
     elif end == "stepping":
         os.kill(process.pid, signal.SIGSTOP)  # whatever it does then is never done
         train(engine, batches(1, 0))
-        time.sleep(60)
+        wait_to_be_killed()
     elif end == "exception":
         loss = engine(batches(1, 1)[0])
         engine.backward(loss)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Publish, reference
 from tests.perf import bench_cpu_adam
-from tests.support.kernels import DTYPES, KERNELS, LIBRARY, array, make_kernel, needs_native
+from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
 from tests.support.same import assert_same
 
 
@@ -168,11 +168,10 @@ def test_publishing_again_gives_the_same_bits(kernel: str, publish_dtype: str) -
     assert_same(expected, problem.results())
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=30, deadline=None)
-@given(n=st.integers(0, 700), block=st.integers(1, 300), kernel=st.sampled_from(["native", "reference"]))
-def test_block_means(n: int, block: int, kernel: str) -> None:
-    if kernel == "native" and LIBRARY is None:
-        return
+@given(n=st.integers(0, 700), block=st.integers(1, 300))
+def test_block_means(kernel: str, n: int, block: int) -> None:
     problem = Problem(n, 1, block=block)
     make_kernel(kernel).run(problem.make_pass(adam_steps(1)))
     expected = torch.stack([b.mean() for b in problem.v.split(block)]) if n else problem.v

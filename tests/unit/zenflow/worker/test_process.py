@@ -1,11 +1,13 @@
 """The optimizer process: a life with a start and an end, and no hang and no orphan whatever happens in between."""
 
+import fcntl
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -25,6 +27,7 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import NUMEL, PASS, gone, make_plan, running, step_for_ever
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("library", [library_path(), None])
@@ -118,10 +121,11 @@ def test_refused_exec_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stepping", [False, True], ids=["idle", "stepping"])
 def test_killed_worker_is_an_error_at_once(stepping: bool) -> None:
-    with running(numel=4_000_000) as (_, process):
+    with running(numel=4_000_000) as (arena, process):
         if stepping:
+            arena.tensor("g").fill_(1.0)
             process.submit([PASS] * 2000)
-            time.sleep(0.2)
+            wait_until(lambda: bool(arena.tensor("m")[-1]), "the end of the first pass")
         os.kill(process.pid, signal.SIGKILL)
         begin = time.monotonic()
         with pytest.raises(WorkerError, match=r"rank 3.*SIGKILL.*exit status -9.*checkpoint"):
@@ -179,19 +183,21 @@ def test_missing_memory_is_named() -> None:
 
 
 TRAINER = """
-import os, sys, time
+import os, sys
 sys.path.insert(0, {root!r})
 from tests.support.optimizer_process import PASS, running
+from tests.support.waiting import wait_to_be_killed
 with running(numel=4_000_000) as (arena, process):
     if {stepping}:
         process.submit([PASS] * 5000)
-    child = 0
+    child, test = 0, os.getppid()
     if {fork}:  # a DataLoader worker that outlives the trainer and holds a copy of its sockets
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            wait_to_be_killed(test)
+            os._exit(0)
     print(process.pid, child, flush=True)
-    time.sleep(60)
+    wait_to_be_killed(test)
 """
 
 
@@ -222,7 +228,7 @@ def test_tiny_memlock_and_no_dev_shm_do_not_matter() -> None:
 
 
 SUSPENDED = """
-import os, sys, time
+import os, sys
 sys.path.insert(0, {root!r})
 os.close(0)  # as a job without stdin
 from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
@@ -230,7 +236,8 @@ from deepspeed_ext.zenflow.worker.messages import WorkerPlan
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 layout = plan_layout([ArraySpec("p", "float32", 5)])
 arena = Arena.create(layout)
-process = OptimizerProcess(arena, WorkerPlan(layout, 32, None, 1, {library!r}), rank=0, timeout_seconds=1.0)
+process = OptimizerProcess(arena, WorkerPlan(layout, 32, None, 1, {library!r}), rank=0, timeout_seconds=60.0)
+process._timeout_seconds = 1.0  # of what follows, not of the start
 for number in range(2):
     print(process.pid, flush=True)
     os.read(3, 1)  # the test has stopped the worker
@@ -247,16 +254,22 @@ def test_a_job_that_is_suspended_or_without_stdin_goes_on(tmp_path: Path) -> Non
     wrapper = f"import os; os.dup2({reading}, 3); exec({code!r})"
     command = [sys.executable, "-c", wrapper]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[reading])
+    process = psutil.Process(trainer.pid)
+
+    def sleeps_after_reading() -> bool:
+        unread = fcntl.ioctl(reading, termios.FIONREAD, bytes(4))
+        return not any(unread) and process.status() == psutil.STATUS_SLEEPING
+
     try:
         worker = int(trainer.stdout.readline())
         os.kill(worker, signal.SIGSTOP)
         os.write(writing, b"x")
-        while psutil.Process(trainer.pid).status() != psutil.STATUS_SLEEPING:
-            time.sleep(0.01)
+        wait_until(sleeps_after_reading, "the trainer's wait for its worker")
         trainer.send_signal(signal.SIGSTOP)
-        time.sleep(2.5)  # the suspension
+        time.sleep(2.5)  # here time itself has to pass: more than the timeout
+        sleeps = process.num_ctx_switches().voluntary
         trainer.send_signal(signal.SIGCONT)
-        time.sleep(0.2)  # the trainer looks first
+        wait_until(lambda: process.num_ctx_switches().voluntary > sleeps, "the trainer's look at its worker")
         os.kill(worker, signal.SIGCONT)
         os.write(writing, b"x")
         assert trainer.stdout.read().split() == ["1", str(worker), "2"]
@@ -269,7 +282,7 @@ def test_a_job_that_is_suspended_or_without_stdin_goes_on(tmp_path: Path) -> Non
 
 
 STRANGER = """
-import os, pickle, struct, sys, time
+import os, pickle, struct, sys
 sys.path.insert(0, {root!r})
 from deepspeed_ext.zenflow.worker.messages import Done
 class Missing:
@@ -278,7 +291,8 @@ def message(value):
     body = pickle.dumps(value)
     return struct.pack("!4sQ", b"dsxt", len(body)) + body
 os.write(int(sys.argv[1]), {what})
-time.sleep(60)
+from tests.support.waiting import wait_to_be_killed
+wait_to_be_killed()
 """
 
 
