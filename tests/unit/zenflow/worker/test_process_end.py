@@ -1,0 +1,144 @@
+"""The end of the optimizer process: however it or its trainer ends, the other notices and nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.zenflow.worker import process as process_module
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from tests.support.optimizer_process import PASS, gone, make_plan, running, step_for_ever
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
+
+
+def test_close_is_idempotent_and_later_calls_say_so() -> None:
+    with running() as (_, process):
+        process.close()
+        process.close()
+        assert gone(process.pid, 1.0)
+        with pytest.raises(WorkerError, match=r"rank 3.*closed"):
+            process.submit([PASS])
+        with pytest.raises(WorkerError, match="closed"):
+            process.wait()
+
+
+def test_a_forgotten_process_ends() -> None:
+    plan = make_plan()
+    with running() as (_, process):
+        pid = OptimizerProcess(Arena.create(plan.layout), plan, rank=0, timeout_seconds=60).pid
+        assert gone(pid, 3.0)
+        process.submit([PASS])
+        assert process.wait().number == 1
+
+
+@pytest.mark.parametrize("stepping", [False, True], ids=["idle", "stepping"])
+def test_killed_worker_is_an_error_at_once(stepping: bool) -> None:
+    with running(numel=4_000_000) as (arena, process):
+        if stepping:
+            arena.tensor("g").fill_(1.0)
+            process.submit([PASS] * 2000)
+            wait_until(lambda: bool(arena.tensor("m")[-1]), "the end of the first pass")
+        os.kill(process.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 3.*SIGKILL.*exit status -9.*checkpoint"):
+            step_for_ever(process)
+        assert time.monotonic() - begin < 5
+
+
+def test_interrupts_are_for_the_trainer() -> None:
+    """The worker is in no terminal's process group, and one that is sent to it all the same does nothing."""
+    with running() as (_, process):
+        assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+        os.kill(process.pid, signal.SIGINT)
+        process.submit([PASS])
+        assert process.wait().number == 1
+
+
+def test_missing_memory_is_named() -> None:
+    """What a worker dies of when the machine has no page for the arena."""
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGBUS)
+        with pytest.raises(WorkerError, match=r"SIGBUS.*lower host memory use"):
+            step_for_ever(process)
+
+
+TRAINER = """
+import os, sys
+sys.path.insert(0, {root!r})
+from tests.support.optimizer_process import PASS, running
+from tests.support.waiting import wait_to_be_killed
+with running(numel=4_000_000) as (arena, process):
+    if {stepping}:
+        process.submit([PASS] * 5000)
+    child, test = 0, os.getppid()
+    if {fork}:  # a DataLoader worker that outlives the trainer and holds a copy of its sockets
+        child = os.fork()
+        if child == 0:
+            wait_to_be_killed(test)
+            os._exit(0)
+    print(process.pid, child, flush=True)
+    wait_to_be_killed(test)
+"""
+
+
+@pytest.mark.parametrize(("stepping", "fork"), [(False, False), (True, False), (True, True)])
+def test_killed_trainer_leaves_no_worker(stepping: bool, fork: bool) -> None:
+    code = textwrap.dedent(TRAINER).format(root=str(ROOT), stepping=stepping, fork=fork)
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    worker, child = map(int, trainer.stdout.readline().split())
+    trainer.kill()
+    trainer.wait()
+    assert gone(worker, 2.0)
+    if fork:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_lost_copy_of_a_socket_hides_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is forked by another thread during the launch has the worker's end, and keeps it open."""
+    copies = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            copies.append(os.dup(kwargs["pass_fds"][0]))
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(process_module.subprocess, "Popen", Popen)
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            step_for_ever(process)
+        assert time.monotonic() - begin < 10
+    os.close(copies.pop())
+
+
+def test_close_reaches_the_worker_past_a_forked_copy_of_our_end() -> None:
+    with running() as (_, process):
+        copy = os.dup(process._channel._end.fileno())
+        process.close()
+        assert process._process.returncode == 0
+        os.close(copy)
+
+
+def test_an_idle_death_is_noticed_without_work() -> None:
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGKILL)
+        assert gone(process.pid, 5.0)
+        assert process.wait().number == 0  # nothing was in flight: what is in the arena is complete
+        for ask in (process.require_alive, process.wait, process.require_alive):
+            with pytest.raises(WorkerError, match="SIGKILL"):
+                ask()
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGRTMIN + 1)
+        with pytest.raises(WorkerError, match=rf"killed by signal {signal.SIGRTMIN + 1} "):
+            step_for_ever(process)

@@ -1,0 +1,212 @@
+"""What trainer and optimizer process say to each other: work, answers, errors and silence."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import textwrap
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.zenflow.kernel import library_path
+from deepspeed_ext.zenflow.worker import process as process_module
+from tests.support.optimizer_process import NUMEL, PASS, gone, running
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
+
+
+@pytest.mark.parametrize("library", [library_path(), None])
+def test_steps_are_carried_out_in_shared_memory(library: str | None) -> None:
+    with running(library=library) as (arena, process):
+        assert process.ready.kernel == ("reference" if library is None else "native")
+        parameter = torch.randn(NUMEL).requires_grad_()
+        arena.tensor("p").copy_(parameter.detach())
+        parameter.grad = torch.randn(NUMEL).bfloat16().float()
+        arena.tensor("g").copy_(parameter.grad)
+        process.submit([PASS])
+        done = process.wait()
+        assert (done.number, done.seconds > 0) == (1, True)
+        torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1).step()
+        torch.testing.assert_close(arena.tensor("p"), parameter.detach(), rtol=2e-6, atol=1e-8)
+        assert torch.equal(arena.tensor("y"), arena.tensor("p").bfloat16())
+
+
+def test_submissions_are_done_in_order_and_waited_for_together() -> None:
+    with running() as (arena, process):
+        arena.tensor("g").fill_(1.0)
+        for _ in range(3):
+            process.submit([PASS])
+        assert process.wait().number == 3
+        assert torch.allclose(arena.tensor("m"), torch.tensor(1 - 0.9**3))
+
+
+def test_exceptions_of_the_worker_come_back() -> None:
+    with running() as (_, process):
+        process.submit([replace(PASS, slots=(7,))])
+        with pytest.raises(WorkerError, match=r"(?s)rank 3.*pid.*KeyError: ArrayKey\(.*slot=7\).*checkpoint"):
+            process.wait()
+        assert gone(process.pid, 1.0)
+
+
+def test_stopped_worker_runs_into_the_timeout_and_is_killed() -> None:
+    with running() as (_, process):
+        os.kill(process.pid, signal.SIGSTOP)
+        process.submit([PASS])
+        with pytest.raises(WorkerError, match=r"did not answer within 0\.3 s"):
+            process.wait(timeout_seconds=0.3)
+        assert gone(process.pid, 1.0)
+
+
+def test_orders_that_nobody_reads_run_into_the_timeout() -> None:
+    """A message larger than the socket's buffer would otherwise wait for ever."""
+    with running() as (_, process):
+        process._timeout_seconds = 2.0
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"did not read its orders within 2 s.*worker_timeout_seconds"):
+            process.submit([replace(PASS, partition=index) for index in range(20_000)])
+        assert gone(process.pid, 1.0)
+
+
+SUSPENDED = """
+import os, sys
+sys.path.insert(0, {root!r})
+os.close(0)  # as a job without stdin
+from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.messages import WorkerPlan
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+layout = plan_layout([ArraySpec("p", "float32", 5)])
+arena = Arena.create(layout)
+process = OptimizerProcess(arena, WorkerPlan(layout, 32, None, 1, {library!r}), rank=0, timeout_seconds=60.0)
+process._timeout_seconds = 1.0  # of what follows, not of the start
+for number in range(2):
+    print(process.pid, flush=True)
+    os.read(3, 1)  # the test has stopped the worker
+    process.submit([])
+    print(process.wait().number, flush=True)
+"""
+
+
+def test_a_job_that_is_suspended_or_without_stdin_goes_on(tmp_path: Path) -> None:
+    """Trainer and worker are stopped for longer than the timeout, and the trainer is the first to go on."""
+    code = textwrap.dedent(SUSPENDED).format(root=str(ROOT), library=library_path())
+    reading, writing = os.pipe()
+    wrapper = f"import os; os.dup2({reading}, 3); exec({code!r})"
+    command = [sys.executable, "-c", wrapper]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[reading])
+    process = psutil.Process(trainer.pid)
+
+    def sleeps_after_reading() -> bool:
+        unread = fcntl.ioctl(reading, termios.FIONREAD, bytes(4))
+        return not any(unread) and process.status() == psutil.STATUS_SLEEPING
+
+    try:
+        worker = int(trainer.stdout.readline())
+        os.kill(worker, signal.SIGSTOP)
+        os.write(writing, b"x")
+        wait_until(sleeps_after_reading, "the trainer's wait for its worker")
+        trainer.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)  # here time itself has to pass: more than the timeout
+        sleeps = process.num_ctx_switches().voluntary
+        trainer.send_signal(signal.SIGCONT)
+        wait_until(lambda: process.num_ctx_switches().voluntary > sleeps, "the trainer's look at its worker")
+        os.kill(worker, signal.SIGCONT)
+        os.write(writing, b"x")
+        assert trainer.stdout.read().split() == ["1", str(worker), "2"]
+        assert trainer.wait() == 0
+    finally:
+        trainer.kill()
+        trainer.wait()
+        os.close(reading)
+        os.close(writing)
+
+
+STRANGER = """
+import os, pickle, struct, sys
+sys.path.insert(0, {root!r})
+from deepspeed_ext.zenflow.worker.messages import Done
+class Missing:
+    pass
+def message(value):
+    body = pickle.dumps(value)
+    return struct.pack("!4sQ", b"dsxt", len(body)) + body
+os.write(int(sys.argv[1]), {what})
+from tests.support.waiting import wait_to_be_killed
+wait_to_be_killed()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("message(Done(1, 0.0))[:-1]", "did not start within 2 s"),
+        ("b'\\0' * 3", "did not start within 2 s"),
+        ("b'Segmentation fault'", "not an answer.*does not begin with b'Segmentation"),
+        ("struct.pack('!4sQ', b'dsxt', 1 << 62)", "not an answer"),
+        ("struct.pack('!4sQ', b'dsxt', 3) + b'abc'", "not an answer.*UnpicklingError"),
+        ("message(Missing())", "not an answer.*AttributeError"),
+        ("message(7)", "not an answer.*7 after answer 0 of 0"),
+        ("message(Done(9, 0.0))", "not an answer.*number=9"),
+    ],
+)
+def test_what_is_not_an_answer_is_an_error(
+    what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "stranger.py"
+    script.write_text(textwrap.dedent(STRANGER).format(root=str(ROOT), what=what))
+    monkeypatch.setattr(process_module, "_SCRIPT", script)
+    before = psutil.Process().children()
+    with pytest.raises(WorkerError, match=rf"(?s)rank 3.*{says}"), running(timeout_seconds=2.0):
+        pass
+    assert psutil.Process().children() == before
+
+
+def test_two_threads_wait() -> None:
+    found: list[int] = []
+    with running() as (_, process):
+
+        def wait() -> None:
+            found.append(process.wait().number)
+
+        for number in range(1, 6):
+            os.kill(process.pid, signal.SIGSTOP)
+            process.submit([PASS])
+            threads = [threading.Thread(target=wait) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            os.kill(process.pid, signal.SIGCONT)
+            for thread in threads:
+                thread.join()
+            assert found[-2:] == [number] * 2
+    assert len(found) == 10
+
+
+def test_a_signal_handler_waits_while_its_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as (_, process):
+        found = []
+
+        def handle(*_: object) -> None:
+            os.kill(process.pid, signal.SIGCONT)
+            found.append(process.wait().number)
+
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            os.kill(process.pid, signal.SIGSTOP)
+            process.submit([PASS])
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            assert process.wait().number == 1
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert found == [1]
+        with process._alone(), pytest.raises(WorkerError, match="signal handler"):
+            process.wait()
+        process.submit([PASS])
+        assert process.wait().number == 2

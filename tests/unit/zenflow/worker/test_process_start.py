@@ -1,0 +1,139 @@
+"""The start of the optimizer process: its cores, memory and imports, and a start that fails leaves nothing behind."""
+
+import os
+import resource
+import shutil
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.zenflow.kernel import library_path
+from deepspeed_ext.zenflow.worker import process as process_module
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from tests.support.optimizer_process import PASS, running
+from tests.support.paths import ROOT
+
+
+def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    with running(placement=str(WorkerPlacement(frozenset({cpu})))) as (_, process):
+        assert process.ready.cpus == (cpu,)
+        assert psutil.Process(process.pid).cpu_affinity() == [cpu]
+        if process.ready.kernel == "native":
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            assert "libtorch" not in maps
+
+
+@pytest.mark.skipif(library_path() is None, reason="no native kernel and no C++ compiler here")
+def test_worker_takes_no_memory_of_its_own_for_a_parameter() -> None:
+    """At most 16.5 bytes a parameter in all: what the arena has is 16.125 (see test_arena.py)."""
+    own = []
+    for numel in (100_000, 8_100_000):
+        with running(numel=numel) as (arena, process):
+            process.submit([PASS])
+            process.wait()
+            memory = psutil.Process(process.pid).memory_info()
+            own.append(memory.rss - memory.shared)  # without the arena and libraries
+            assert arena.resident_bytes() < numel * 16.125 + 10 * 4096
+    assert own[1] - own[0] < 0.375 * 8_000_000
+    assert own[1] < 64 * 2**20
+
+
+def test_exceptions_while_starting_come_back() -> None:
+    with pytest.raises(WorkerError, match=r"(?s)rank 3.*raised.*OSError"), running(library="/nonexistent/kernel.so"):
+        pass
+
+
+def test_refused_exec_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(WorkerError, match="could not be started"), running():
+        pass
+
+
+def test_worker_killed_while_starting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = OptimizerProcess._launch
+
+    def launch_and_kill(self, *args):
+        process, connection = launch(self, *args)
+        process.kill()
+        return process, connection
+
+    monkeypatch.setattr(OptimizerProcess, "_launch", launch_and_kill)
+    with pytest.raises(WorkerError, match="SIGKILL"), running():
+        pass
+
+
+def test_tiny_memlock_and_no_dev_shm_do_not_matter() -> None:
+    """The arena is a memfd and nothing of it is locked by the worker."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    entries = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 * 1024, before[1]))
+    try:
+        with running() as (_, process):
+            process.submit([PASS])
+            process.wait()
+            assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) <= entries
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e7, 1e20, float("nan"), 0.0])
+def test_any_timeout_works_or_leaves_nothing(seconds: float) -> None:
+    before = psutil.Process().children()
+    try:
+        with running(timeout_seconds=seconds) as (_, process):
+            process.submit([PASS])
+            assert process.wait().number == 1
+            assert seconds > 0
+    except WorkerError:
+        assert not seconds > 0
+    assert psutil.Process().children() == before
+
+
+def test_a_failure_after_the_launch_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(OptimizerProcess, "_await", fail)
+    before = psutil.Process().children()
+    with pytest.raises(KeyboardInterrupt), running():
+        pass
+    assert psutil.Process().children() == before
+
+
+def test_neighbours_of_the_package_do_not_hide_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package may lie in a site-packages folder with a backport that must not be imported."""
+    package = tmp_path / "deepspeed_ext"
+    shutil.copytree(ROOT / "deepspeed_ext", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("enum", "dataclasses", "socket"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.setattr(process_module, "_SCRIPT", package / "zenflow" / "worker" / "start_worker.py")
+    with running() as (_, process):
+        process.submit([PASS])
+        assert process.wait().number == 1
+        maps = Path(f"/proc/{process.pid}/cmdline").read_text()
+        assert str(package) in maps
+
+
+def test_the_arena_is_in_no_core_dump_and_in_no_forked_process() -> None:
+    with running() as (arena, process):
+        for pid in (os.getpid(), process.pid):
+            areas = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
+            flags = [after.split("\n")[0] for before, after in pairwise(areas) if "deepspeed_ext-arena" in before]
+            assert flags
+            assert all({"dd", "dc"} <= set(line.split()) for line in flags)
+            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(link)]
+            assert not [link for link in links if "arena" in link]
+        child = os.fork()
+        if child == 0:
+            inherited = "deepspeed_ext-arena" in Path("/proc/self/maps").read_text()
+            os._exit(int(inherited))
+        assert os.waitpid(child, 0)[1] == 0
+        assert arena.tensor("p")[0] == 0
