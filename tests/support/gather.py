@@ -29,6 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @contextmanager
 def garbage_is_nan() -> Iterator[None]:
+    """Fill uninitialised memory with NaN, so that none of it can be used unnoticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -37,6 +38,7 @@ def garbage_is_nan() -> Iterator[None]:
 
 
 def way_config(way: str, dtype: str, accumulation: int) -> dict[str, Any]:
+    """A ZeRO-3 config for one of `WAYS`, without our fields."""
     config = base_config(3, DTYPES[dtype], accumulation=accumulation)
     zero: dict[str, Any] = config["zero_optimization"]
     zero |= {
@@ -111,6 +113,10 @@ def compare_gathers(dtype: str, accumulation: int, min_numel: int | None, way: s
 
 
 def engine_for(zero: dict[str, Any], model: torch.nn.Module | None = None, through: Any = None) -> Any:
+    """A ZeRO-3 engine with other fields of ``zero_optimization``."""
+    """Train with DeepSpeed and with the extension, and compare to the bit; losses, plan, collectives."""
+    """Train with DeepSpeed or with the extension; returns the record and the gather, if there is one."""
+    """A `ZooModel`, made and marked as `way` asks for."""
     config = way_config("plain", "fp32", 1)
     config["zero_optimization"] |= zero
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def limited(limit: int, value: int) -> Iterator[None]:
+    """Set a soft limit, such as ``resource.RLIMIT_FSIZE``, and restore it afterwards."""
     before = resource.getrlimit(limit)
     resource.setrlimit(limit, (value, before[1]))
     try:

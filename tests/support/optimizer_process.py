@@ -20,6 +20,7 @@ PASS = PartitionPass(0, (0,), (STEP,), Publish.exact(STEP.bias_correction2_sqrt,
 
 
 def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
+    """A plan for one partition of `numel` elements; `changes` are other fields of it."""
     dtypes = {"publish_dtype": "bfloat16", "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
     layout = plan_layout(partition_specs(0, numel, block_size=32, slots=1, touched_slots=1, **dtypes))
     return replace(WorkerPlan(layout, 32, None, 1, library_path()), **changes)
@@ -27,6 +28,7 @@ def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
 
 @contextmanager
 def running(numel: int = NUMEL, timeout_seconds: float = 60.0, **changes) -> Iterator[tuple[Arena, OptimizerProcess]]:
+    """An arena and its process, which is closed at the end; `changes` are fields of the plan."""
     plan = make_plan(numel, **changes)
     arena = Arena.create(plan.layout)
     with OptimizerProcess(arena, plan, rank=3, timeout_seconds=timeout_seconds) as process:
@@ -35,6 +37,7 @@ def running(numel: int = NUMEL, timeout_seconds: float = 60.0, **changes) -> Ite
 
 
 def gone(pid: int, seconds: float) -> bool:
+    """Whether the process ends within `seconds`; a zombie has ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -44,6 +47,7 @@ def gone(pid: int, seconds: float) -> bool:
 
 
 def step_for_ever(process: OptimizerProcess) -> None:
+    """Submit and wait until the process raises an error."""
     while True:
         process.submit([PASS])
         process.wait()

@@ -40,7 +40,7 @@ def train_and_save(config: dict, first: int, last: int, folder: str) -> str:
 
 
 def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[str]:
-    """Where a run does not continue to the bit; every other engine has been used before it loads."""
+    """Where a resumed run differs from the uninterrupted one; every second engine is used before it loads."""
     data = batches(last + 2, dist.get_rank())
     expected = torch.load(Path(folder, f"expected-{dist.get_rank()}.pt"))
     failed = []

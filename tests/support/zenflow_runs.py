@@ -50,7 +50,7 @@ def start_model() -> OddModel:
 
 
 def exact_and_back(config: dict) -> dict[str, Any]:
-    """Three steps, a look at the exact weights, two steps; and how an engine goes on that nobody has looked into."""
+    """Three steps, a look at the exact weights, two more steps; compared with a run without that look."""
     engine = make_engine(config)
     undisturbed = train(engine, [*batches(3, dist.get_rank()), *batches(2, dist.get_rank())])[3:]
     engine.destroy()
@@ -104,6 +104,11 @@ def selective_config(stage: int, dtype: torch.dtype = torch.float32, **zenflow: 
 
 
 def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses of a run, and its interval, figures and weights."""
+    """A config with the selective rule; `zenflow` are other fields of its section."""
+    """The model that `make_engine` starts from."""
+    """The same run by ZeRO-Offload and by ZenFlow."""
+    """Full weights right after `initialize`."""
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(steps, dist.get_rank()))
     adam = engine.optimizer.zenflow_adam

@@ -1,4 +1,4 @@
-"""Tests that run on the CPU everywhere, the same bodies on a real accelerator: one rank, and two that share a device.
+"""Bodies of the CPU tests on a real accelerator: one rank, and two ranks that share a device.
 
 One rank talks through the accelerator's own backend (NCCL), two ranks on one device through gloo. Tiered flattening
 has its own file, ``flatten/test_gpu.py``; copies have theirs, ``zenflow/worker/test_copies.py``.
@@ -66,7 +66,7 @@ def test_zenflow_without_overlap_is_zero_offload(stage: int, ranks: int) -> None
 @pytest.mark.parametrize(("interval", "tolerance"), [(1, 0.02), (4, 0.06)])  # as on the CPU
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_predicted_run_stays_with_adamw(stage: int, ranks: int, interval: int, tolerance: float) -> None:
+def test_predicted_training_stays_close_to_adamw(stage: int, ranks: int, interval: int, tolerance: float) -> None:
     config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=interval, lr=1e-2)
     for expected, actual in on(ranks, with_and_without, config, 40):
         assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
@@ -95,7 +95,7 @@ def test_resume_continues_to_the_bit(stage: int, ranks: int, zenflow: dict[str, 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_selective_is_zero_offload_where_nothing_is_deferred(stage: int, ranks: int) -> None:
+def test_selective_equals_zero_offload_if_nothing_is_deferred(stage: int, ranks: int) -> None:
     config = selective_config(stage, update_interval=1)
     for expected, actual in on(ranks, with_and_without, config, 12):
         assert actual.losses == pytest.approx(expected.losses, rel=1e-5)

@@ -1,4 +1,4 @@
-"""What the user makes torch's default, device or dtype, reaches nothing of ours."""
+"""Torch's default device and dtype, as a user may set them, change nothing of ours."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.zenflow import RULES, Outcome, full_masters_of, make_engine, 
 PACKAGE = Path(deepspeed_ext.__file__).parent
 FACTORIES = {"arange", "as_tensor", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
 EXEMPT = {"tuning/measuring_process.py"}
-"""It runs in a process that no user code has touched."""
+"""It runs in a process of its own, without any user code."""
 
 
 def unnamed_defaults(path: Path) -> list[str]:
-    """The calls of torch's factories in a file that leave the device or the dtype to torch."""
+    """Calls of torch's factories that do not name both device and dtype."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
@@ -64,7 +64,7 @@ def with_other_defaults(config: dict[str, Any]) -> list[Outcome]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_training_is_the_same(stage: int, rule: str) -> None:
+def test_other_defaults_change_no_training(stage: int, rule: str) -> None:
     for plain, other in run_ranks(1, with_other_defaults, zenflow_config(stage, **RULES[rule])):
         assert other.losses == plain.losses
         assert_same(plain, other, "run with other defaults")

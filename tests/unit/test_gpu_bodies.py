@@ -1,4 +1,4 @@
-"""Every test marked gpu, collected here and run without a GPU: what it calls exists, and its arguments fit."""
+"""Every test marked gpu is collected and called without a GPU: its body exists and accepts its arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class UnfitError(Exception):
 
 
 class Resolver:
-    """A plugin that puts a check of the call in place of every call of `run_ranks`.
+    """A plugin that checks every call of `run_ranks` instead of making it.
 
     Attributes:
         reports: outcome of each test, by its name.
@@ -81,7 +81,7 @@ class Resolver:
             self.reports[report.nodeid] = report.outcome if report.passed else str(report.longrepr)
 
 
-def test_every_gpu_test_calls_what_exists_with_arguments_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_gpu_test_calls_a_body_that_accepts_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # or they would be skipped
     resolver = Resolver()
     files = [str(path) for path in ROOT.glob("tests/unit/**/test_*.py") if "pytest.mark.gpu" in path.read_text()]

@@ -1,4 +1,4 @@
-"""A user's training script with one rank, that comes to the end that its first argument names; the second is a folder.
+"""A user's training script with one rank. Its first argument says how it ends, its second is a folder.
 
 Prints a line of JSON when it trains: its worker's process id and kernel. Run by `test_trainer` and `test_bare_machine`.
 """

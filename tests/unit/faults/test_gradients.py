@@ -1,4 +1,4 @@
-"""NaN, Inf and overflow in gradients, and memory that is never initialised: no worse than DeepSpeed's own offload."""
+"""NaN, Inf and overflow in gradients, and uninitialised memory: handled at least as well as by DeepSpeed's offload."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
-def test_an_overflow_on_one_rank_is_no_step_on_any(stage: int, rule: str) -> None:
-    """Training goes on to the bit as if the step had not been tried."""
+def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, rule: str) -> None:
+    """Training continues bitwise as if the step had not been attempted."""
     config = {**zenflow_config(stage, torch.float16, **RULES[rule]), "scheduler": SCHEDULER}
     config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 5}  # so one overflow leaves the loss scale as it is
     for found in run_ranks(2, overflow_on_one_rank, config):
@@ -133,7 +133,7 @@ def test_the_loss_scale_comes_down_as_upstreams_does(stage: int, rule: str) -> N
 
 
 def nan_and_back(config: dict, folder: str) -> dict[str, Any]:
-    """Unchecked, a NaN goes everywhere (stage 3 always checks); the checkpoint from before brings everything back."""
+    """Without a check, NaN spreads to all weights (stage 3 always checks); an earlier checkpoint repairs them."""
     data = batches(STEPS, dist.get_rank())
     engine = make_engine(config)
     train(engine, data[:5])
@@ -158,7 +158,7 @@ def test_a_checkpoint_brings_back_a_run_that_met_nan(stage: int, rule: str, tmp_
 
 
 def train_on_dirty_memory(config: dict) -> tuple[list[float], list[float]]:
-    """Losses as usual, and where every tensor that nobody initialises begins as NaN."""
+    """Losses of a usual run, and of one in which uninitialised tensors are filled with NaN."""
     rank = dist.get_rank()
     engine = make_engine(copy.deepcopy(config))
     expected = train(engine, batches(STEPS, rank))
@@ -178,7 +178,7 @@ def train_on_dirty_memory(config: dict) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
-def test_uninitialised_memory_spoils_nothing(stage: int, rule: str) -> None:
+def test_uninitialised_memory_changes_nothing(stage: int, rule: str) -> None:
     """Stage 3 leaves the padding of partitions uninitialised: it must not reach the mean of v of its block."""
     config = zenflow_config(stage, **RULES[rule])
     for expected, losses in run_ranks(2, train_on_dirty_memory, config):

@@ -1,4 +1,4 @@
-"""What the machine refuses one rank at the start is an error on every rank, and nothing is left of it."""
+"""If the machine refuses something to one rank at the start, every rank raises an error and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ REFUSALS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
 
 
 def open_files() -> Counter[str]:
-    """What the descriptors of this process are, sockets and pipes without their numbers."""
+    """What the descriptors of this process refer to; sockets and pipes without their numbers."""
     gc.collect()
     names = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
     return Counter(re.sub(r":\[\d+\]", "", name) for name in names)
 
 
 def start_refused_on_one_rank(config: dict, refusal: str) -> dict[str, Any]:
-    """Rank 1 is refused something; then both begin anew."""
+    """Rank 1 is refused something; then both ranks start again."""
     rank = dist.get_rank()
     run(config, 1, rank=rank)
     before, message = open_files(), "no error"
@@ -126,7 +126,7 @@ def what_happens_with(free: int) -> str:
     return "works"
 
 
-def test_at_any_number_of_free_descriptors_it_works_or_says_why() -> None:
+def test_any_number_of_free_descriptors_works_or_is_an_error() -> None:
     before = open_files()
     outcomes = [what_happens_with(free) for free in range(10)]
     assert "ulimit -n" in outcomes[0]
@@ -135,7 +135,7 @@ def test_at_any_number_of_free_descriptors_it_works_or_says_why() -> None:
     assert not open_files() - before
 
 
-def test_a_worker_without_its_cpus_runs_where_it_can_and_says_so() -> None:
+def test_a_worker_without_its_cpus_runs_elsewhere_and_warns() -> None:
     missing = max(os.sched_getaffinity(0)) + 64
     with running(placement=str(WorkerPlacement(frozenset({missing})))) as (_, process):
         assert f"cannot run on CPUs {missing}" in str(process.ready.warning)
@@ -198,7 +198,7 @@ def test_without_page_locks_there_is_one_warning_and_pageable_copies() -> None:
 
 
 def what_is_left(before: Counter[str]) -> dict[str, Any]:
-    """Of engines that are gone: processes, descriptors, and memory of arenas that is in use."""
+    """What deleted engines leave behind: processes, descriptors, and memory of arenas."""
     leaked = open_files() - before
     areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
     arenas = [re.search(r"Rss: +(\d+)", area) for area in areas if "deepspeed_ext-arena" in area]
@@ -237,7 +237,7 @@ def fail_late(config: dict) -> dict[str, Any]:
     return found
 
 
-def test_a_constructor_that_fails_late_leaves_nothing() -> None:
+def test_a_constructor_that_fails_late_leaves_nothing_behind() -> None:
     config = zenflow_config(2, update_interval=1)
     config["zero_optimization"]["core_binding"] = {"enabled": True}
     nothing = {"workers": [], "descriptors": {}, "arena": 0}
@@ -263,7 +263,7 @@ def forget(config: dict) -> dict[str, Any]:
     return found
 
 
-def test_a_forgotten_engine_leaves_nothing() -> None:
+def test_a_deleted_engine_leaves_nothing_behind() -> None:
     nothing = {"workers": [], "descriptors": {}, "arena": 0, "same": True}
     assert run_ranks(1, forget, zenflow_config(2, update_interval=1)) == [nothing]
     found = run_ranks(1, forget, zenflow_config(3, update_interval=1))[0]

@@ -1,4 +1,4 @@
-"""More than two ranks: partitions with a remainder, and an error that must reach ranks which are not its neighbour."""
+"""Three ranks: partitions with a remainder, and errors that must reach every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However the trainer ends, its worker ends with it, and nothing of it is left."""
+"""However the trainer ends, its worker ends with it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scri
 
 
 @pytest.mark.parametrize("moment", ["idle", "stepping", "starting", "in a thread"])
-def test_killed_trainer_leaves_nothing(scripts: dict[str, Script], moment: str) -> None:
+def test_a_killed_trainer_leaves_no_worker(scripts: dict[str, Script], moment: str) -> None:
     script = scripts[moment]
     worker = script.worker
     script.process.kill()
@@ -73,7 +73,7 @@ def test_killed_trainer_leaves_nothing(scripts: dict[str, Script], moment: str) 
     assert gone(worker, 2.0)
 
 
-def test_exception_between_backward_and_step(scripts: dict[str, Script]) -> None:
+def test_an_exception_between_backward_and_step_ends_the_worker(scripts: dict[str, Script]) -> None:
     worker = scripts["exception"].worker
     status, said = scripts["exception"].end()
     assert status == 1
@@ -81,8 +81,8 @@ def test_exception_between_backward_and_step(scripts: dict[str, Script]) -> None
     assert gone(worker, 0.5)
 
 
-def test_ctrl_c(scripts: dict[str, Script]) -> None:
-    """It goes to the whole process group; the worker says nothing, and ends with the trainer."""
+def test_ctrl_c_ends_trainer_and_worker(scripts: dict[str, Script]) -> None:
+    """SIGINT goes to the whole process group; the worker prints nothing and ends with the trainer."""
     script = scripts["interrupt"]
     worker = script.worker
     os.killpg(script.process.pid, signal.SIGINT)
@@ -93,8 +93,8 @@ def test_ctrl_c(scripts: dict[str, Script]) -> None:
     assert gone(worker, 0.5)
 
 
-def test_preemption(scripts: dict[str, Script]) -> None:
-    """SIGTERM with a handler: the script saves between two steps, and then ends by the signal as it would without."""
+def test_a_preempted_script_saves_and_ends(scripts: dict[str, Script]) -> None:
+    """A handler of SIGTERM lets the script save between two steps; then the signal ends it as usual."""
     script = scripts["preempted"]
     worker = script.worker
     script.process.send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_preemption(scripts: dict[str, Script]) -> None:
 
 
 @pytest.mark.parametrize("end", ["exit", "destroy"])
-def test_end_of_the_script(scripts: dict[str, Script], end: str) -> None:
+def test_the_worker_ends_with_the_script(scripts: dict[str, Script], end: str) -> None:
     worker = scripts[end].worker
     assert scripts[end].end()[0] == 0
     assert gone(worker, 0.5)
@@ -133,7 +133,7 @@ def lose_a_rank(config: dict) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_one_of_two_ranks_killed(stage: int) -> None:
+def test_the_other_rank_ends_its_worker_after_a_rank_is_killed(stage: int) -> None:
     survivor, killed = run_fresh_ranks(2, lose_a_rank, zenflow_config(stage), group_timeout_seconds=20)
     assert killed.exit_code == -signal.SIGKILL
     assert survivor.error is None
@@ -144,7 +144,7 @@ def test_one_of_two_ranks_killed(stage: int) -> None:
 
 
 def train_with_forked_loader(config: dict) -> dict[str, Any]:
-    """Two processes forked from the trainer feed it, and outlive its worker."""
+    """Two processes that are forked from the trainer load its data and outlive the worker."""
     data = batches(12, 0)
     engine = make_engine(config)
     expected = train(engine, data)
@@ -174,6 +174,6 @@ def train_with_forked_loader(config: dict) -> dict[str, Any]:
     }
 
 
-def test_fork_in_the_data_loader() -> None:
+def test_a_forked_data_loader_changes_nothing() -> None:
     found = run_ranks(1, train_with_forked_loader, zenflow_config(2, update_interval=1))[0]
     assert found == {"difference": "", "alive": True, "forked": 2, "gone": True, "still forked": 2}

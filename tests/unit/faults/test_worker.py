@@ -1,4 +1,4 @@
-"""A worker that dies, raises or hangs ends every rank within seconds, with one error that says which and what to do."""
+"""If a worker dies, raises or hangs, every rank raises the same error within seconds, with rank and remedy."""
 
 from __future__ import annotations
 

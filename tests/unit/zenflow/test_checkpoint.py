@@ -1,4 +1,4 @@
-"""ZenFlow's checkpoints are DeepSpeed's: ZeRO-Offload and DeepSpeed's tools read them, and the other way round."""
+"""ZenFlow's checkpoints are DeepSpeed's: ZeRO-Offload and DeepSpeed's tools read them, and ZenFlow reads theirs."""
 
 import subprocess
 import sys
@@ -72,7 +72,7 @@ def exchange(config: dict, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_goes_to_zero_offload_and_back(stage: int, tmp_path: Path) -> None:
-    """Moments and masters arrive to the bit; a synchronous first step and fp32 make the way on comparable."""
+    """Moments and masters arrive bitwise; fp32 and a synchronous first step make the later losses comparable."""
     config = zenflow_config(stage, torch.float32, update_interval=1)
     for found in run_ranks(2, exchange, config, str(tmp_path)):
         assert found["lost"] == ["", ""]
@@ -117,8 +117,8 @@ def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("changes", [{"update_interval": 3}, {"overlap_step": False}, {"block_size": 64}])
-def test_other_settings_go_on_from_the_exact_weights(stage: int, changes: dict, tmp_path: Path) -> None:
-    """Gradients that were collected and not handed over are not lost: seven updates were made."""
+def test_other_settings_continue_from_the_exact_weights(stage: int, changes: dict, tmp_path: Path) -> None:
+    """Gradients that were collected but not submitted are not lost: seven updates were made."""
     before = {"update_interval": 2, "full_warm_up_rounds": 2}
     _, saved = run_ranks(1, save_mid_interval, zenflow_config(stage, **before), str(tmp_path))[0]
     assert saved["position"] == 1
@@ -141,7 +141,7 @@ def test_an_interval_left_open_takes_the_saved_one_if_its_gradients_find_room(
 
 
 def load_module_only(config: dict, folder: str) -> list[str]:
-    """Where a master is not the weight that was loaded."""
+    """Where a master differs from the loaded weight."""
     engine = make_engine(config)
     train(engine, batches(3, 5))
     engine.load_checkpoint(folder, tag="t", load_module_only=True)

@@ -37,7 +37,7 @@ def overlapped_with_schedule(config: dict) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_one_scheduler_step_an_optimizer_step(stage: int) -> None:
+def test_one_scheduler_step_per_optimizer_step(stage: int) -> None:
     config = {**zenflow_config(stage, accumulation=2, update_interval=2), "scheduler": SCHEDULER}
     lrs, updates = run_ranks(1, overlapped_with_schedule, config)[0]
     assert updates == 8
@@ -66,7 +66,7 @@ def with_overflows(config: dict, overflowing: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("zenflow", [{"update_interval": 1}, {"update_interval": 2}, SELECTIVE], ids=["1", "2", "hot"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_overflowing_steps_are_dropped_everywhere(stage: int, zenflow: dict) -> None:
+def test_overflowed_steps_change_nothing(stage: int, zenflow: dict) -> None:
     config = zenflow_config(stage, torch.float16, full_warm_up_rounds=2, **zenflow)
     config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1}
     overflowing = [1, 5, 6, 9]
@@ -119,8 +119,8 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
 
 @pytest.mark.parametrize("zenflow", [{"update_interval": 1}, SELECTIVE], ids=["predictive", "selective"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_exact_weights_are_the_masters_and_what_was_there_comes_back(stage: int, zenflow: dict) -> None:
-    """After three steps the update of the cold blocks that the third has handed over is not in the weights yet."""
+def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int, zenflow: dict) -> None:
+    """After three steps the weights do not yet contain the update of the cold blocks that step three submitted."""
     for found in run_ranks(2, exact_and_back, zenflow_config(stage, **zenflow)):
         assert found.pop("predicted"), "they are no prediction"
         assert found == {"exact": "", "after": "", "losses": ""}

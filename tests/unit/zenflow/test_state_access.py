@@ -97,7 +97,7 @@ def looking_on(config: dict) -> list[str]:
 @pytest.mark.parametrize(
     ("stage", "ranks"), [(1, 1), (2, 2), (3, 2), *(pytest.param(*c, marks=pytest.mark.full) for c in ((1, 2), (3, 1)))]
 )
-def test_looking_changes_nothing(stage: int, ranks: int, rule: str) -> None:
+def test_reading_state_changes_nothing(stage: int, ranks: int, rule: str) -> None:
     config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
     assert run_ranks(ranks, looking_on, config) == [[]] * ranks
 
@@ -125,7 +125,7 @@ def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rule", EXACT)
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (3, 1), (3, 2)])
-def test_what_is_written_is_trained_with_as_under_zero_offload(stage: int, ranks: int, rule: str) -> None:
+def test_training_uses_written_state_as_zero_offload_does(stage: int, ranks: int, rule: str) -> None:
     config = zenflow_config(stage, torch.float32, **EXACT[rule])
     expected = run_ranks(ranks, written_and_trained, offload_config(config), False)
     actual = run_ranks(ranks, written_and_trained, config, True)
@@ -157,7 +157,7 @@ def written_while_in_flight(config: dict) -> tuple[float, float]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_master_set_at_any_time_is_where_training_goes_on_from(stage: int, rule: str) -> None:
+def test_training_continues_from_a_master_that_was_set(stage: int, rule: str) -> None:
     config = zenflow_config(stage, torch.float32, lr=1e-3, **RULES[rule])
     for at_once, later in run_ranks(2, written_while_in_flight, config):
         assert at_once == 0

@@ -1,4 +1,4 @@
-"""The worker's pass over memory: equal to torch.optim, same for any threads and cuts, works without a compiler."""
+"""The worker's Adam pass: equals torch.optim, does not depend on threads or pieces, works without a compiler."""
 
 import copy
 import ctypes
@@ -122,7 +122,7 @@ def test_conversions_are_those_of_torch(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_result_is_the_same_for_any_threads_and_cuts(kernel: str) -> None:
+def test_the_result_does_not_depend_on_threads_or_pieces(kernel: str) -> None:
     n, block = 10_007, 32
     whole = Problem(n, 4)
     make_kernel(kernel).run(whole.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0)))
@@ -189,7 +189,7 @@ def test_without_compiler_and_cache_the_reference_runs(tmp_path) -> None:
     assert done.stdout.strip() == "reference"
 
 
-def test_the_reference_runs_on_its_threads_and_leaves_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_uses_its_own_threads_and_not_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk waits until all threads have one, so the pass ends only if they run at the same time."""
     threads, before = 3, torch.get_num_threads()
     problem = Problem(64 * threads, 1)

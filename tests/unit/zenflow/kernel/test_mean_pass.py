@@ -1,4 +1,4 @@
-"""The pass with a mean gradient and a step count for each block: equal to torch.optim, blocks elsewhere untouched."""
+"""The pass with a mean gradient and a step count per block: equals torch.optim and leaves other blocks untouched."""
 
 import itertools
 from dataclasses import replace
@@ -117,7 +117,7 @@ def test_native_equals_reference_to_rounding(grad_dtype: str, publish_dtype: str
     data=st.data(),
 )
 def test_only_blocks_at_home_change(kernel, n, block, grads, publish_dtype, data) -> None:
-    """Any sizes, with a part of a block at the end; what is elsewhere may even hold NaN, bit for bit as before."""
+    """Any size, with a partial block at the end; blocks elsewhere may even hold NaN and keep every bit."""
     blocks = -(-n // block)
     drawn = data.draw(st.lists(st.integers(-3, 3), min_size=min(blocks, 40), max_size=min(blocks, 40)))
     updates = torch.tensor(drawn, dtype=torch.int32).repeat(-(-blocks // 40) if blocks else 1)[:blocks]
@@ -142,7 +142,7 @@ def test_only_blocks_at_home_change(kernel, n, block, grads, publish_dtype, data
 
 @pytest.mark.parametrize("block", [1, 32, 256, 1000])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_result_is_the_same_for_any_threads_and_cuts(kernel: str, block: int) -> None:
+def test_the_result_does_not_depend_on_threads_or_pieces(kernel: str, block: int) -> None:
     n = 10_007
     whole = Problem(n, 4, block=block)
     make_kernel(kernel).run_mean(whole.make_pass())

@@ -1,4 +1,4 @@
-"""`predict_clip: "previous"`: gradients leave for the host while backward runs, and nothing else changes."""
+"""`predict_clip: "previous"`: gradients are copied to the host during backward, and nothing else changes."""
 
 import itertools
 from unittest.mock import patch
@@ -40,7 +40,7 @@ NEEDED = cover(CASES)
     ("stage", "interval", "accumulation"),
     [case if case in NEEDED else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
 )
-def test_gradients_leave_during_backward_and_nothing_changes(stage: int, interval: int, accumulation: int) -> None:
+def test_gradients_are_copied_during_backward_and_nothing_changes(stage: int, interval: int, accumulation: int) -> None:
     zenflow = {"update_interval": interval, "predict_clip": "previous", "full_warm_up_rounds": 2}
     config = zenflow_config(stage, accumulation=accumulation, **zenflow)
     streamed = run_ranks(2, copies_and_result, config, 8 * accumulation, True)
@@ -78,7 +78,7 @@ def after_overflow(streams: bool) -> tuple[list[bool], list[torch.Tensor]]:
     return overflowed, masters
 
 
-def test_nothing_of_a_gradient_that_overflowed_enters_a_later_step() -> None:
+def test_an_overflowed_gradient_does_not_affect_later_steps() -> None:
     (streamed,) = run_ranks(1, after_overflow, True)
     (whole,) = run_ranks(1, after_overflow, False)
     assert streamed[0] == whole[0] == [False, False, True, False, False]

@@ -25,7 +25,7 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
 
 class Simulated:
-    """The rule in double precision, one partition, written down once more without blocks of state that move."""
+    """The rule in double precision for one partition, without moving blocks of state."""
 
     def __init__(self, start: torch.Tensor, block: int, ratio: float, interval: int, lag: int, every: int) -> None:
         self.p, self.block, self.ratio = start.double(), block, ratio
@@ -135,16 +135,14 @@ def differences(numel: int, interval: int, lag: int, every: int, steps: int, off
     ("interval", "lag", "every", "offload"),
     [(1, 0, 4, False), (3, 0, 6, False), (3, 1, 6, True), (4, 3, 8, False), (2, 2, 6, False)],
 )
-def test_every_step_is_that_of_a_simulation(numel: int, interval: int, lag: int, every: int, offload: bool) -> None:
+def test_every_step_equals_the_simulation(numel: int, interval: int, lag: int, every: int, offload: bool) -> None:
     """Fp32 against double: after 24 steps of 1e-2 an element may have rounded a few dozen times."""
     for error in run_ranks(1, compare_with_simulation, numel, interval, lag, every, 24, offload)[0]:
         assert error < 2e-5
 
 
 @pytest.mark.parametrize(("interval", "lag", "every"), [(3, 0, 6), (3, 1, 6)])
-def test_weights_come_from_the_accelerator_and_not_from_state_on_its_way_to_the_host(
-    interval: int, lag: int, every: int
-) -> None:
+def test_weights_do_not_come_from_state_on_its_way_to_the_host(interval: int, lag: int, every: int) -> None:
     for error in run_ranks(1, compare_with_simulation, 391, interval, lag, every, 16, True, late=True)[0]:
         assert error < 2e-5
 
@@ -156,7 +154,7 @@ def test_weights_come_from_the_accelerator_and_not_from_state_on_its_way_to_the_
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_is_zero_offload_where_nothing_is_deferred(stage: int, ranks: int, zenflow: dict) -> None:
+def test_it_equals_zero_offload_if_nothing_is_deferred(stage: int, ranks: int, zenflow: dict) -> None:
     """To rounding: the accelerator's and the worker's arithmetic are fused in other ways than DeepSpeed's."""
     for expected, actual in run_ranks(ranks, with_and_without, selective_config(stage, **zenflow), 12):
         assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -219,7 +217,7 @@ def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_interval_that_is_not_given_is_chosen_alike_on_all_ranks(overlap: bool) -> None:
+def test_all_ranks_choose_the_same_interval(overlap: bool) -> None:
     config = selective_config(2, torch.bfloat16, update_interval="auto", select_interval="auto", overlap_step=overlap)
     found = run_ranks(2, losses_of, config, 12)
     intervals = {outcome["interval"] for _, outcome in found}

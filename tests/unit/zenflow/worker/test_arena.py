@@ -1,4 +1,4 @@
-"""The shared arena: places never overlap, memory is really shared, and only touched pages cost."""
+"""The shared arena: arrays never overlap, processes share their memory, and only touched pages use memory."""
 
 import gc
 import itertools
@@ -73,7 +73,7 @@ def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
     assert ours[249] == 249
 
 
-def test_host_bytes_a_parameter() -> None:
+def test_host_bytes_per_parameter() -> None:
     """12 (p, m, v) + 2 per slot of the ring + 2 (y) + 4/32 (block means), by the pages that are touched."""
     n = 1 << 20
     how: dict[str, Any] = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
@@ -101,8 +101,8 @@ def test_discarded_memory_is_given_back_and_reads_as_zero() -> None:
     assert not tensor.any()
 
 
-def test_a_descriptor_is_never_that_of_stdin() -> None:
-    """A job that was started with a closed stdin: the next file that is opened gets 0."""
+def test_no_descriptor_replaces_stdin() -> None:
+    """In a job that was started with stdin closed, the next opened file gets descriptor 0."""
     stdin = os.dup(0)
     os.close(0)
     try:
@@ -131,7 +131,7 @@ class Runtime:
 
 @pytest.mark.parametrize("first", ["arena", "transfers", "together"])
 def test_locked_pages_are_unlocked_before_they_are_unmapped(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is forgotten first: copies end, pages are unlocked, the mapping goes."""
+    """Whichever object is deleted first: copies finish, pages are unlocked, then the mapping goes."""
     events: list[str] = []
     unmap, accelerator = arena_module._unmap, transfers_module.get_accelerator()
 

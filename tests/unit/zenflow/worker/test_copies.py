@@ -1,4 +1,4 @@
-"""Every copy between accelerator and arena waits for what it copies, and is waited for by whoever needs it.
+"""Every copy between accelerator and arena waits for its source, and every reader waits for the copy.
 
 On a machine without an accelerator, where copies happen in order, the same bodies show that no buffer is read before
 it has been written.
@@ -64,7 +64,7 @@ def as_is_and_poisoned(config: dict[str, Any], steps: int) -> tuple[Any, Any, di
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_arrives_is_what_was_produced(stage: int, rule: str, device: str) -> None:
+def test_late_and_poisoned_copies_change_nothing(stage: int, rule: str, device: str) -> None:
     config = zenflow_config(stage, overlap_step=True, **RULES[rule])
     for expected, actual, counts in run_ranks(1, as_is_and_poisoned, config, STEPS, device=device):
         assert counts["gradients"] > 0 or device == "cpu"  # where gradients may be laid out in their slot
@@ -77,7 +77,7 @@ def test_what_arrives_is_what_was_produced(stage: int, rule: str, device: str) -
 
 
 def copied_down(numel: int, way: str | None) -> tuple[bool, bool]:
-    """Whether a late gradient arrives, and whether it does after its memory was given to somebody else."""
+    """Whether a late gradient arrives, and whether it still does if its memory is reused at once."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
     target = accelerator.pin_memory(torch.full((numel,), float("nan")))
@@ -110,7 +110,7 @@ def test_a_late_gradient_arrives_whole(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_copy_that_does_not_wait_is_seen() -> None:
+def test_a_missing_wait_is_detected() -> None:
     assert run_ranks(1, copied_down, 1 << 24, "without waiting", device="accelerator")[0][0] is False
 
 
@@ -152,8 +152,8 @@ def test_heavy_transfer_equals_the_synchronous_run(rule: str, device: str) -> No
 
 
 @pytest.mark.gpu
-def test_heavy_transfer_shows_a_copy_that_does_not_wait() -> None:
-    """The tests above can fail: without one wait, and with late gradients, the run is another."""
+def test_heavy_transfer_detects_a_missing_wait() -> None:
+    """Without one wait, and with late gradients, the result differs: the tests above can fail."""
     zenflow = {"overlap_step": True, **RULES["predictive 1"]}
     waiting = run_ranks(1, heavy, 64, zenflow, STEPS, ["synchronous"], device="accelerator")[0]
     broken = run_ranks(1, heavy, 64, zenflow, STEPS, ["without waiting", "late and poisoned"], device="accelerator")[0]

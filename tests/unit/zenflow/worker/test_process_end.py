@@ -1,4 +1,4 @@
-"""The end of the optimizer process: however it or its trainer ends, the other notices and nothing is left."""
+"""The end of the optimizer process: trainer and worker notice each other's end, and no process is left."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
 
-def test_close_is_idempotent_and_later_calls_say_so() -> None:
+def test_close_is_idempotent_and_later_calls_raise() -> None:
     with running() as (_, process):
         process.close()
         process.close()
@@ -29,7 +29,7 @@ def test_close_is_idempotent_and_later_calls_say_so() -> None:
             process.wait()
 
 
-def test_a_forgotten_process_ends() -> None:
+def test_the_process_ends_when_its_object_is_deleted() -> None:
     plan = make_plan()
     with running() as (_, process):
         pid = OptimizerProcess(Arena.create(plan.layout), plan, rank=0, timeout_seconds=60).pid
@@ -52,8 +52,8 @@ def test_killed_worker_is_an_error_at_once(stepping: bool) -> None:
         assert time.monotonic() - begin < 5
 
 
-def test_interrupts_are_for_the_trainer() -> None:
-    """The worker is in no terminal's process group, and one that is sent to it all the same does nothing."""
+def test_the_worker_ignores_interrupts() -> None:
+    """The worker is outside the terminal's process group, and ignores SIGINT if it gets one."""
     with running() as (_, process):
         assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
         os.kill(process.pid, signal.SIGINT)
@@ -61,8 +61,8 @@ def test_interrupts_are_for_the_trainer() -> None:
         assert process.wait().number == 1
 
 
-def test_missing_memory_is_named() -> None:
-    """What a worker dies of when the machine has no page for the arena."""
+def test_a_bus_error_is_reported_as_missing_memory() -> None:
+    """A worker gets SIGBUS if the machine has no page left for the arena."""
     with running() as (_, process):
         os.kill(process.pid, signal.SIGBUS)
         with pytest.raises(WorkerError, match=r"SIGBUS.*lower host memory use"):
@@ -100,8 +100,8 @@ def test_killed_trainer_leaves_no_worker(stepping: bool, fork: bool) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_lost_copy_of_a_socket_hides_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked by another thread during the launch has the worker's end, and keeps it open."""
+def test_an_inherited_socket_does_not_hide_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may fork during the launch; its child keeps a copy of the worker's socket open."""
     copies = []
 
     class Popen(subprocess.Popen):
@@ -119,7 +119,7 @@ def test_a_lost_copy_of_a_socket_hides_no_death(monkeypatch: pytest.MonkeyPatch)
     os.close(copies.pop())
 
 
-def test_close_reaches_the_worker_past_a_forked_copy_of_our_end() -> None:
+def test_an_inherited_socket_does_not_prevent_close() -> None:
     with running() as (_, process):
         copy = os.dup(process._channel._end.fileno())
         process.close()
@@ -127,7 +127,7 @@ def test_close_reaches_the_worker_past_a_forked_copy_of_our_end() -> None:
         os.close(copy)
 
 
-def test_an_idle_death_is_noticed_without_work() -> None:
+def test_the_end_of_an_idle_worker_is_noticed() -> None:
     with running() as (_, process):
         os.kill(process.pid, signal.SIGKILL)
         assert gone(process.pid, 5.0)
@@ -137,7 +137,7 @@ def test_an_idle_death_is_noticed_without_work() -> None:
                 ask()
 
 
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+def test_a_signal_without_a_name_is_reported_by_number() -> None:
     with running() as (_, process):
         os.kill(process.pid, signal.SIGRTMIN + 1)
         with pytest.raises(WorkerError, match=rf"killed by signal {signal.SIGRTMIN + 1} "):

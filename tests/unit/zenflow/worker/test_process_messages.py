@@ -1,4 +1,4 @@
-"""What trainer and optimizer process say to each other: work, answers, errors and silence."""
+"""Messages between trainer and optimizer process: work, answers, errors and timeouts."""
 
 import fcntl
 import os
@@ -40,7 +40,7 @@ def test_steps_are_carried_out_in_shared_memory(library: str | None) -> None:
         assert torch.equal(arena.tensor("y"), arena.tensor("p").bfloat16())
 
 
-def test_submissions_are_done_in_order_and_waited_for_together() -> None:
+def test_one_wait_covers_all_submissions() -> None:
     with running() as (arena, process):
         arena.tensor("g").fill_(1.0)
         for _ in range(3):
@@ -49,7 +49,7 @@ def test_submissions_are_done_in_order_and_waited_for_together() -> None:
         assert torch.allclose(arena.tensor("m"), torch.tensor(1 - 0.9**3))
 
 
-def test_exceptions_of_the_worker_come_back() -> None:
+def test_an_exception_of_the_worker_is_raised_in_the_trainer() -> None:
     with running() as (_, process):
         process.submit([replace(PASS, slots=(7,))])
         with pytest.raises(WorkerError, match=r"(?s)rank 3.*pid.*KeyError: ArrayKey\(.*slot=7\).*checkpoint"):
@@ -57,7 +57,7 @@ def test_exceptions_of_the_worker_come_back() -> None:
         assert gone(process.pid, 1.0)
 
 
-def test_stopped_worker_runs_into_the_timeout_and_is_killed() -> None:
+def test_a_stopped_worker_times_out_and_is_killed() -> None:
     with running() as (_, process):
         os.kill(process.pid, signal.SIGSTOP)
         process.submit([PASS])
@@ -66,8 +66,8 @@ def test_stopped_worker_runs_into_the_timeout_and_is_killed() -> None:
         assert gone(process.pid, 1.0)
 
 
-def test_orders_that_nobody_reads_run_into_the_timeout() -> None:
-    """A message larger than the socket's buffer would otherwise wait for ever."""
+def test_a_submission_that_is_not_read_times_out() -> None:
+    """A message larger than the socket's buffer would otherwise block forever."""
     with running() as (_, process):
         process._timeout_seconds = 2.0
         os.kill(process.pid, signal.SIGSTOP)
@@ -95,8 +95,8 @@ for number in range(2):
 """
 
 
-def test_a_job_that_is_suspended_or_without_stdin_goes_on(tmp_path: Path) -> None:
-    """Trainer and worker are stopped for longer than the timeout, and the trainer is the first to go on."""
+def test_a_suspended_job_without_stdin_continues(tmp_path: Path) -> None:
+    """Trainer and worker are stopped for longer than the timeout, and the trainer continues first."""
     code = textwrap.dedent(SUSPENDED).format(root=str(ROOT), library=library_path())
     reading, writing = os.pipe()
     wrapper = f"import os; os.dup2({reading}, 3); exec({code!r})"
@@ -157,9 +157,7 @@ wait_to_be_killed()
         ("message(Done(9, 0.0))", "not an answer.*number=9"),
     ],
 )
-def test_what_is_not_an_answer_is_an_error(
-    what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_answer_is_an_error(what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "stranger.py"
     script.write_text(textwrap.dedent(STRANGER).format(root=str(ROOT), what=what))
     monkeypatch.setattr(process_module, "_SCRIPT", script)
@@ -169,7 +167,7 @@ def test_what_is_not_an_answer_is_an_error(
     assert psutil.Process().children() == before
 
 
-def test_two_threads_wait() -> None:
+def test_two_threads_can_wait() -> None:
     found: list[int] = []
     with running() as (_, process):
 
@@ -189,7 +187,7 @@ def test_two_threads_wait() -> None:
     assert len(found) == 10
 
 
-def test_a_signal_handler_waits_while_its_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_can_wait_while_its_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as (_, process):
         found = []
 

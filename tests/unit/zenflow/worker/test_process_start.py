@@ -1,4 +1,4 @@
-"""The start of the optimizer process: its cores, memory and imports, and a start that fails leaves nothing behind."""
+"""Starting the optimizer process: its cores, memory and imports; a failed start leaves no process behind."""
 
 import os
 import resource
@@ -30,8 +30,8 @@ def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
 
 
 @pytest.mark.skipif(library_path() is None, reason="no native kernel and no C++ compiler here")
-def test_worker_takes_no_memory_of_its_own_for_a_parameter() -> None:
-    """At most 16.5 bytes a parameter in all: what the arena has is 16.125 (see test_arena.py)."""
+def test_memory_of_the_worker_does_not_grow_with_the_parameters() -> None:
+    """At most 16.5 bytes per parameter in total; the arena takes 16.125 of them (see test_arena.py)."""
     own = []
     for numel in (100_000, 8_100_000):
         with running(numel=numel) as (arena, process):
@@ -44,12 +44,12 @@ def test_worker_takes_no_memory_of_its_own_for_a_parameter() -> None:
     assert own[1] < 64 * 2**20
 
 
-def test_exceptions_while_starting_come_back() -> None:
+def test_an_exception_of_the_start_is_raised_in_the_trainer() -> None:
     with pytest.raises(WorkerError, match=r"(?s)rank 3.*raised.*OSError"), running(library="/nonexistent/kernel.so"):
         pass
 
 
-def test_refused_exec_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_cannot_be_executed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(WorkerError, match="could not be started"), running():
         pass
@@ -68,8 +68,8 @@ def test_worker_killed_while_starting_is_an_error(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-def test_tiny_memlock_and_no_dev_shm_do_not_matter() -> None:
-    """The arena is a memfd and nothing of it is locked by the worker."""
+def test_the_start_needs_neither_locked_memory_nor_dev_shm() -> None:
+    """The arena is a memfd, and the worker locks no pages of it."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     entries = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 * 1024, before[1]))
@@ -83,7 +83,7 @@ def test_tiny_memlock_and_no_dev_shm_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e7, 1e20, float("nan"), 0.0])
-def test_any_timeout_works_or_leaves_nothing(seconds: float) -> None:
+def test_any_timeout_works_or_leaves_no_process(seconds: float) -> None:
     before = psutil.Process().children()
     try:
         with running(timeout_seconds=seconds) as (_, process):
@@ -95,7 +95,7 @@ def test_any_timeout_works_or_leaves_nothing(seconds: float) -> None:
     assert psutil.Process().children() == before
 
 
-def test_a_failure_after_the_launch_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_after_the_launch_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -122,7 +122,7 @@ def test_neighbours_of_the_package_do_not_hide_the_standard_library(
         assert str(package) in maps
 
 
-def test_the_arena_is_in_no_core_dump_and_in_no_forked_process() -> None:
+def test_core_dumps_and_forked_processes_exclude_the_arena() -> None:
     with running() as (arena, process):
         for pid in (os.getpid(), process.pid):
             areas = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
