@@ -53,6 +53,11 @@ class RankGroup:
         scratch = torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device) if keeps_scratch else None
         return cls(group, dist.get_rank(group=group), dist.get_world_size(group=group), device, scratch)
 
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """This process as the only rank; needs no process group."""
+        return cls(None, 0, 1, torch.device("cpu"))
+
     def global_rank(self, rank: int) -> int:
         """The number in the world of the group's `rank`."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

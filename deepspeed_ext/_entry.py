@@ -32,10 +32,6 @@ def disable() -> None:
         _enabled = False
 
 
-def is_enabled() -> bool:
-    return _enabled
-
-
 def initialize(*args: Any, **kwargs: Any) -> Any:
     if _enabled:
         return _upstream.deepspeed.initialize(*args, **kwargs)

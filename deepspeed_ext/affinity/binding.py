@@ -1,13 +1,13 @@
-"""Core binding as an engine uses it: one object from process-group start to the end of training."""
+"""Core binding for an engine: one object, from the start of the process group to the end of training."""
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
+from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._logging import logger, warn_once
 from deepspeed_ext.affinity import accelerators, tuning_results
 from deepspeed_ext.affinity.allowed import omp_binding
-from deepspeed_ext.affinity.exchange import Agreement, Gather, RankReport, agree, group_gather, report_rank
+from deepspeed_ext.affinity.exchange import Agreement, agree, report_rank
 from deepspeed_ext.affinity.openmp import ThreadCount, start_pool
 from deepspeed_ext.affinity.plan import PlanRequest, RankPlan
 from deepspeed_ext.affinity.report import plan_text
@@ -73,37 +73,33 @@ class CoreBinding:
     def start(
         cls,
         config: CoreBindingConfig,
+        ranks: RankGroup,
         *,
-        rank: int,
         local_rank: int,
-        group: Any = None,
         separate: bool = True,
         pt_reserved_cores: int | float | None = None,
         kernel: str = tuning_results.DEFAULT_KERNEL,
-        gather: Gather | None = None,
     ) -> "CoreBinding":
         """Agree on a plan with the other ranks and confine this process to it. A collective.
 
         Args:
             config: the ``core_binding`` section.
-            rank: this rank's number in ``group``.
-            local_rank: its number on this host.
-            group: torch.distributed process group over which objects can be gathered; a CPU group is cheapest.
-            separate: True if the optimizer is a process of its own, which gets its part of the cores; False if it
-                runs in this process, which then keeps its whole share of the host, disjoint from the other ranks'.
-            pt_reserved_cores: ``zenflow.pt_reserved_cores``.
-            kernel: name of the optimizer kernel, to find the tuning result that belongs to it.
-            gather: instead of gathering over ``group``.
+            ranks: the group of all ranks of the job.
+            local_rank: this rank's number on its host.
+            separate: True if the optimizer runs in its own process, which gets part of the rank's cores. False if it
+                runs in this process, which then keeps the rank's whole share of the host.
+            pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's cores, or None.
+            kernel: name of the optimizer kernel, to find its tuning result.
 
         Raises:
-            ConfigError: on every rank, if a rank's configuration contradicts itself.
-            PlanMismatchError: on every rank, if ranks ask for different things.
-            RankError: on every rank, if anything else went wrong on one.
+            ConfigError: on every rank, if the settings of any rank contradict each other or its host.
+            PlanMismatchError: on every rank, if the ranks ask for different things.
+            RankError: on every rank, if anything else fails on any rank before its threads are bound.
         """
         off = os.environ.get(DISABLE_VARIABLE) == "0"
-        try:
+        with together(ranks):
             report, topology = report_rank(
-                rank,
+                ranks.rank,
                 local_rank,
                 PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
                 pci_address=accelerators.pci_address(),
@@ -111,9 +107,7 @@ class CoreBinding:
                 tuned=tuning_results.load_all() if config.use_tuning_result else {},
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
-        except Exception as error:  # the other ranks are on their way to the gather
-            report, topology = RankReport.of_failure(rank, local_rank, error), None
-        binding = cls(agree(report, topology, gather or group_gather(group)))
+        binding = cls(agree(report, topology, ranks))
         for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
             warn_once(f"core binding: {warning}")
         if config.dry_run:

@@ -35,12 +35,15 @@ def bind_as_upstream_does(cpus: frozenset[int]) -> None:
 
 def bind_trainer(rank: int, *, separate: bool) -> None:
     """Ours: all ranks agree on a plan and every thread is confined to it."""
+    import torch
+
+    from deepspeed_ext._agreement import RankGroup
     from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.config import CoreBindingConfig
 
-    binding = CoreBinding.start(
-        CoreBindingConfig(use_tuning_result=False), rank=rank, local_rank=rank, separate=separate
-    )
+    is_group = torch.distributed.is_initialized()
+    ranks = RankGroup.of(None, torch.device("cpu")) if is_group else RankGroup.alone()
+    binding = CoreBinding.start(CoreBindingConfig(use_tuning_result=False), ranks, local_rank=rank, separate=separate)
     if not binding.verify().ok:
         raise RuntimeError(f"threads outside their set: {binding.verify()}")
 

@@ -89,10 +89,11 @@ def _idle_thread() -> threading.Event:
 
 
 def _start(**config: Any) -> Any:
+    from deepspeed_ext._agreement import RankGroup
     from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.config import CoreBindingConfig
 
-    return CoreBinding.start(CoreBindingConfig(**config), rank=0, local_rank=0)
+    return CoreBinding.start(CoreBindingConfig(**config), RankGroup.alone(), local_rank=0)
 
 
 def life_of_a_binding() -> dict[str, Any]:

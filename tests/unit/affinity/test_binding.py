@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.affinity import binding
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.exchange import Agreement
@@ -191,7 +192,7 @@ def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.Monke
         raise AttributeError("no such symbol")
 
     monkeypatch.setattr(binding.ThreadCount, "change", fail)
-    answer = CoreBinding.start(CoreBindingConfig(), rank=0, local_rank=0, gather=lambda item: [item])
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "no such symbol" in heard[-1]
 
