@@ -25,47 +25,47 @@ DISABLE_VARIABLE = "DSEXT_BIND"
 
 @dataclass(frozen=True)
 class Verification:
-    """Threads that are not where the plan wants them, as the kernel reports it."""
+    """Threads outside the plan, and planned CPUs that are gone, as the kernel reports them."""
 
     trainer: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Thread id -> mask, of this process."""
+    """Thread id -> mask, for this process."""
     worker: dict[int, frozenset[int]] = field(default_factory=dict)
-    """The same of the optimizer process."""
+    """Thread id -> mask, for the optimizer process."""
     lost: frozenset[int] = frozenset()
-    """Planned CPUs that have left the cpuset or gone offline: restore and start again."""
+    """Planned CPUs that have left the cpuset or gone offline: start the job again."""
 
     @property
     def ok(self) -> bool:
-        """Whether every thread is in its place."""
+        """Whether every thread is within the plan and no CPU is lost."""
         return not (self.trainer or self.worker or self.lost)
 
     def __str__(self) -> str:
-        """What is out of place and what to do, in one line."""
-        told = []
+        """Describe in one line what is outside the plan and what to do."""
+        problems = []
         if self.lost:
-            told.append(
-                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this job's cpuset; threads "
-                "crowd on the others: start the job again"
+            problems.append(
+                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this job's cpuset, and their "
+                "threads share the remaining CPUs: start the job again"
             )
         for name, threads in (("this process", self.trainer), ("the optimizer process", self.worker)):
             if threads:
                 cpus = format_cpulist(frozenset().union(*threads.values()))
-                told.append(f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}")
-        return "; ".join(told) or "every thread is in its place"
+                problems.append(f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}")
+        return "; ".join(problems) or "every thread is within the plan"
 
 
 class CoreBinding:
     """This rank's core plan, applied to this process.
 
-    Call order: `start` on all ranks after the process group exists, the optimizer process at `worker_placement`,
-    `refresh` after the first optimizer step (backends and autograd start threads late), `restore` at the end. If the
-    kernel refuses, there is one warning and an unbound run, never an error.
+    Call `start` on all ranks once the process group exists, start the optimizer process at `worker_placement`, call
+    `refresh` after the first optimizer step (backends and autograd start threads late), and `restore` at the end. If
+    the kernel refuses to bind threads, training continues unbound, with one warning.
     """
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
         self.plan: RankPlan | None = agreement.mine
-        """This rank's CPUs; None while unbound."""
+        """This rank's CPUs; None if unbound."""
         self._masks: Masks | None = None
         self._threads: ThreadCount | None = None
 
@@ -114,46 +114,50 @@ class CoreBinding:
             logger.info(f"core binding, dry run:\n{binding.summary()}")
             binding.plan = None
         if binding.plan is not None:
-            binding._apply(binding.plan)
+            binding._bind_threads(binding.plan)
         if binding.plan is not None and binding.agreement.leads_host:
             logger.info(f"core binding:\n{binding.summary()}")
         return binding
 
     @property
     def worker_placement(self) -> WorkerPlacement | None:
-        """Where the optimizer process should start; None: wherever the system puts it."""
+        """Placement of the optimizer process; None if it is unbound."""
         return WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
 
-    def _apply(self, plan: RankPlan) -> None:
+    def _bind_threads(self, plan: RankPlan) -> None:
         setting = omp_binding(os.environ)
         try:
             self._masks = confine(plan.pytorch, one_each="isolated" in plan.flags)
             self._threads = ThreadCount.change(plan.pytorch_threads)
             if setting is not None:
                 warn_once(
-                    f"core binding: {setting} makes OpenMP bind threads on its own: unset it; they are moved back"
+                    f"core binding: {setting} makes OpenMP bind threads itself. They are moved into the plan; unset it"
                 )
-                # The runtime binds each new thread to the places it saw when it was loaded, and has bound the main
-                # thread, from which all others inherit, to the first of them.
+                # The runtime binds each new thread to the places that it read when it was loaded. It has bound the main
+                # thread to the first of them, and other threads inherit that mask.
                 start_pool(plan.pytorch_threads)
                 os.sched_setaffinity(os.getpid(), plan.pytorch)
             confine(plan.pytorch, one_each="isolated" in plan.flags)
-        except Exception as error:  # one rank that stopped here would leave the others in the next collective
+        except Exception as error:  # if one rank raised here, the others would wait in the next collective
             self._give_up(error)
 
     def _give_up(self, reason: Exception) -> None:
         wanted = self.plan.pytorch if self.plan else ()
         self.restore()
         warn_once(
-            f"core binding: cannot confine the threads to CPUs {list(wanted)} ({reason}); training goes on unbound"
+            f"core binding: cannot confine the threads to CPUs {list(wanted)} ({reason}); training continues unbound"
         )
 
     def refresh(self, worker_pid: int | None = None) -> Verification:
-        """Confine threads that were born outside since `start`, then `verify` and warn of what is out of place."""
+        """Confine threads that started outside the plan since `start`, then `verify` and warn about what remains.
+
+        Args:
+            worker_pid: process id of the optimizer process; None if there is none.
+        """
         if self.plan is not None:
             try:
                 confine(self.plan.pytorch, one_each="isolated" in self.plan.flags)
-            except Exception as error:  # as in `_apply`
+            except Exception as error:  # as in `_bind_threads`
                 self._give_up(error)
         found = self.verify(worker_pid)
         if not found.ok:
@@ -161,7 +165,11 @@ class CoreBinding:
         return found
 
     def verify(self, worker_pid: int | None = None) -> Verification:
-        """Ask the kernel where the threads of this process, and of the optimizer process, may run."""
+        """Compare with the plan where the kernel lets this process's and the optimizer process's threads run.
+
+        Args:
+            worker_pid: process id of the optimizer process; None if there is none.
+        """
         if self.plan is None:
             return Verification()
         planned = frozenset(self.plan.pytorch)
@@ -170,7 +178,7 @@ class CoreBinding:
         return Verification(outside(planned), worker, lost)
 
     def restore(self) -> None:
-        """Give all threads the masks and thread counts from before `start`. Idempotent; the binding is then over."""
+        """Restore the masks and thread counts from before `start`. Idempotent; the process is then unbound."""
         if self._masks is not None:
             restore(self._masks)
         if self._threads is not None:
@@ -178,7 +186,7 @@ class CoreBinding:
         self.plan = self._masks = self._threads = None
 
     def summary(self) -> str:
-        """Who has which CPUs on this host, for a log."""
+        """Describe the CPUs of each rank of this host, for a log."""
         if self.agreement.host is None:
             return "unbound"
         return plan_text(self.agreement.topology, self.agreement.host)

@@ -78,7 +78,7 @@ def offloaded_step(rank: int, ranks: int, folder: str, bind: Callable[[], None])
 def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, folder: str) -> Step:
     if load == "adam":
         if way == "ours":
-            WorkerPlacement(cpus).take()
+            WorkerPlacement(cpus).bind_process()
         elif way == "upstream":
             bind_as_upstream_does(cpus)
         return partial(optimizer_step("torch-fused-adamw", ADAM_ELEMENTS), len(cpus))
@@ -97,7 +97,7 @@ def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, 
 
 
 def main() -> None:
-    initial_mask.take()
+    initial_mask.record()
     descriptor, way, cpus, load, rank, ranks, folder = sys.argv[1:]
     connection = Connection(int(descriptor))
     step = make_step(way, parse_cpulist(cpus), load, int(rank), int(ranks), folder)

@@ -256,7 +256,7 @@ def worker_process(place: str) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
     from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 
-    complaint = WorkerPlacement.parse(place).take()
+    complaint = WorkerPlacement.parse(place).bind_process()
     import torch
 
     _torch_work()
@@ -278,7 +278,7 @@ def trainer_with_worker() -> dict[str, Any]:
     binding = _start()
     code = (
         "import sys; from deepspeed_ext.affinity.worker_placement import WorkerPlacement;"
-        "WorkerPlacement.parse(sys.argv[1]).take();"
+        "WorkerPlacement.parse(sys.argv[1]).bind_process();"
         "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(binding.worker_placement)]

@@ -205,7 +205,7 @@ stop = threading.Event()
 threading.Thread(target=stop.wait).start()
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-print(WorkerPlacement(frozenset({int(sys.argv[1])})).take(), sorted(set(map(tuple, thread_masks().values()))))
+print(WorkerPlacement(frozenset({int(sys.argv[1])})).bind_process(), sorted(set(map(tuple, thread_masks().values()))))
 stop.set()
 """
     command = [sys.executable, "-c", code, str(CPUS[-1])]
