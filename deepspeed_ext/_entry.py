@@ -1,4 +1,4 @@
-"""Switching the extension on and off inside DeepSpeed."""
+"""Switches the extension on and off inside DeepSpeed, for `deepspeed_ext.enable` and its siblings."""
 
 from __future__ import annotations
 

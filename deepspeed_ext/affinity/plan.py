@@ -27,7 +27,7 @@ class RankFacts:
     quota_cores: float | None = None
     """CPU time that the rank's control group may use, in cores; None if unlimited."""
     cgroup: str = ""
-    """Identifies the control group: ranks with the same text counts one quota."""
+    """Identifies the control group: ranks with the same text share one quota."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class _HostPlanner:
 
     def _warn_about_flags(self, plans: Sequence[RankPlan]) -> None:
         texts: Mapping[str, str] = {
-            "shared": "must share a core between PyTorch and the optimizer or with other ranks: give the job more cores",
+            "shared": "must share a core between its roles or with other ranks: give the job more cores",
             "smt": "has one core: PyTorch and the optimizer run on its two hardware threads",
             "throttle_risk": "has a CPU quota below two cores per rank and may be throttled: raise the quota",
             "isolated": "has only isolated CPUs: each thread is pinned to one of them",
