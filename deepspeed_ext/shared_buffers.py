@@ -1,8 +1,8 @@
 """Avoids and finds DeepSpeed's buffers in /dev/shm: 69 MB per rank without an accelerator, which are never removed.
 
 DeepSpeed's communication makes ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>`` when it starts,
-if ``LOCAL_SIZE`` says that all ranks are on this host. Only all-reduce for inference and tensor parallelism on CPUs uses
-them. Their names contain no process id, so a buffer counts as left over if no process maps it.
+if ``LOCAL_SIZE`` says that all ranks are on this host. Only all-reduce for inference and tensor parallelism on CPUs
+uses them. Their names contain no process id, so a buffer counts as left over if no process maps it.
 """
 
 import contextlib
