@@ -22,7 +22,7 @@ from deepspeed_ext._version import __version__
 from deepspeed_ext.affinity import initial_mask
 
 # Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts from.
-initial_mask.take()
+initial_mask.record()
 
 __all__ = ["__version__", "disable", "enable", "initialize"]
 

@@ -1,11 +1,11 @@
-"""Agreement between ranks before a collective depends on it.
+"""Keeps the ranks in agreement: equal plans, and the same error on every rank.
 
-Two rules keep a failure of one rank from leaving the others in a collective that never completes:
+Two rules prevent that one rank fails and the others wait forever in a collective:
 
-- Plans are compared before they are used (`require_same_plan`).
-- An error of one rank is raised on every rank. Code of ours that contains no collective runs inside `together`, which
-  ends with one. Code that DeepSpeed calls between two collectives of its own must go on to the next of them: it keeps
-  its error in a `KeptError`, which is raised on every rank at the next point that all of them reach.
+- Ranks compare plans before they use them (`require_same_plan`).
+- An error on one rank is raised on every rank. Our code without collectives runs inside `together`, which ends with a
+  collective. Code that DeepSpeed calls between two of its own collectives must continue to the next one. It keeps its
+  error in a `KeptError`, which is raised on every rank at the next point that all ranks reach.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Failure = TypeVar("Failure", bound=DeepSpeedExtError)
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A process group as this rank sees it, resolved once and then passed along.
+    """A process group, with this rank's number and the device for communication.
 
     Attributes:
-        group: the torch.distributed process group.
-        rank: this rank's number inside the group.
+        group: the torch.distributed process group; None: all ranks.
+        rank: this rank's number in the group.
         size: number of ranks in the group.
-        device: device of the tensors that this group's backend can communicate.
-        scratch: 1-D int64 on `device`, for `minimum` when memory is short; None: it is made when it is needed.
+        device: device of the tensors that the group's backend communicates.
+        scratch: 1-D int64 on `device`, for `minimum` if memory is short. None: `minimum` allocates its tensor.
     """
 
     group: Any
@@ -50,15 +50,21 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: Any, device: torch.device, *, keeps_scratch: bool = False) -> RankGroup:
+        """Look up rank and size of `group` (None: all ranks); with `keeps_scratch`, allocate `scratch`."""
         scratch = torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device) if keeps_scratch else None
         return cls(group, dist.get_rank(group=group), dist.get_world_size(group=group), device, scratch)
 
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """This process as the only rank; needs no process group."""
+        return cls(None, 0, 1, torch.device("cpu"))
+
     def global_rank(self, rank: int) -> int:
-        """The number in the world of the group's `rank`."""
+        """Return the number among all ranks of the group's `rank`."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def minimum(self, *values: int) -> tuple[int, ...]:
-        """Elementwise minimum of `values` over the ranks."""
+        """Return the elementwise minimum of `values` over the ranks. A collective."""
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -70,11 +76,11 @@ class RankGroup:
         return tuple(tensor.tolist())
 
     def all(self, flag: bool) -> bool:
-        """Whether `flag` holds on every rank."""
+        """Whether `flag` is true on every rank. A collective."""
         return bool(self.minimum(int(flag))[0])
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `tensor`, of one shape and dtype, in rank order."""
+        """Return every rank's `tensor` in rank order; all must have one shape and dtype. A collective."""
         if self.size == 1:
             return [tensor]
         found = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -82,7 +88,7 @@ class RankGroup:
         return found
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, any object that pickles, in rank order."""
+        """Return every rank's `value`, any object that pickles, in rank order. A collective."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
@@ -90,16 +96,16 @@ class RankGroup:
 
 
 def raise_together(ranks: RankGroup, error: Exception | None, otherwise: type[DeepSpeedExtError] = RankError) -> None:
-    """Raise one error on every rank if any of them has one. A collective, unless every rank has raised `error` before.
+    """Raise one error on every rank if any rank has one. A collective, unless `error` was already raised on every rank.
 
     Args:
-        ranks: all of them call this.
-        error: what went wrong on this rank, of any type; None: nothing.
-        otherwise: what is raised in place of an error that is not one of ours.
+        ranks: the ranks; all of them call this.
+        error: this rank's error, of any type; None if it has none.
+        otherwise: type to raise for an error that is not a `DeepSpeedExtError`.
 
     Raises:
-        DeepSpeedExtError: on every rank with the same type and message. The type is that of the lowest rank with an
-            error; the message names every rank with an error and says what went wrong there.
+        DeepSpeedExtError: on every rank, with the same type and message. The type is that of the lowest rank with an
+            error. The message gives every rank's error with the rank's number.
     """
     if isinstance(error, DeepSpeedExtError) and error.agreed:
         raise error
@@ -108,39 +114,39 @@ def raise_together(ranks: RankGroup, error: Exception | None, otherwise: type[De
     if ranks.size == 1 and isinstance(error, DeepSpeedExtError):
         error.agreed = True
         raise error
-    if error is not None:  # its frames may hold the tensors for which memory is short
+    if error is not None:  # its frames may hold tensors, and memory may be short
         traceback.clear_frames(error.__traceback__)
-    told = None if error is None else (ranks.global_rank(ranks.rank), *_told(error, otherwise))
-    found = [said for said in ranks.gather(told) if said is not None]
+    mine = None if error is None else (ranks.global_rank(ranks.rank), *_type_and_message(error, otherwise))
+    found = [told for told in ranks.gather(mine) if told is not None]
     holders: dict[str, list[int]] = {}
     for rank, _, message in found:
         holders.setdefault(message.removeprefix(f"rank {rank}: "), []).append(rank)
-    text = "; ".join(f"{_named(who)}: {message}" for message, who in holders.items())
+    text = "; ".join(f"{_rank_list(on_ranks)}: {message}" for message, on_ranks in holders.items())
     raise agreed(getattr(_errors, found[0][1])(text)) from error
 
 
 def agreed(error: Failure) -> Failure:
-    """`error`, which every rank is about to raise."""
+    """Return `error`, marked as raised on every rank."""
     error.agreed = True
     return error
 
 
-def _told(error: Exception, otherwise: type[DeepSpeedExtError]) -> tuple[str, str]:
-    """The name of the type to raise, and the message."""
+def _type_and_message(error: Exception, otherwise: type[DeepSpeedExtError]) -> tuple[str, str]:
+    """Return the name of the type to raise, and the message."""
     if isinstance(error, DeepSpeedExtError):
         return type(error).__name__, str(error)
     return otherwise.__name__, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _named(ranks: list[int]) -> str:
+def _rank_list(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @contextmanager
 def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] = RankError) -> Iterator[None]:
-    """Raise on every rank what is raised inside the block on any; see `raise_together`. The end is a collective.
+    """Raise an error of the block on every rank; see `raise_together`. The end of the block is a collective.
 
-    There must be no other collective inside: a rank that fails before it would leave the others waiting.
+    The block must contain no collective: if a rank failed before it, the others would wait.
     """
     error = None
     try:
@@ -151,48 +157,53 @@ def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] = RankError) -
 
 
 class KeptError:
-    """The first error of code that may not raise where it stands, because the other ranks go on to a collective.
+    """Keeps the first error of code that must not raise yet, because the other ranks continue to a collective.
 
     Attributes:
-        error: the error; None: nothing went wrong so far.
+        error: the error; None if there is none.
     """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
 
     def note(self, error: Exception) -> None:
-        """Keep `error`, unless there is one already."""
+        """Keep `error`, unless one is kept already."""
         self.error = self.error or error
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep what is raised inside the block, and go on behind it."""
+        """Keep an error that the block raises, and continue after the block."""
         try:
             yield
         except Exception as caught:
             self.note(caught)
 
     def take(self) -> Exception | None:
-        """The error, which is then forgotten here; for `raise_together`."""
+        """Return the error and keep it no longer; for `raise_together`."""
         error, self.error = self.error, None
         return error
 
     def raise_here(self) -> None:
-        """Raise the error, if there is one; it is then forgotten. For use inside `together`."""
+        """Raise the error, if there is one, and keep it no longer; for use inside `together`."""
         if (error := self.take()) is not None:
             raise error
 
 
 def digest(plan: Any) -> str:
-    """A short digest of a plan's ``repr``."""
+    """Return a short digest of a plan's ``repr``."""
     return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
 
 
 def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
-    """Compare `plan` (by its ``repr``) over the ranks.
+    """Compare `plan` over the ranks, by its ``repr``. A collective.
+
+    Args:
+        what: what the plan is for, for the message.
+        plan: this rank's plan.
+        ranks: the ranks; all of them call this.
 
     Raises:
-        PlanMismatchError: on every rank, with every differing plan and the ranks that hold it.
+        PlanMismatchError: on every rank, with each differing plan and its ranks.
     """
     if ranks.size == 1:
         return
@@ -201,10 +212,10 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     holders: dict[str, list[int]] = {}
     for rank, text in enumerate(ranks.gather(repr(plan))):
         holders.setdefault(text, []).append(ranks.global_rank(rank))
-    listing = "; ".join(f"ranks {who}: {text}" for text, who in holders.items())
+    listing = "; ".join(f"ranks {on_ranks}: {text}" for text, on_ranks in holders.items())
     raise agreed(
         PlanMismatchError(
-            f"the ranks hold different plans for {what}: {listing}. "
+            f"the ranks have different plans for {what}: {listing}. "
             "Give every rank the same config, model and environment variables"
         )
     )

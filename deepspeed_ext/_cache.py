@@ -1,4 +1,4 @@
-"""Where results that outlive a run are kept (tuning results, the compiled kernel), and whether they can be trusted."""
+"""The cache folder for tuning results and the compiled kernel, and a check of who could have written a file."""
 
 import grp
 import os
@@ -11,9 +11,9 @@ __all__ = ["cache_folder", "make_private", "why_untrusted"]
 
 
 def cache_folder() -> Path:
-    """``$DSEXT_CACHE_DIR``, else ``$XDG_CACHE_HOME/deepspeed_ext``, else ``~/.cache/deepspeed_ext``; absolute.
+    """Return ``$DSEXT_CACHE_DIR``, or ``$XDG_CACHE_HOME/deepspeed_ext``, or ``~/.cache/deepspeed_ext``; absolute.
 
-    Without a home it is a folder of this user among the temporary files.
+    Without a home directory, it is a folder for this user among the temporary files.
     """
     if configured := os.environ.get("DSEXT_CACHE_DIR"):
         return Path(os.path.abspath(os.path.expanduser(configured)))
@@ -26,51 +26,51 @@ def cache_folder() -> Path:
 
 
 def make_private(folder: Path) -> Path:
-    """Make what is missing of `folder`, for this user alone, and return its path without symbolic links.
+    """Make `folder` and its missing parents, for this user only; return its path without symbolic links.
 
-    Folders that are there keep their mode: they may be the user's own for other things too.
+    Existing folders keep their mode, because the user may use them for other things too.
 
     Raises:
-        OSError: it cannot be made, or is no folder.
+        OSError: the folder cannot be made, or the path is not a folder.
     """
     folder = Path(os.path.realpath(folder))
-    for place in (*reversed(folder.parents), folder):
-        if not place.is_dir():
-            place.mkdir(mode=0o700, exist_ok=True)
+    for each in (*reversed(folder.parents), folder):
+        if not each.is_dir():
+            each.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Why another user could have written the file or folder `path`, or None if only this user and root could.
+    """Say why another user could have written the file or folder `path`; None if only this user and root could.
 
-    It and every folder above it must belong to this user or to root, and others must not be able to write them. A
-    folder above it may be writable if it is sticky: then nobody else can rename what is in it. The file itself must
+    `path` and every folder above it must belong to this user or root, and other users must not be able to write them.
+    A folder above may be writable if it is sticky, because other users then cannot rename its files. `path` itself must
     not be a symbolic link.
 
     Raises:
-        OSError: it cannot be examined.
+        OSError: `path` or a folder above it cannot be examined.
     """
     path = Path(os.path.realpath(path.parent)) / path.name
-    for place in (path, *path.parents):
-        found = place.lstat()
-        if stat.S_ISLNK(found.st_mode):
-            return f"{place} is a symbolic link"
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{place} belongs to user {found.st_uid}"
-        is_sticky_parent = place != path and found.st_mode & stat.S_ISVTX
-        if _can_others_write(found) and not is_sticky_parent:
-            return f"other users can write {place} (chmod go-w {place})"
+    for each in (path, *path.parents):
+        status = each.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            return f"{each} is a symbolic link"
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{each} belongs to user {status.st_uid}"
+        is_sticky_parent = each != path and status.st_mode & stat.S_ISVTX
+        if _can_others_write(status) and not is_sticky_parent:
+            return f"other users can write {each} (chmod go-w {each})"
     return None
 
 
-def _can_others_write(found: os.stat_result) -> bool:
-    if found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid):
+def _can_others_write(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
         return True
-    return bool(found.st_mode & stat.S_IWOTH)
+    return bool(status.st_mode & stat.S_IWOTH)
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether this user is alone in the group and has its name, as on systems whose usual umask is 002."""
+    """Whether the group has this user's name and no other member, as on systems with a default umask of 002."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -1,8 +1,8 @@
-"""What deepspeed_ext relies on in DeepSpeed, member by member, and the comparison with the installed one.
+"""Lists every member of DeepSpeed that deepspeed_ext relies on, and compares the list with the installed version.
 
-`_upstream` names the classes; here are their members: whatever our subclasses override, call through ``super()``, read
-or assign through ``self``, and what DeepSpeed hangs on a parameter. A test walks our sources and finds what is missing
-here, so that a rename in DeepSpeed is an error at the start and never an override that nobody calls.
+`_upstream` names the classes. This file lists their members: what our subclasses override, call through ``super()``, or
+read or assign through ``self``, and the attributes that DeepSpeed sets on parameters. A test searches our sources for
+members that are missing here. A rename in DeepSpeed is therefore an error at start-up, not an override without effect.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 __all__ = ["ASSIGNED", "CONTRACT", "EXISTS", "Takes", "broken"]
 
 EXISTS = "exists"
-"""A class, a property, or a function whose parameters do not matter to us."""
+"""A class, a property, or a function whose parameters do not matter."""
 
 ASSIGNED = "assigned"
-"""An attribute that methods of the class assign; of a module: attributes that its functions hang on objects."""
+"""An attribute that methods of the class assign; for a module, one that its functions set on any object."""
 
 
 @dataclass(frozen=True)
 class Takes:
-    """A function that takes at least these parameters by name."""
+    """A function that has at least parameters of these names."""
 
     names: tuple[str, ...]
 
@@ -123,7 +123,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig": {"__init__": EXISTS},
     "deepspeed.runtime.zero.partition_parameters": {
         "get_allgather_dtype": "(param, param_ds_tensor)",
-        # hung on every parameter, or on its partition
+        # set on every parameter, or on its partition
         "all_gather": ASSIGNED,
         "all_gather_coalesced": ASSIGNED,
         "ds_id": ASSIGNED,
@@ -211,29 +211,29 @@ CONTRACT: dict[str, dict[str, Member]] = {
     "deepspeed.utils.mixed_precision_linkage": {"_hp_mapping": ASSIGNED},
     "deepspeed.utils.tensor_fragment:tensor_fragment": {"get_hp_fragment": "(self, optim_state_key)"},
 }
-"""By class (``module:Class``) or module: the members that we rely on."""
+"""Class (``module:Class``) or module -> name of the member -> what is expected of it."""
 
 
 def broken() -> list[str]:
-    """What of `CONTRACT` the installed DeepSpeed does not fulfil: one line per member, empty if all is well."""
+    """Compare the installed DeepSpeed with `CONTRACT`; return one line per member that differs."""
     found = []
-    for place, members in CONTRACT.items():
-        module_name, _, class_name = place.partition(":")
+    for owner_name, members in CONTRACT.items():
+        module_name, _, class_name = owner_name.partition(":")
         try:
             owner = importlib.import_module(module_name)
             owner = getattr(owner, class_name) if class_name else owner
         except (ImportError, AttributeError):
-            found.append(f"{place} does not exist")
+            found.append(f"{owner_name} does not exist")
             continue
         assigned = _assigned_by(owner, {name for name, expected in members.items() if expected == ASSIGNED})
         for name, expected in members.items():
-            if mistake := _mistake(owner, name, expected, assigned):
-                found.append(f"{place}.{name} {mistake}")
+            if difference := _difference(owner, name, expected, assigned):
+                found.append(f"{owner_name}.{name} {difference}")
     return found
 
 
-def _mistake(owner: Any, name: str, expected: Member, assigned: set[str]) -> str:
-    """How a member differs from what is expected of it; empty if it does not."""
+def _difference(owner: Any, name: str, expected: Member, assigned: set[str]) -> str:
+    """Say how a member differs from what is expected; empty if it does not."""
     if expected == ASSIGNED:
         return "" if name in assigned else "is not assigned anywhere"
     try:
@@ -251,7 +251,7 @@ def _mistake(owner: Any, name: str, expected: Member, assigned: set[str]) -> str
 
 
 def _undecorated(member: Any) -> Any:
-    """The function behind a decorator that takes anything, as DeepSpeed's for profiler ranges; else `member`."""
+    """Return the function inside a ``(*args, **kwargs)`` decorator, as for DeepSpeed's profiler ranges; or `member`."""
     cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
     functions = [cell for cell in cells if inspect.isfunction(cell)]
     takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")
@@ -259,7 +259,7 @@ def _undecorated(member: Any) -> Any:
 
 
 def _assigned_by(owner: Any, wanted: set[str]) -> set[str]:
-    """Which of `wanted` the methods of a class assign to ``self``, or the functions of a module to anything."""
+    """Return those of `wanted` that the class's methods assign to ``self``, or the module's functions to any object."""
     if inspect.isclass(owner):
         classes = [each for each in owner.__mro__ if each.__module__.startswith("deepspeed.")]
         functions = []
@@ -273,14 +273,14 @@ def _assigned_by(owner: Any, wanted: set[str]) -> set[str]:
 
 
 def _stores(code: CodeType, wanted: set[str], to_self: bool) -> Iterator[str]:
-    """Which of `wanted` a function, or a function inside it, assigns: to ``self``, or to anything."""
+    """Yield those of `wanted` that a function, or one inside it, assigns: to ``self``, or to any object."""
     if not wanted.isdisjoint(code.co_names):
         before: Any = None
         for instruction in dis.get_instructions(code):
             stores = instruction.opname == "STORE_ATTR" and instruction.argval in wanted
             if stores and (before == "self" or not to_self):
                 yield instruction.argval
-            # Python 3.13 loads two names by one instruction
+            # Python 3.13 may load two names by one instruction.
             before = instruction.argval
             before = before[-1] if isinstance(before, tuple) and before else before
     for constant in code.co_consts:

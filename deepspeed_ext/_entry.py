@@ -1,4 +1,4 @@
-"""Switching the extension on and off inside DeepSpeed."""
+"""Switches the extension on and off inside DeepSpeed, for `deepspeed_ext.enable` and its siblings."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ def disable() -> None:
     if _enabled:
         _active.close()
         _enabled = False
-
-
-def is_enabled() -> bool:
-    return _enabled
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Every error that deepspeed_ext raises on purpose.
+"""All errors that deepspeed_ext raises on purpose.
 
 DeepSpeedExtError
- +-- ConfigError (also ValueError)    a setting that cannot work; names field, value and remedy
- +-- UnsupportedError                 this machine, platform or DeepSpeed version cannot do what was asked
- |    +-- UpstreamError               the installed DeepSpeed is not the one this package knows
- +-- PlanMismatchError                the ranks disagree about what to do next; prints the plans that differ
- +-- OutOfMemoryError                 no way of doing it fits; nothing was lost
- +-- CheckpointError                  a checkpoint that cannot be read here; names file and reason
+ +-- ConfigError (also ValueError)    a setting that cannot work; gives field, value and remedy
+ +-- UnsupportedError                 this machine, platform or DeepSpeed version lacks a feature
+ |    +-- UpstreamError               the installed DeepSpeed is not a supported one
+ +-- PlanMismatchError                the ranks have different plans; gives each of them
+ +-- OutOfMemoryError                 too little memory; no data was lost
+ +-- CheckpointError                  a checkpoint that cannot be read; gives file and reason
  +-- WorkerError                      the optimizer process died, failed or does not answer
- +-- RankError                        something else failed on a rank; raised on all of them
+ +-- RankError                        another failure on any rank; raised on every rank
 
-A message says what was expected, what came, where (rank, field, parameter) and what to change.
+A message says what was expected, what was found, where (rank, field, parameter) and what to change.
 """
 
 __all__ = [
@@ -30,7 +30,7 @@ class DeepSpeedExtError(Exception):
     """Base of every error raised by deepspeed_ext.
 
     Attributes:
-        agreed: whether every rank has raised it, so that nobody has to be told.
+        agreed: whether every rank raises it, so that ranks need not tell each other.
     """
 
     agreed = False
@@ -41,23 +41,23 @@ class ConfigError(DeepSpeedExtError, ValueError):
 
 
 class UnsupportedError(DeepSpeedExtError, RuntimeError):
-    """This machine, platform or library version cannot do what was asked."""
+    """This machine, platform or library version lacks a feature that is needed."""
 
 
 class UpstreamError(UnsupportedError):
-    """The installed DeepSpeed lacks a name or signature that deepspeed_ext builds on."""
+    """The installed DeepSpeed is not a supported version, or lacks a member that deepspeed_ext relies on."""
 
 
 class PlanMismatchError(DeepSpeedExtError, RuntimeError):
-    """The ranks hold different plans for the same step."""
+    """The ranks have different plans for the same task."""
 
 
 class OutOfMemoryError(DeepSpeedExtError, RuntimeError):
-    """No way of doing it fits into memory."""
+    """A task does not fit into memory."""
 
 
 class CheckpointError(DeepSpeedExtError, RuntimeError):
-    """A checkpoint that cannot be read, or not here."""
+    """A checkpoint that cannot be read, or not with this configuration."""
 
 
 class WorkerError(DeepSpeedExtError, RuntimeError):
@@ -65,4 +65,4 @@ class WorkerError(DeepSpeedExtError, RuntimeError):
 
 
 class RankError(DeepSpeedExtError, RuntimeError):
-    """An error that is none of the above, of one or more ranks; the message names them."""
+    """Any other error on one or more ranks; the message names the ranks."""

@@ -1,4 +1,4 @@
-"""File operations that survive a crash: what has returned is on the disk, and a name never leads to half of a file."""
+"""File operations that survive a crash: when they return, the disk has the result, and no file is ever partial."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["remove_tree", "rename", "replace_file", "sync_file", "sync_folder"]
 
 
 def sync_file(path: str) -> None:
-    """Wait until the content of a file is on the disk."""
+    """Wait until the disk has the content of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -20,7 +20,7 @@ def sync_file(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Wait until the names in a folder are on the disk; some network file systems have nothing to wait for."""
+    """Wait until the disk has the names in a folder; some network file systems do not support this, and need not."""
     try:
         sync_file(path)
     except OSError as error:
@@ -29,15 +29,15 @@ def sync_folder(path: str) -> None:
 
 
 def rename(source: str, target: str) -> None:
-    """Give a file or folder another name in the same folder, durably."""
+    """Rename a file or folder within its folder, durably."""
     os.rename(source, target)
     sync_folder(os.path.dirname(target))
 
 
 def replace_file(path: str, content: str) -> None:
-    """Write a small text file. At any moment, and after a crash, `path` holds the old content or all of the new.
+    """Write a small text file. At any time, even after a crash, `path` has the whole old or the whole new content.
 
-    One process at a time may write it.
+    Only one process at a time may write it.
     """
     aside = f"{path}.dsext-tmp"
     try:
@@ -54,7 +54,7 @@ def replace_file(path: str, content: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder with its content, or a link to one; nothing happens if there is none."""
+    """Remove a folder with its content, or a link to a folder; do nothing if it does not exist."""
     if os.path.islink(path):
         os.unlink(path)
     elif os.path.lexists(path):

@@ -1,6 +1,6 @@
-"""The package's logger, and how to say a thing once.
+"""The package's logger, and functions that log a message only once.
 
-Level: environment variable ``DSEXT_LOG_LEVEL`` (a name of the standard ``logging`` levels, default INFO).
+The environment variable ``DSEXT_LOG_LEVEL`` sets the level, by a standard ``logging`` name; default INFO.
 """
 
 import logging
@@ -9,7 +9,7 @@ import sys
 
 logger = logging.getLogger("deepspeed_ext")
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def _configure() -> None:
@@ -25,14 +25,14 @@ def _configure() -> None:
 
 
 def log_once(level: int, message: str) -> None:
-    """Log ``message`` at ``level`` unless this process has logged the very same text before."""
-    if message not in _said:
-        _said.add(message)
+    """Log ``message`` at ``level``, unless this process has logged the same text before."""
+    if message not in _logged:
+        _logged.add(message)
         logger.log(level, message)
 
 
 def warn_once(message: str) -> None:
-    """Warn with ``message`` unless this process has done so before."""
+    """Log ``message`` as a warning, unless this process has logged the same text before."""
     log_once(logging.WARNING, message)
 
 

@@ -1,4 +1,4 @@
-"""Files that a user names as output: looked at before anything is measured, written without harm to what is there."""
+"""Output files that a user names: checked before the work begins, and written without damage to existing files."""
 
 import contextlib
 import errno
@@ -16,25 +16,25 @@ __all__ = ["OutputFile"]
 
 @dataclass(frozen=True)
 class OutputFile:
-    """Where to write. An absent or regular file is replaced as a whole; a device or a FIFO stays and is written to.
+    """An output file. A regular or absent file is replaced as a whole; a device or a FIFO is written in place.
 
-    Symbolic links are followed: a link stays, and what it names is written.
+    Symbolic links are followed: a link stays, and its target is written.
     """
 
     path: Path
     in_place: bool = False
-    """`path` cannot be replaced: it is no regular file, or its folder is not writable."""
+    """Whether `path` is written in place, because it is not a regular file or its folder is not writable."""
 
     @classmethod
     def check(cls, path: Path | str, name: str) -> "OutputFile":
-        """Look at `path`, and make its folder if that is absent.
+        """Check that `path` can be written, and make its folder if that does not exist.
 
         Args:
-            path: where to write.
-            name: what the user calls it, such as ``--output``.
+            path: the file.
+            name: the user's name for it in messages, such as ``--output``.
 
         Raises:
-            ConfigError: it is a directory, or cannot be written.
+            ConfigError: `path` is a directory or cannot be written.
         """
         try:
             return cls._examine(os.fspath(path))
@@ -61,13 +61,13 @@ class OutputFile:
         return cls(Path(path), in_place=True)
 
     def write(self, content: bytes) -> None:
-        """Write `content`; a file that is replaced is the old or the new one at any moment, with its old mode.
+        """Write `content`. A file that is replaced is whole at any time, old or new, and keeps its mode.
 
         Raises:
-            OSError: it could not be written, for example to a FIFO that nobody reads.
+            OSError: the file could not be written, for example a FIFO without a reader.
         """
         if self.in_place:
-            # Opening a FIFO that nobody reads would wait for a reader.
+            # Without O_NONBLOCK, opening a FIFO without a reader would wait for one.
             descriptor = os.open(self.path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             os.set_blocking(descriptor, True)
             with open(descriptor, "wb") as file:

@@ -1,7 +1,7 @@
-"""What to undo if an engine's constructor fails after something deep inside it was started.
+"""Undoes what was started if an engine's constructor fails later.
 
-Between the engine and what it starts are DeepSpeed's constructors: if one of them fails, no one has a reference to what
-was started before.
+DeepSpeed's constructors stand between the engine and what it starts. If one of them fails, the engine has no reference
+to what was started before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _blocks: list[ExitStack] = []
 
 @contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """If the block raises, call what was given to `on_failure` inside it, the last first."""
+    """If the block raises, call the callbacks that `on_failure` registered inside it, last first."""
     with ExitStack() as undo:
         _blocks.append(undo)
         try:
@@ -27,6 +27,6 @@ def undone_on_failure() -> Iterator[None]:
 
 
 def on_failure(callback: Callable[[], None]) -> None:
-    """Call `callback` if the innermost `undone_on_failure` fails; it must not raise. Outside of one: nothing."""
+    """Call `callback`, which must not raise, if the innermost `undone_on_failure` fails. Outside of one, do nothing."""
     if _blocks:
         _blocks[-1].callback(callback)

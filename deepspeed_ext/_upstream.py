@@ -1,8 +1,7 @@
-"""The only file that names a private part of DeepSpeed.
+"""The only module that imports private parts of DeepSpeed.
 
-Everything that deepspeed_ext reads, overrides or swaps in DeepSpeed beyond its public functions is listed here, once:
-the supported versions, the classes that are subclassed and the names that are swapped. Their members that we rely on
-are in `_contract`; `check` compares them with the installed DeepSpeed and names whatever has moved.
+It has the supported versions, the classes that we subclass and the names that we replace. `_contract` lists the members
+of these classes that we rely on; `check` compares the list with the installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -91,10 +90,10 @@ SUPPORTED_BELOW = (0, 20, 0)
 
 @functools.cache
 def check() -> None:
-    """Refuse a DeepSpeed that this package does not know; looks once per process.
+    """Check that the installed DeepSpeed is supported; once per process.
 
     Raises:
-        UpstreamError: the version is outside the supported range, or a member of the contract has moved.
+        UpstreamError: the version is outside the supported range, or a member of the contract differs.
     """
     found = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
     if not SUPPORTED_FROM <= found < SUPPORTED_BELOW:
@@ -105,14 +104,14 @@ def check() -> None:
         )
     if lines := broken():
         raise UpstreamError(
-            f"DeepSpeed {deepspeed.__version__} differs from what deepspeed_ext builds on: {'; '.join(lines)}. "
+            f"DeepSpeed {deepspeed.__version__} differs from what deepspeed_ext relies on: {'; '.join(lines)}. "
             "Install the DeepSpeed version named in the README, or a newer deepspeed_ext"
         )
 
 
 @dataclass(frozen=True)
 class Swap:
-    """One module-level name and the object to stand in for it."""
+    """A module-level name and the object to replace it with."""
 
     module: Any
     name: str
@@ -124,7 +123,7 @@ _swap_lock = threading.Lock()
 
 @contextmanager
 def swapped(*swaps: Swap) -> Iterator[None]:
-    """Let every `swaps` name mean its replacement inside the block; restores the old objects, also after an error."""
+    """Replace the objects of all `swaps` inside the block; restore the old ones afterwards, even after an error."""
     with _swap_lock:
         before = [(swap.module, swap.name, getattr(swap.module, swap.name)) for swap in swaps]
         for swap in swaps:
@@ -143,7 +142,7 @@ def entry_swaps(
     pipeline_engine: type[PipelineEngine],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """The names by which ``deepspeed.initialize`` finds its engines and its config class."""
+    """Return swaps for the names by which ``deepspeed.initialize`` finds its engines and its config class."""
     return [
         Swap(deepspeed, "DeepSpeedEngine", engine),
         Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
@@ -153,45 +152,45 @@ def entry_swaps(
 
 
 def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swap:
-    """The name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds its stage 1/2 optimizer."""
+    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the stage 1/2 class."""
     return Swap(engine_module, "DeepSpeedZeroOptimizer", stage_1_and_2)
 
 
 def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) -> Swap:
-    """The name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds its stage 3 optimizer.
+    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the stage 3 class.
 
-    It imports SuperOffload there too, whose optimizer is a subclass: that module must be loaded before the swap.
+    That method also imports SuperOffload, whose optimizer is a subclass; this module loads it before the swap.
     """
     return Swap(stage3_module, "DeepSpeedZeroOptimizer_Stage3", stage3)
 
 
 def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
-    """An ``offload_optimizer`` section that puts masters into pageable host memory, and nothing else."""
+    """Return an ``offload_optimizer`` section that only places masters in pageable host memory."""
     return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu, pin_memory=False)
 
 
 def autocasts_to_fp16() -> bool:
-    """Whether an optimizer made now has a torch ``GradScaler`` of its own; DeepSpeed keeps this for the process."""
+    """Whether a new optimizer has its own torch ``GradScaler``; DeepSpeed keeps this setting per process."""
     return bool(is_autocast_initialized()) and get_autocast_dtype() == torch.float16
 
 
 def counted_alike(params: Sequence[Any]) -> bool:
-    """Whether DeepSpeed's norm of gradients counts all `params` or none of them on this rank."""
+    """Whether DeepSpeed's gradient norm counts either all `params` or none of them on this rank."""
     return len({(bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p)) for p in params}) <= 1
 
 
 def local_world_size() -> int:
-    """Number of ranks on this host, as the launcher says."""
+    """Return the number of ranks on this host, from the launcher's environment variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def local_rank() -> int:
-    """This rank's number on its host, as the launcher says."""
+    """Return this rank's number on its host, from the launcher's environment variable."""
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def group_timeout_seconds(group: Any) -> float:
-    """After how long a collective of `group` (None: of the world) is given up; infinite if its backend does not say."""
+    """Return the timeout of collectives of `group` (None: all ranks); infinite if the backend reports none."""
     group = torch.distributed.group.WORLD if group is None else group
     try:
         backend = group._get_backend(torch.device(get_accelerator().current_device_name()))
@@ -201,7 +200,7 @@ def group_timeout_seconds(group: Any) -> float:
 
 
 class _RoomyAccelerator:
-    """The accelerator, except that it always has room for another flat buffer."""
+    """The accelerator, but it always reports room for another flat buffer."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -213,28 +212,28 @@ class _RoomyAccelerator:
         return sys.maxsize
 
     def pin_memory(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._accelerator.is_pinned(tensor):  # upstream would copy it once more
+        if self._accelerator.is_pinned(tensor):  # upstream would copy it again
             return tensor
         return self._accelerator.pin_memory(tensor, *args, **kwargs)
 
 
 def accelerator_branch_only() -> Swap:
-    """Keeps the stage 1/2 constructor from moving parameters through pageable host memory.
+    """Return a swap that keeps the stage 1/2 constructor from moving parameters through pageable host memory.
 
-    That constructor decides inside a loop whether a group fits, by asking the accelerator (on NVIDIA: NVML) for its
-    free memory. Told that there is room, it always calls ``flatten_dense_tensors_aligned``, which our subclass
-    overrides and where the real decision is taken.
+    In a loop, that constructor asks the accelerator (on NVIDIA: NVML) for free memory and decides whether a group fits.
+    If there seems to be room, it always calls ``flatten_dense_tensors_aligned``. Our subclass overrides this method and
+    makes the decision there.
     """
     return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
 
 
 def all_gather_of_partitions() -> Callable[..., None]:
-    """The function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
+    """Return the function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
     return stage_1_and_2_module.all_gather_dp_groups
 
 
 def partition_exchange(exchange: Callable[..., None]) -> Swap:
-    """The name by which the stage 1/2 optimizer finds `all_gather_of_partitions`."""
+    """Return a swap for the name by which the stage 1/2 optimizer finds `all_gather_of_partitions`."""
     return Swap(stage_1_and_2_module, "all_gather_dp_groups", exchange)
 
 
@@ -249,5 +248,5 @@ def is_on_nvme(param: PartitionedParameter) -> bool:
 
 
 def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) -> bool:
-    """Whether `param` travels quantized: it is stored so, or every weight is quantized for its all-gather."""
+    """Whether `param` is communicated quantized: it is stored so, or the config quantizes every all-gather."""
     return hasattr(param.ds_tensor, "ds_quant_scale") or zero_config.zero_quantized_weights

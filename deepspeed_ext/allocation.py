@@ -1,9 +1,8 @@
-"""How much accelerator memory there is, and where buffers come from.
+"""Measures accelerator memory and allocates buffers on the accelerator and the host.
 
-Free accelerator memory is what an allocation of this process could get: what the device has free plus what the
-caching allocator holds unused. It is never asked of the management library (NVML), whose answer ignores device
-masks, MIG slices and this process's own cache. On the CPU accelerator it is the available memory under the
-control group's limit.
+Free accelerator memory is what this process can allocate: the device's free memory plus unused memory of the caching
+allocator. It does not come from the management library (NVML), which ignores device masks, MIG slices and this
+process's cache. On the CPU accelerator, it is the available memory within the control group's limit.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory",
 
 
 def free_accelerator_bytes() -> int:
-    """Bytes of accelerator memory that this process could allocate now on its current device."""
+    """Return the bytes of accelerator memory that this process can allocate now on its current device."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return available_host_bytes()
@@ -45,7 +44,7 @@ def free_accelerator_bytes() -> int:
 
 
 def total_accelerator_bytes() -> int:
-    """Bytes of memory that the current device has in all."""
+    """Return the total bytes of memory of the current device."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return total_host_bytes()
@@ -53,10 +52,10 @@ def total_accelerator_bytes() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that an allocation did not fit (on an accelerator or on the host, page-locked or not).
+    """Whether `error` says that an allocation did not fit, on an accelerator or on the host, page-locked or not.
 
-    A runtime's own refusal is told by its text, such as ``CUDA error: out of memory`` for page-locked memory: torch has
-    no type for it, or one that all errors of the runtime share.
+    A refusal of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked memory, is recognised
+    by its text: torch has no type for it, or one for all errors of the runtime.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -66,15 +65,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised 1-D tensor of `numel` elements on `device`."""
+    """Allocate an uninitialised 1-D tensor of `numel` elements on `device`."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-    """An uninitialised 1-D tensor of `numel` elements in host memory, page-locked if `pin` and the accelerator can.
+    """Allocate an uninitialised 1-D tensor of `numel` elements in host memory, page-locked if `pin` and possible.
 
-    It is allocated page-locked at once: there is never a pageable copy of it. If the accelerator refuses, which it does
-    long before the host is full, the tensor is pageable, with one warning: copies are slower and in step.
+    It is allocated page-locked at once, without a pageable copy. If the accelerator refuses, which happens long before
+    the host is full, the tensor is pageable, with one warning: copies are then slower and synchronous.
     """
     buffer = _page_locked(numel, dtype) if pin else None
     if buffer is None:
@@ -86,14 +85,14 @@ def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
 
 
 def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """An uninitialised 1-D page-locked tensor; None if there is no room for it."""
+    """Allocate an uninitialised 1-D page-locked tensor; None if it does not fit."""
     try:
         return get_accelerator().pin_empty(numel, dtype=dtype)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
     warn_once(
-        "host memory could not be page-locked: copies to and from the accelerator are slower. "
+        "host memory could not be page-locked, so copies to and from the accelerator are slower. "
         "Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1) or free host memory"
     )
     return None
@@ -101,11 +100,11 @@ def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
 
 @functools.cache
 def can_page_lock() -> bool:
-    """Whether the accelerator really page-locks host memory; on the CPU accelerator it usually has no need to."""
+    """Whether the accelerator page-locks host memory; the CPU accelerator usually does not."""
     probe = _page_locked(1, torch.uint8)
     return probe is not None and bool(get_accelerator().is_pinned(probe))
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
-    """Whether `storage` was made by `host_empty`; tells host from accelerator memory where both are the CPU's."""
+    """Whether `host_empty` made `storage`; distinguishes the roles of memory if the CPU is the accelerator."""
     return storage._cdata in _host_storages

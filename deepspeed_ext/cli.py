@@ -1,6 +1,6 @@
 """The command line: ``deepspeed-ext doctor | plan | tune | run``.
 
-Each command imports what it needs when it runs: ``plan`` answers without importing torch.
+Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """
 
 import argparse
@@ -20,32 +20,36 @@ from deepspeed_ext._version import __version__
 __all__ = ["main"]
 
 EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
-# Above anything that exists, and far below what would use up the memory or turn into infinity.
-MOST_RANKS, MOST_CORES, MOST_ELEMENTS, MOST_STEPS, MOST_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
+# Larger than any real value, but far too small to exhaust memory or overflow to infinity.
+MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad input is one line on stderr and exit status 2; the usage is behind --help."""
+    """Reports bad input in one line on stderr, with exit status 2; --help shows the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input.
+
+    Args:
+        argv: the arguments; None: those of this process.
+    """
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.command(arguments)
     except (ConfigError, UnsupportedError, ValueError) as error:
-        return _complain(arguments, error, EXIT_BAD_INPUT)
+        return _report_error(arguments, error, EXIT_BAD_INPUT)
     except (DeepSpeedExtError, OSError) as error:
-        return _complain(arguments, error, EXIT_PROBLEM)
-    if arguments.name == "run":  # whatever the script raises is its own
+        return _report_error(arguments, error, EXIT_PROBLEM)
+    if arguments.name == "run":  # errors of the script are not ours to report
         runpy.run_path(arguments.script, run_name="__main__")
     return status
 
 
-def _complain(arguments: argparse.Namespace, error: Exception, status: int) -> int:
+def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:
     print(f"deepspeed-ext {arguments.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 
@@ -63,67 +67,70 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
     doctor = commands.add_parser(
-        "doctor", help="can this machine run each part, and what is missing", allow_abbrev=False
+        "doctor", help="check whether this machine can run each part, and what is missing", allow_abbrev=False
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(command=_doctor)
 
 
 def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    plan = commands.add_parser("plan", help="which rank gets which CPU cores, and why", allow_abbrev=False)
+    plan = commands.add_parser("plan", help="show which CPU cores each rank gets, and why", allow_abbrev=False)
     plan.add_argument("--root", default="/", metavar="DIR", help="directory that holds sys/ and proc/ [/]")
     _add_ranks(plan)
     plan.add_argument(
         "--pt-reserved-cores",
         metavar="X",
         type=_reserved_cores,
-        help="cores of a rank kept for PyTorch: a count, or a fraction between 0 and 1 [0.5]",
+        help="cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 [0.5]",
     )
     plan.add_argument(
         "--optimizer-cores",
         metavar="K",
-        type=_whole(1, MOST_CORES),
-        help="cores of a rank for its optimizer [as tuned here, else the rest]",
+        type=_whole(1, MAX_CORES),
+        help="cores per rank for the optimizer [tuning result, or else the rest]",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.add_argument("--svg", metavar="FILE", help="also draw the plan")
+    plan.add_argument("--svg", metavar="FILE", help="also draw the plan into this file")
     plan.set_defaults(command=_plan)
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--allowed", metavar="LIST", action="append", help="CPUs of a local rank, such as 0,4-11; repeat for each rank"
+        "--allowed", metavar="LIST", action="append", help="CPUs of a local rank, such as 0,4-11; repeat per rank"
     )
     parser.add_argument(
         "--gpu-node",
         metavar="N",
         action="append",
         type=_node,
-        help="NUMA node of a local rank's accelerator, or none; repeat for each rank",
+        help="NUMA node of a local rank's accelerator, or none; repeat per rank",
     )
 
 
 def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
     tune = commands.add_parser("tune", help="measure how many cores the optimizer needs", allow_abbrev=False)
     tune.add_argument(
-        "--ranks", metavar="R", type=_whole(1, MOST_RANKS), help="local ranks [number of accelerators, at least 1]"
+        "--ranks", metavar="R", type=_whole(1, MAX_RANKS), help="local ranks [number of accelerators, at least 1]"
     )
     _add_ranks(tune)
     tune.add_argument("--quick", action="store_true", help="fewer steps on smaller buffers: under 20 seconds")
     tune.add_argument(
         "--elements",
         metavar="M",
-        type=_whole(1, MOST_ELEMENTS),
-        help="parameters of a rank to update [from cache size]",
+        type=_whole(1, MAX_ELEMENTS),
+        help="parameters per rank to update [from the cache size]",
     )
     tune.add_argument(
-        "--gpu-step-ms", metavar="MS", type=_milliseconds, help="accelerator time of a step that hides the update"
+        "--gpu-step-ms",
+        metavar="MS",
+        type=_milliseconds,
+        help="accelerator time per training step, in ms, which hides the update",
     )
     tune.add_argument(
-        "--update-interval", metavar="S", type=_whole(1, MOST_STEPS), default=1, help="steps per host update [1]"
+        "--update-interval", metavar="S", type=_whole(1, MAX_STEPS), default=1, help="steps per host update [1]"
     )
     tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
-    tune.add_argument("--output", metavar="FILE", help="write the result there and not into the cache")
+    tune.add_argument("--output", metavar="FILE", help="write the result into this file instead of the cache")
     tune.add_argument("--json", action="store_true", help="print the result as JSON")
     tune.set_defaults(command=_tune)
 
@@ -137,12 +144,14 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run.set_defaults(command=_prepare_run)
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    """An argument type: a whole number from `least` to `most`."""
+def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
+    """Return an argument type: a whole number from `minimum` to `maximum`."""
 
     def parse(text: str) -> int:
-        if re.fullmatch("[0-9]{1,18}", text) is None or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"expected a whole number of {least} to {most}, got {_shown(text)}")
+        if re.fullmatch("[0-9]{1,18}", text) is None or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {minimum} to {maximum}, got {_shortened(text)}"
+            )
         return int(text)
 
     return parse
@@ -152,7 +161,7 @@ def _reserved_cores(text: str) -> int | float:
     from deepspeed_ext.host.core_split import check_reserved_cores
 
     if text.isdecimal():
-        return _whole(1, MOST_CORES)(text)
+        return _whole(1, MAX_CORES)(text)
     try:
         return check_reserved_cores(float(text))
     except ValueError as error:
@@ -160,7 +169,7 @@ def _reserved_cores(text: str) -> int | float:
 
 
 def _node(text: str) -> int | None:
-    return None if text in ("-1", "none") else _whole(0, MOST_CORES)(text)
+    return None if text in ("-1", "none") else _whole(0, MAX_CORES)(text)
 
 
 def _milliseconds(text: str) -> float:
@@ -168,21 +177,21 @@ def _milliseconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0.0 < value <= MOST_MILLISECONDS:  # false for NaN too
+    if not 0.0 < value <= MAX_MILLISECONDS:  # also rejects NaN
         raise argparse.ArgumentTypeError(
-            f"expected milliseconds above 0 and at most {MOST_MILLISECONDS:g}, got {_shown(text)}"
+            f"expected milliseconds above 0 and at most {MAX_MILLISECONDS:g}, got {_shortened(text)}"
         )
     return value
 
 
-def _shown(text: str) -> str:
+def _shortened(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from deepspeed_ext import doctor
 
-    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed's logger would otherwise write into the report
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger would write into the report
         checks = doctor.examine()
     print(json.dumps(doctor.as_json(checks), indent=2) if arguments.json else doctor.as_text(checks))
     return EXIT_PROBLEM if any(check.status == "problem" for check in checks) else 0
@@ -217,18 +226,18 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_run(arguments: argparse.Namespace) -> int:
-    """Make this process look like ``python SCRIPT ARGS`` with the extension on."""
+    """Make this process look like ``python SCRIPT ARGS``, with the extension enabled."""
     script = os.path.realpath(arguments.script)
     if not os.path.isfile(script):
-        raise ConfigError(f"there is no script {arguments.script}")
-    with open(script, "rb"):  # readable?
+        raise ConfigError(f"found no script {arguments.script}")
+    with open(script, "rb"):  # raises if it is not readable
         pass
-    import deepspeed_ext  # takes the affinity snapshot, which must come before torch
+    import deepspeed_ext  # records the initial CPU mask, which must happen before torch is imported
 
     deepspeed_ext.enable()
     sys.argv = [arguments.script, *arguments.arguments]
-    # As Python does: the folder of the script itself, not of a link to it, in place of this command's own; with
-    # PYTHONSAFEPATH there is neither, and the first entry is one of the user's.
+    # Like Python, replace this command's folder by that of the script itself, not of a link to it. With PYTHONSAFEPATH,
+    # Python adds no such folder, and the first entry is one of the user's.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(script)
     return 0

@@ -1,4 +1,4 @@
-"""Can this machine run each part of deepspeed_ext, and what to do about what is missing."""
+"""Checks whether this machine can run each part of deepspeed_ext, and says how to repair what is missing."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ STALE_LOCK_SECONDS = 600
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report."""
+    """The result of one check: a line of the report."""
 
     name: str
     status: Status
@@ -56,7 +56,7 @@ def _problem(name: str, detail: str, remedy: str) -> Check:
 
 
 def examine() -> list[Check]:
-    """Run every check; one that fails itself is reported as a problem."""
+    """Run every check; report a check that itself raises as a problem."""
     return [_run(check) for check in CHECKS]
 
 
@@ -65,11 +65,11 @@ def _run(check: Callable[[], Check]) -> Check:
         return check()
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        return _problem(name, f"cannot be examined: {type(error).__name__}: {error}", "see the message")
+        return _problem(name, f"this check failed: {type(error).__name__}: {error}", "see the message")
 
 
 def as_json(checks: list[Check]) -> dict[str, object]:
-    """The report as ``deepspeed-ext doctor --json`` prints it."""
+    """Return the report as ``deepspeed-ext doctor --json`` prints it."""
     return {
         "checks": [asdict(check) for check in checks],
         "warnings": sum(check.status == "warning" for check in checks),
@@ -78,7 +78,7 @@ def as_json(checks: list[Check]) -> dict[str, object]:
 
 
 def as_text(checks: list[Check]) -> str:
-    """The report for people: what is wrong comes with its remedy."""
+    """Describe the report for people, with a remedy for each problem."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -112,7 +112,7 @@ def check_deepspeed() -> Check:
         return _problem("deepspeed", f"cannot be imported: {error}", "pip install 'deepspeed>=0.19,<0.20'")
     except UpstreamError as error:
         return _problem("deepspeed", str(error), "install the supported version")
-    return _ok("deepspeed", f"{_upstream.deepspeed.__version__}, every name that is built upon is there")
+    return _ok("deepspeed", f"{_upstream.deepspeed.__version__}, every member that deepspeed_ext relies on exists")
 
 
 def check_accelerator() -> Check:
@@ -121,7 +121,9 @@ def check_accelerator() -> Check:
     accelerator = get_accelerator()
     name, number = accelerator.device_name(), accelerator.device_count()
     if name == "cpu":
-        return _warning("accelerator", "none: training runs on the CPU", "install a torch built for your accelerator")
+        return _warning(
+            "accelerator", "none: training runs on the CPU", "install a torch that is built for your accelerator"
+        )
     return _ok("accelerator", f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each")
 
 
@@ -131,14 +133,14 @@ def check_backends() -> Check:
     from deepspeed_ext._upstream import get_accelerator
 
     if not dist.is_available():
-        return _problem("backends", "torch was built without torch.distributed", "install a torch with it")
+        return _problem("backends", "torch was built without torch.distributed", "install a torch that has it")
     present = [name for name in ("gloo", "mpi", "nccl", "ucc", "xccl") if dist.is_backend_available(name)]
     detail = ", ".join(present) or "none"
     wanted = get_accelerator().communication_backend_name()
     if get_accelerator().device_name() == "cpu":
         wanted = "gloo"
     if wanted not in present:
-        return _problem("backends", f"{detail}; {wanted} is missing", f"install a torch with {wanted}")
+        return _problem("backends", f"{detail}; {wanted} is missing", f"install a torch that has {wanted}")
     return _ok("backends", detail)
 
 
@@ -146,7 +148,7 @@ def check_compiler() -> Check:
     compiler = _words(os.environ.get("CXX", "") or "c++")[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if missing:
-        remedy = f"install {' and '.join(missing)}: operators are then built; without, slower torch operations run"
+        remedy = f"install {' and '.join(missing)} to build native operators; without them, slower torch operations run"
         return _warning("compiler", f"{' and '.join(missing)} not found", remedy)
     return _ok("compiler", f"{shutil.which(compiler)}, {shutil.which('ninja')}")
 
@@ -154,12 +156,12 @@ def check_compiler() -> Check:
 def _words(command: str) -> list[str]:
     try:
         return shlex.split(command) or [command]
-    except ValueError:  # an open quotation: no program has this name
+    except ValueError:  # an unclosed quotation mark: no program has this name
         return [command]
 
 
 def check_adam_kernel() -> Check:
-    """Which of ZenFlow's two kernels the optimizer process runs here."""
+    """Check which of ZenFlow's two kernels the optimizer process runs here."""
     from deepspeed_ext.zenflow.kernel import library_path
     from deepspeed_ext.zenflow.kernel.build import FOLDER
 
@@ -172,18 +174,18 @@ def check_adam_kernel() -> Check:
         )
     cache = Path(os.path.realpath(cache_folder()))
     if Path(library).parent not in (FOLDER, cache):
-        remedy = f"make {cache} a folder that only you can write, or name one in DSEXT_CACHE_DIR"
-        return _warning("adam kernel", f"native, compiled anew by every process: {library}", remedy)
+        remedy = f"make {cache} a folder that only you can write, or set DSEXT_CACHE_DIR to one"
+        return _warning("adam kernel", f"native, but every process compiles it again: {library}", remedy)
     return _ok("adam kernel", f"native, {library}")
 
 
 def check_operator_cache() -> Check:
-    """A build that was killed leaves a lock behind for which every later process waits, silently and for ever."""
+    """Check for locks of killed builds: every later process would wait for them forever, without a message."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
     locks = [path for path in folder.glob("**/lock") if time.time() - path.stat().st_mtime > STALE_LOCK_SECONDS]
     if locks:
         listing = ", ".join(map(str, locks))
-        return _problem("operator cache", f"old build lock: {listing}", "delete it unless a build is running")
+        return _problem("operator cache", f"old build lock: {listing}", "delete it, unless a build is running")
     return _ok("operator cache", f"{folder}, no old build locks")
 
 
@@ -194,7 +196,7 @@ def check_host_memory() -> Check:
         detail += f", control group limit {limit / GIB:.1f} GiB"
         if limit < memory.total // 2:
             return _warning(
-                "host memory", detail, "offloading needs 18 bytes a parameter: raise the limit if it is short"
+                "host memory", detail, "offloading needs 18 bytes per parameter: raise the limit if that is more"
             )
     return _ok("host memory", detail)
 
@@ -203,7 +205,7 @@ def check_locked_memory() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return _ok("locked memory", "unlimited")
-    remedy = "ulimit -l unlimited (containers: --ulimit memlock=-1); else page-locked buffers may be refused"
+    remedy = "ulimit -l unlimited (containers: --ulimit memlock=-1); otherwise page-locking buffers may fail"
     return _warning("locked memory", f"limited to {soft / (1 << 20):.1f} MiB", remedy)
 
 
@@ -216,12 +218,12 @@ def check_shared_memory() -> Check:
 
 
 def check_shared_buffers() -> Check:
-    """What DeepSpeed's communication on CPUs has left in /dev/shm is host memory until somebody removes it."""
+    """Check for buffers that DeepSpeed's communication on CPUs has left in /dev/shm, where they occupy host memory."""
     paths = shared_buffers.left_over()
     if not paths:
         return _ok("shared buffers", "none left over")
     nbytes = sum(path.stat().st_blocks * 512 for path in paths)
-    detail = f"{len(paths)} of DeepSpeed's, {nbytes:,} bytes, mapped by no process that is visible here"
+    detail = f"{len(paths)} buffer(s) of DeepSpeed, {nbytes:,} bytes, that no visible process maps"
     return _warning("shared buffers", detail, f"rm {shlex.join(map(str, paths))}")
 
 
@@ -262,7 +264,7 @@ def check_cores() -> Check:
     if found.warnings:
         return _warning("cores", f"{detail}; {found.warnings[0]}", "see the message")
     if len(cores) < 2:
-        return _warning("cores", detail, "PyTorch and the optimizer share one core: give the job at least two a rank")
+        return _warning("cores", detail, "PyTorch and the optimizer share one core: give the job at least two per rank")
     return _ok("cores", detail)
 
 
@@ -272,18 +274,24 @@ def check_binding() -> Check:
         os.sched_setaffinity(0, mask)
     except OSError as error:
         return _warning(
-            "binding", f"sched_setaffinity is refused: {error}", "training runs unbound; see seccomp profile"
+            "binding",
+            f"the kernel refuses sched_setaffinity: {error}",
+            "allow it in the seccomp profile; until then, training runs unbound",
         )
     if not can_set_memory_policy():
-        remedy = "first touch places memory instead; containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp"
-        return _warning("binding", "masks can be set, memory policy cannot", remedy)
+        remedy = (
+            "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp; until then, first touch places memory"
+        )
+        return _warning("binding", "masks can be set, but the memory policy cannot", remedy)
     return _ok("binding", "masks and memory policy can be set")
 
 
 def check_openmp() -> Check:
     setting = omp_binding(os.environ)
     if setting is not None:
-        return _warning("openmp", f"{setting} binds threads on its own", "unset it: deepspeed_ext binds all threads")
+        return _warning(
+            "openmp", f"{setting} makes OpenMP bind threads itself", "unset it: deepspeed_ext binds all threads"
+        )
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
         return _warning("openmp", f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it")
@@ -311,7 +319,7 @@ def check_tuning() -> Check:
     number = len(tuning_results.load_all())
     if not number:
         return _ok(
-            "tuning", "no result in the cache: half of each rank's cores go to the optimizer; run deepspeed-ext tune"
+            "tuning", "no result in the cache, so the optimizer gets half of each rank's cores; run deepspeed-ext tune"
         )
     return _ok("tuning", f"{number} result(s) in {tuning_results.cache_folder()}")
 

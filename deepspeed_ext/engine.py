@@ -168,7 +168,7 @@ class Engine(DeepSpeedEngine):
         if enabled or (enabled is None and zenflow is not None):
             self.core_binding = CoreBinding.start(
                 settings.core_binding,
-                rank=dist.get_rank(),
+                RankGroup.of(None, torch.device(get_accelerator().current_device_name())),
                 local_rank=local_rank(),
                 separate=zenflow is not None,
                 pt_reserved_cores=None if zenflow is None else zenflow.reserved_cores,

@@ -1,8 +1,8 @@
-"""DeepSpeed's buffers in /dev/shm, 69 MB per rank on a machine without accelerator, that nobody ever removes.
+"""Avoids and finds DeepSpeed's buffers in /dev/shm: 69 MB per rank without an accelerator, which are never removed.
 
-DeepSpeed's communication makes ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>`` as soon as it
-starts if ``LOCAL_SIZE`` says that all ranks are on this host. Only the all-reduce of inference and of tensor
-parallelism on CPUs uses them. No process id is in the name: a buffer counts as left over once no process maps it.
+DeepSpeed's communication makes ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>`` when it starts,
+if ``LOCAL_SIZE`` says that all ranks are on this host. Only all-reduce for inference and tensor parallelism on CPUs
+uses them. Their names contain no process id, so a buffer counts as left over if no process maps it.
 """
 
 import contextlib
@@ -18,11 +18,13 @@ _PREFIX = "deepspeed_allreduce_buffer_"
 
 @contextlib.contextmanager
 def not_made() -> Iterator[None]:
-    """Let DeepSpeed's communication start without these buffers: call ``init_distributed`` within.
+    """Start DeepSpeed's communication without these buffers: call ``init_distributed`` inside the block.
 
-    For training without tensor parallelism: DeepSpeed's all-reduce for inference cannot run on CPUs afterwards.
+    Use it for training without tensor parallelism. DeepSpeed's all-reduce for inference cannot run on CPUs afterwards.
     """
-    local_size = os.environ.pop("LOCAL_SIZE", None)  # what the buffers are made by; other readers need it later
+    local_size = os.environ.pop(
+        "LOCAL_SIZE", None
+    )  # this variable causes the buffers; restore it for its other readers
     try:
         yield
     finally:
@@ -31,9 +33,9 @@ def not_made() -> Iterator[None]:
 
 
 def left_over() -> list[Path]:
-    """Buffers of this user (as root: of everybody) that no process maps.
+    """Find buffers of this user (for root: of all users) that no process maps.
 
-    A process of another container that shares ``/dev/shm`` is not seen.
+    Processes of other containers that share ``/dev/shm`` are not visible.
     """
     found = [path for path in sorted(_FOLDER.glob(f"{_PREFIX}*")) if _is_ours(path)]
     mapped = _mapped(str(_FOLDER / _PREFIX)) if found else set()
@@ -47,10 +49,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def _mapped(prefix: str) -> set[str]:
-    """Files whose path begins so and that processes map, as far as we may see."""
+    """Return the files with this prefix that any visible process maps."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # the process has ended or belongs to another user
             fields = (line.split(maxsplit=5) for line in maps.read_text(errors="replace").splitlines())
             found |= {one[5] for one in fields if len(one) == 6 and one[5].startswith(prefix)}
     return found

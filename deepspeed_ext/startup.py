@@ -1,4 +1,4 @@
-"""Where the time and the memory of an optimizer's construction go."""
+"""Measures time and memory of an optimizer's construction, by phase."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Phase", "StartupProfile"]
 
 @dataclass
 class Phase:
-    """One kind of work, summed over its occurrences; nested phases are not counted twice.
+    """One kind of work, summed over its occurrences, without nested phases.
 
     Attributes:
-        name: what was done.
+        name: name of the work.
         seconds: wall-clock time.
-        cpu_seconds: processor time of all threads of this process.
-        nbytes: bytes written into new buffers, where that is known.
+        cpu_seconds: CPU time of all threads of this process.
+        nbytes: bytes written into new buffers; 0 if unknown.
         count: number of occurrences.
     """
 
@@ -32,7 +32,11 @@ class Phase:
 
 
 class StartupProfile:
-    """Times phases of construction; what no phase claims is booked under "other"."""
+    """Measures the phases of construction.
+
+    Attributes:
+        peak_accelerator_bytes: peak of allocated accelerator memory, which the optimizer sets.
+    """
 
     def __init__(self) -> None:
         self._phases: dict[str, Phase] = {}
@@ -42,7 +46,7 @@ class StartupProfile:
 
     @property
     def phases(self) -> list[Phase]:
-        """The phases in the order in which they first began."""
+        """The phases, in order of their first start."""
         return list(self._phases.values())
 
     @property
@@ -52,17 +56,22 @@ class StartupProfile:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor seconds of all phases together."""
+        """CPU seconds of all phases together."""
         return sum(phase.cpu_seconds for phase in self.phases)
 
     def finish(self) -> None:
-        """End of construction: from here on `phase` neither books nor waits for the accelerator."""
+        """End the measurement: `phase` no longer records, nor waits for the accelerator."""
         self._finished = True
 
     @contextmanager
     def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Book the block under `name`, less what nested phases take."""
-        if self._finished:  # the timed methods run again in every step and when a checkpoint is loaded
+        """Add the time of the block to the phase `name`, without that of nested phases.
+
+        Args:
+            name: name of the phase.
+            nbytes: bytes that the block writes into new buffers.
+        """
+        if self._finished:  # the measured methods also run in every step and when a checkpoint is loaded
             yield
             return
         get_accelerator().synchronize()
@@ -83,7 +92,7 @@ class StartupProfile:
             phase.count += 1
 
     def table(self) -> str:
-        """The phases as text, one line each and a line for the sum."""
+        """Describe the phases in a table, one line per phase and a line for the sum."""
         lines = [f"{'phase':<28}{'seconds':>9}{'cpu s':>9}{'MiB':>11}"]
         for phase in self.phases:
             size = f"{phase.nbytes / 2**20:.1f}" if phase.nbytes else ""

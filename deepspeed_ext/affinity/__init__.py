@@ -1,8 +1,8 @@
-"""Who runs on which CPU core: PyTorch's threads apart from the optimizer's, every rank apart from every other.
+"""Assigns disjoint CPU cores to each rank's PyTorch threads and optimizer process.
 
-Facts (`topology`, `cgroup`, `allowed`) are read from a directory tree and planned over (`share`, `place`, `plan`)
-without torch, DeepSpeed or any system call; `exchange` lets the ranks agree; `apply` and `worker` bind real threads;
-`binding` is the object that an engine holds; `tune` measures how many cores the optimizer needs.
+`topology` and `allowed` read facts from a directory tree. `fair_shares`, `placement` and `plan` compute a plan from
+these facts, without torch, DeepSpeed or system calls. In `exchange` the ranks agree on the plan. `thread_masks`,
+`openmp` and `worker_placement` bind real threads. `binding` is the object that an engine holds.
 
-Importing this package imports nothing else, so that the first affinity snapshot is cheap.
+Importing this package imports nothing else, so recording the initial mask is cheap.
 """

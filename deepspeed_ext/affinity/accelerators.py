@@ -1,4 +1,4 @@
-"""Where this process's accelerators sit on the PCI bus, through torch's device-neutral interface."""
+"""PCI addresses of this process's accelerators, through torch's device-neutral interface."""
 
 from typing import Any
 
@@ -8,21 +8,22 @@ __all__ = ["count", "pci_address"]
 
 
 def _interface() -> Any:
-    """``torch.accelerator``; None in a torch that has none (before 2.6), or without a device."""
+    """Return ``torch.accelerator``; None if there is no device, or torch is older than 2.6."""
     interface = getattr(torch, "accelerator", None)
     return interface if interface is not None and interface.is_available() else None
 
 
 def count() -> int:
-    """Number of accelerators that this process can see."""
+    """Return the number of accelerators that this process can see."""
     interface = _interface()
     return interface.device_count() if interface is not None else 0
 
 
 def pci_address(index: int | None = None) -> str | None:
-    """Address of a device, by default the current one, such as ``0000:3b:00.0``; None where nobody tells.
+    """Return the PCI address of a device, such as ``0000:3b:00.0``; None if torch does not report it.
 
-    Device masks renumber devices: ask for the current device, not for the local rank.
+    Args:
+        index: device index; None for the current device. Device masks renumber devices, so a local rank is no index.
     """
     interface = _interface()
     if interface is None:

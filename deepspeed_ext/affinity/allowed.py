@@ -1,4 +1,4 @@
-"""Which CPUs the user or the scheduler gave to this process: the set that no plan ever leaves."""
+"""Finds the CPUs that the user or the scheduler allows this process. No plan uses any other CPU."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ OMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KM
 
 @dataclass(frozen=True)
 class Allowed:
-    """The CPUs this process may use, where that was learnt, and what the user should know about it."""
+    """The CPUs that this process may use, where this was read, and warnings for the user."""
 
     cpus: frozenset[int]
     source: str
@@ -28,7 +28,7 @@ class Allowed:
 
 
 def omp_binding(environ: Mapping[str, str]) -> str | None:
-    """The setting, if any, that makes an OpenMP runtime bind threads on its own: ``OMP_PROC_BIND=true``."""
+    """Return the setting that makes OpenMP bind threads itself, such as ``OMP_PROC_BIND=true``; None if none does."""
     for name in OMP_BINDING_VARIABLES:
         value = environ.get(name, "")
         if value and value.lower() not in ("false", "none", "disabled"):
@@ -37,13 +37,13 @@ def omp_binding(environ: Mapping[str, str]) -> str | None:
 
 
 def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None) -> Allowed:
-    """The allowed CPUs of this process (root "/") or of the process that the tree ``root`` describes.
+    """Find the allowed CPUs of this process (root "/") or of the process that the tree ``root`` describes.
 
-    In order: what a launcher states in DSEXT_ALLOWED_CPUS, the mask from before torch was imported, the union of the
-    masks of all threads, the calling thread's mask, every online CPU. Always within the online CPUs.
+    The first of these that exists counts: DSEXT_ALLOWED_CPUS, the mask from before torch was imported, the union of all
+    threads' masks, the calling thread's mask, every online CPU. The result contains online CPUs only.
 
     Raises:
-        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or nothing of the allowed set is online.
+        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of the allowed CPUs is online.
     """
     environ = os.environ if environ is None else environ
     live = Path(root) == Path("/")
@@ -53,7 +53,7 @@ def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[st
         try:
             found = Allowed(parse_cpulist(stated), ALLOWED_VARIABLE)
         except ValueError as error:
-            raise ConfigError(f"{ALLOWED_VARIABLE}={stated}: {error}") from None
+            raise ConfigError(f"the environment variable {ALLOWED_VARIABLE}={stated}: {error}") from None
     elif before_torch is not None:
         found = Allowed(before_torch, "mask of the process before torch was imported")
     else:
@@ -72,14 +72,14 @@ def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[st
 
 
 def _thread_masks(root: Path) -> list[frozenset[int]]:
-    """Masks of all threads of the process, from /proc/self below ``root``; empty where it does not say."""
+    """Read the masks of all threads from /proc/self below ``root``; empty if they are not there."""
     tasks = [path / "status" for _, path in numbered(root / "proc/self/task", "")]
     masks = [mask for path in tasks if (mask := status_mask(path))]
     return masks or [mask for path in [root / "proc/self/status"] if (mask := status_mask(path))]
 
 
 def status_mask(status: Path) -> frozenset[int] | None:
-    """CPUs that a ``/proc/<pid>/status`` file allows; None where the file is gone or does not say."""
+    """Read the allowed CPUs from a ``/proc/<pid>/status`` file; None if the file is gone or has no such line."""
     fields = dict(line.split(":", 1) for line in (read_text(status) or "").splitlines() if ":" in line)
     for name, parse in (("Cpus_allowed_list", parse_cpulist), ("Cpus_allowed", parse_cpumask)):
         try:
@@ -92,19 +92,21 @@ def status_mask(status: Path) -> frozenset[int] | None:
 
 
 def _see_through_omp(found: Allowed, topology: Topology, root: Path, environ: Mapping[str, str]) -> Allowed:
-    """Undo what an OpenMP runtime did to the main thread, where a cpuset tells the truth; otherwise only warn."""
+    """If OpenMP may have bound the main thread to one core, use the cpuset if there is one; otherwise only warn."""
     setting = omp_binding(environ)
     cores = {topology.core_of[cpu].id for cpu in found.cpus & topology.cpus}
     if setting is None or len(cores) != 1 or len(topology.cores) == 1:
         return found
     cpuset = (read_cpuset(root) or topology.cpus) & topology.cpus
     if found.cpus < cpuset < topology.cpus:
-        return Allowed(cpuset, "cpuset of the control group", (f"{setting} narrowed the mask; the cpuset is used",))
+        return Allowed(
+            cpuset, "cpuset of the control group", (f"{setting} narrowed the mask; using the cpuset instead",)
+        )
     return Allowed(
         found.cpus,
         found.source,
         (
-            f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, or import "
-            f"deepspeed_ext before torch, or state the CPUs in {ALLOWED_VARIABLE}",
+            f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, import "
+            f"deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}",
         ),
     )

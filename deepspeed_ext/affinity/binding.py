@@ -1,13 +1,13 @@
-"""Core binding as an engine uses it: one object from process-group start to the end of training."""
+"""Core binding for an engine: one object, from the start of the process group to the end of training."""
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
+from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._logging import logger, warn_once
 from deepspeed_ext.affinity import accelerators, tuning_results
 from deepspeed_ext.affinity.allowed import omp_binding
-from deepspeed_ext.affinity.exchange import Agreement, Gather, RankReport, agree, group_gather, report_rank
+from deepspeed_ext.affinity.exchange import Agreement, agree, report_rank
 from deepspeed_ext.affinity.openmp import ThreadCount, start_pool
 from deepspeed_ext.affinity.plan import PlanRequest, RankPlan
 from deepspeed_ext.affinity.report import plan_text
@@ -25,47 +25,47 @@ DISABLE_VARIABLE = "DSEXT_BIND"
 
 @dataclass(frozen=True)
 class Verification:
-    """Threads that are not where the plan wants them, as the kernel reports it."""
+    """Threads outside the plan, and planned CPUs that are gone, as the kernel reports them."""
 
     trainer: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Thread id -> mask, of this process."""
+    """Thread id -> mask, for this process."""
     worker: dict[int, frozenset[int]] = field(default_factory=dict)
-    """The same of the optimizer process."""
+    """Thread id -> mask, for the optimizer process."""
     lost: frozenset[int] = frozenset()
-    """Planned CPUs that have left the cpuset or gone offline: restore and start again."""
+    """Planned CPUs that have left the cpuset or gone offline: start the job again."""
 
     @property
     def ok(self) -> bool:
-        """Whether every thread is in its place."""
+        """Whether every thread is within the plan and no CPU is lost."""
         return not (self.trainer or self.worker or self.lost)
 
     def __str__(self) -> str:
-        """What is out of place and what to do, in one line."""
-        told = []
+        """Describe in one line what is outside the plan and what to do."""
+        problems = []
         if self.lost:
-            told.append(
-                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this job's cpuset; threads "
-                "crowd on the others: start the job again"
+            problems.append(
+                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this job's cpuset, and their "
+                "threads share the remaining CPUs: start the job again"
             )
         for name, threads in (("this process", self.trainer), ("the optimizer process", self.worker)):
             if threads:
                 cpus = format_cpulist(frozenset().union(*threads.values()))
-                told.append(f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}")
-        return "; ".join(told) or "every thread is in its place"
+                problems.append(f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}")
+        return "; ".join(problems) or "every thread is within the plan"
 
 
 class CoreBinding:
     """This rank's core plan, applied to this process.
 
-    Call order: `start` on all ranks after the process group exists, the optimizer process at `worker_placement`,
-    `refresh` after the first optimizer step (backends and autograd start threads late), `restore` at the end. If the
-    kernel refuses, there is one warning and an unbound run, never an error.
+    Call `start` on all ranks once the process group exists, start the optimizer process at `worker_placement`, call
+    `refresh` after the first optimizer step (backends and autograd start threads late), and `restore` at the end. If
+    the kernel refuses to bind threads, training continues unbound, with one warning.
     """
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
         self.plan: RankPlan | None = agreement.mine
-        """This rank's CPUs; None while unbound."""
+        """This rank's CPUs; None if unbound."""
         self._masks: Masks | None = None
         self._threads: ThreadCount | None = None
 
@@ -73,37 +73,33 @@ class CoreBinding:
     def start(
         cls,
         config: CoreBindingConfig,
+        ranks: RankGroup,
         *,
-        rank: int,
         local_rank: int,
-        group: Any = None,
         separate: bool = True,
         pt_reserved_cores: int | float | None = None,
         kernel: str = tuning_results.DEFAULT_KERNEL,
-        gather: Gather | None = None,
     ) -> "CoreBinding":
         """Agree on a plan with the other ranks and confine this process to it. A collective.
 
         Args:
             config: the ``core_binding`` section.
-            rank: this rank's number in ``group``.
-            local_rank: its number on this host.
-            group: torch.distributed process group over which objects can be gathered; a CPU group is cheapest.
-            separate: True if the optimizer is a process of its own, which gets its part of the cores; False if it
-                runs in this process, which then keeps its whole share of the host, disjoint from the other ranks'.
-            pt_reserved_cores: ``zenflow.pt_reserved_cores``.
-            kernel: name of the optimizer kernel, to find the tuning result that belongs to it.
-            gather: instead of gathering over ``group``.
+            ranks: the group of all ranks of the job.
+            local_rank: this rank's number on its host.
+            separate: True if the optimizer runs in its own process, which gets part of the rank's cores. False if it
+                runs in this process, which then keeps the rank's whole share of the host.
+            pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's cores, or None.
+            kernel: name of the optimizer kernel, to find its tuning result.
 
         Raises:
-            ConfigError: on every rank, if a rank's configuration contradicts itself.
-            PlanMismatchError: on every rank, if ranks ask for different things.
-            RankError: on every rank, if anything else went wrong on one.
+            ConfigError: on every rank, if the settings of any rank contradict each other or its host.
+            PlanMismatchError: on every rank, if the ranks ask for different things.
+            RankError: on every rank, if anything else fails on any rank before its threads are bound.
         """
         off = os.environ.get(DISABLE_VARIABLE) == "0"
-        try:
+        with together(ranks):
             report, topology = report_rank(
-                rank,
+                ranks.rank,
                 local_rank,
                 PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
                 pci_address=accelerators.pci_address(),
@@ -111,55 +107,57 @@ class CoreBinding:
                 tuned=tuning_results.load_all() if config.use_tuning_result else {},
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
-        except Exception as error:  # the other ranks are on their way to the gather
-            report, topology = RankReport.of_failure(rank, local_rank, error), None
-        binding = cls(agree(report, topology, gather or group_gather(group)))
+        binding = cls(agree(report, topology, ranks))
         for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
             warn_once(f"core binding: {warning}")
         if config.dry_run:
             logger.info(f"core binding, dry run:\n{binding.summary()}")
             binding.plan = None
         if binding.plan is not None:
-            binding._apply(binding.plan)
+            binding._bind_threads(binding.plan)
         if binding.plan is not None and binding.agreement.leads_host:
             logger.info(f"core binding:\n{binding.summary()}")
         return binding
 
     @property
     def worker_placement(self) -> WorkerPlacement | None:
-        """Where the optimizer process should start; None: wherever the system puts it."""
+        """Placement of the optimizer process; None if it is unbound."""
         return WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
 
-    def _apply(self, plan: RankPlan) -> None:
+    def _bind_threads(self, plan: RankPlan) -> None:
         setting = omp_binding(os.environ)
         try:
             self._masks = confine(plan.pytorch, one_each="isolated" in plan.flags)
             self._threads = ThreadCount.change(plan.pytorch_threads)
             if setting is not None:
                 warn_once(
-                    f"core binding: {setting} makes OpenMP bind threads on its own: unset it; they are moved back"
+                    f"core binding: {setting} makes OpenMP bind threads itself. They are moved into the plan; unset it"
                 )
-                # The runtime binds each new thread to the places it saw when it was loaded, and has bound the main
-                # thread, from which all others inherit, to the first of them.
+                # The runtime binds each new thread to the places that it read when it was loaded. It has bound the main
+                # thread to the first of them, and other threads inherit that mask.
                 start_pool(plan.pytorch_threads)
                 os.sched_setaffinity(os.getpid(), plan.pytorch)
             confine(plan.pytorch, one_each="isolated" in plan.flags)
-        except Exception as error:  # one rank that stopped here would leave the others in the next collective
+        except Exception as error:  # if one rank raised here, the others would wait in the next collective
             self._give_up(error)
 
     def _give_up(self, reason: Exception) -> None:
         wanted = self.plan.pytorch if self.plan else ()
         self.restore()
         warn_once(
-            f"core binding: cannot confine the threads to CPUs {list(wanted)} ({reason}); training goes on unbound"
+            f"core binding: cannot confine the threads to CPUs {list(wanted)} ({reason}); training continues unbound"
         )
 
     def refresh(self, worker_pid: int | None = None) -> Verification:
-        """Confine threads that were born outside since `start`, then `verify` and warn of what is out of place."""
+        """Confine threads that started outside the plan since `start`, then `verify` and warn about what remains.
+
+        Args:
+            worker_pid: process id of the optimizer process; None if there is none.
+        """
         if self.plan is not None:
             try:
                 confine(self.plan.pytorch, one_each="isolated" in self.plan.flags)
-            except Exception as error:  # as in `_apply`
+            except Exception as error:  # as in `_bind_threads`
                 self._give_up(error)
         found = self.verify(worker_pid)
         if not found.ok:
@@ -167,7 +165,11 @@ class CoreBinding:
         return found
 
     def verify(self, worker_pid: int | None = None) -> Verification:
-        """Ask the kernel where the threads of this process, and of the optimizer process, may run."""
+        """Compare with the plan where the kernel lets this process's and the optimizer process's threads run.
+
+        Args:
+            worker_pid: process id of the optimizer process; None if there is none.
+        """
         if self.plan is None:
             return Verification()
         planned = frozenset(self.plan.pytorch)
@@ -176,7 +178,7 @@ class CoreBinding:
         return Verification(outside(planned), worker, lost)
 
     def restore(self) -> None:
-        """Give all threads the masks and thread counts from before `start`. Idempotent; the binding is then over."""
+        """Restore the masks and thread counts from before `start`. Idempotent; the process is then unbound."""
         if self._masks is not None:
             restore(self._masks)
         if self._threads is not None:
@@ -184,7 +186,7 @@ class CoreBinding:
         self.plan = self._masks = self._threads = None
 
     def summary(self) -> str:
-        """Who has which CPUs on this host, for a log."""
+        """Describe the CPUs of each rank of this host, for a log."""
         if self.agreement.host is None:
             return "unbound"
         return plan_text(self.agreement.topology, self.agreement.host)

@@ -1,4 +1,4 @@
-"""The facts of one host, for the commands that plan without running ranks."""
+"""Reads the facts of one host for the commands that plan without running ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ __all__ = ["HostFacts", "read_host"]
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What `plan_host` needs, and what was noticed while reading it."""
+    """The arguments of `plan_host`, and warnings from reading them."""
 
     topology: Topology
     ranks: tuple[RankFacts, ...]
     warnings: tuple[str, ...] = ()
 
     def with_warnings(self, plan: HostPlan) -> HostPlan:
-        """``plan`` with the warnings of reading put before its own."""
+        """Return ``plan`` with the reading warnings before its own."""
         return replace(plan, warnings=self.warnings + plan.warnings)
 
 
@@ -37,27 +37,27 @@ def read_host(
 
     Args:
         root: directory that holds ``sys`` and ``proc``.
-        allowed: CPU list of each local rank; None: the CPUs of the process itself for every rank.
-        accelerator_nodes: NUMA node of each local rank's accelerator; None: unknown.
-        environ: environment variables, by default the process's own.
+        allowed: CPU list of each local rank. None: every rank may use this process's CPUs.
+        accelerator_nodes: NUMA node of each local rank's accelerator. None: unknown.
+        environ: environment variables; by default this process's own.
 
     Raises:
         ConfigError: the arguments contradict each other or the host.
-        UnsupportedError: no host is described below ``root``.
+        UnsupportedError: ``root`` does not describe a host.
     """
     if not Path(root).is_dir():
-        raise ConfigError(f"--root {root} is not a directory")
+        raise ConfigError(f"--root {root} is not a directory; give the one that holds sys and proc")
     topology = read_topology(root)
     if allowed and accelerator_nodes and len(allowed) != len(accelerator_nodes):
         raise ConfigError(
             f"{len(allowed)} CPU lists (--allowed) but {len(accelerator_nodes)} accelerator nodes (--gpu-node): "
-            "give each once for every local rank"
+            "give each option once per local rank"
         )
     number = len(allowed or accelerator_nodes or [None])
-    nodes = [_known_node(topology, node) for node in accelerator_nodes or [None] * number]
+    nodes = [_check_node(topology, node) for node in accelerator_nodes or [None] * number]
     warnings: list[str] = []
     if allowed:
-        masks = [_stated(topology, rank, text, warnings) for rank, text in enumerate(allowed)]
+        masks = [_parse_allowed(topology, rank, text, warnings) for rank, text in enumerate(allowed)]
     else:
         found = find_allowed(topology, root, environ)
         masks = [found.cpus] * number
@@ -67,20 +67,22 @@ def read_host(
     return HostFacts(topology, ranks, tuple(warnings))
 
 
-def _stated(topology: Topology, rank: int, text: str, warnings: list[str]) -> frozenset[int]:
+def _parse_allowed(topology: Topology, rank: int, text: str, warnings: list[str]) -> frozenset[int]:
     try:
         cpus = parse_cpulist(text)
     except ValueError as error:
         raise ConfigError(f"--allowed {text!r}: {error}") from None
     online = cpus & topology.cpus
     if not online:
-        raise ConfigError(f"--allowed {text!r}: no such CPU is online (online: {format_cpulist(topology.cpus)})")
+        raise ConfigError(f"--allowed {text!r}: none of these CPUs is online (online: {format_cpulist(topology.cpus)})")
     if online != cpus:
-        warnings.append(f"local rank {rank}: CPUs {format_cpulist(cpus - online)} are not online and are left out")
+        warnings.append(f"local rank {rank}: CPUs {format_cpulist(cpus - online)} are offline and not used")
     return online
 
 
-def _known_node(topology: Topology, node: int | None) -> int | None:
+def _check_node(topology: Topology, node: int | None) -> int | None:
     if node is not None and topology.nodes and node not in topology.nodes:
-        raise ConfigError(f"--gpu-node {node}: there is no such NUMA node (nodes: {format_cpulist(topology.nodes)})")
+        raise ConfigError(
+            f"--gpu-node {node}: this host has no such NUMA node (nodes: {format_cpulist(topology.nodes)})"
+        )
     return node

@@ -1,7 +1,8 @@
-"""How many threads the OpenMP runtimes of this process use.
+"""Sets the thread count of all OpenMP runtimes in this process.
 
-A process often holds two runtimes: the one in torch's wheel, and the system's, which natively built operators such as
-DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it is loaded, so both have to be told.
+A process may hold two runtimes: the one in torch's wheel, and the system's, which natively built operators such as
+DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it is loaded, so each must be set. The library
+threadpoolctl does not do the same; docs/lab/openmp_threads.md has the measurement.
 """
 
 import ctypes
@@ -21,13 +22,13 @@ _RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # torch splits elementwise work into pieces of at least this many elements.
 _GRAIN_ELEMENTS = 32768
-# A process may have 65530 mappings, and a path in each.
+# A process may have 65530 mappings, each with a path.
 _MAPS_LIMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ThreadCount:
-    """Thread counts to go back to: of torch, of each loaded runtime, and for runtimes and processes yet to come."""
+    """Thread counts to restore: torch's, each loaded runtime's, and the variables for later runtimes and processes."""
 
     torch_threads: int
     runtimes: dict[str, int]
@@ -35,7 +36,10 @@ class ThreadCount:
 
     @classmethod
     def change(cls, threads: int) -> "ThreadCount":
-        """Use ``threads`` from now on in the calling thread, and return what was before."""
+        """Use ``threads`` threads from now on, and return the counts from before.
+
+        torch applies the count in all threads; another OpenMP runtime applies it in the calling thread only.
+        """
         before = cls(
             torch.get_num_threads(),
             {path: library.omp_get_max_threads() for path, library in _loaded()},
@@ -49,7 +53,7 @@ class ThreadCount:
         return before
 
     def restore(self) -> None:
-        """Go back."""
+        """Restore the counts and the environment variables."""
         torch.set_num_threads(self.torch_threads)
         for path, library in _loaded():
             library.omp_set_num_threads(self.runtimes.get(path, self.torch_threads))
@@ -61,12 +65,12 @@ class ThreadCount:
 
 
 def start_pool(threads: int) -> None:
-    """Make torch create its pool of ``threads`` threads now."""
+    """Make torch start its pool of ``threads`` threads now."""
     torch.zeros(2 * threads * _GRAIN_ELEMENTS, dtype=torch.float32, device="cpu").add_(1)
 
 
 def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
-    """The OpenMP runtimes mapped into this process; none where /proc does not tell."""
+    """Yield (path, library) of each OpenMP runtime mapped into this process; nothing if /proc cannot be read."""
     lines = (read_text(Path("/proc/self/maps"), _MAPS_LIMIT_BYTES) or "").splitlines()
     for path in sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}):
         try:

@@ -1,4 +1,4 @@
-"""The core plan of one host: which CPUs PyTorch and the optimizer of each rank get. A pure function of plain facts."""
+"""Plans which CPUs of one host each rank's PyTorch threads and optimizer get: a pure function of plain facts."""
 
 import hashlib
 import json
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from deepspeed_ext.affinity.fair_shares import Pool, home_node, share_cores, usable_cores
-from deepspeed_ext.affinity.placement import Need, Placement, place
+from deepspeed_ext.affinity.fair_shares import Pool, divide_cores, home_node, usable_cores
+from deepspeed_ext.affinity.placement import CoreDemand, RoleCores, place_roles
 from deepspeed_ext.affinity.topology import Core, Topology
 from deepspeed_ext.host.core_split import check_reserved_cores, split_cores, within_quota
 from deepspeed_ext.host.cpulist import format_cpulist
@@ -21,29 +21,29 @@ class RankFacts:
 
     local_rank: int
     allowed: frozenset[int]
-    """CPUs that the user or scheduler gave; the plan stays within."""
+    """CPUs that the user or scheduler allows; the plan uses no others."""
     accelerator_node: int | None = None
-    """NUMA node next to the rank's accelerator; None unknown."""
+    """NUMA node of the rank's accelerator; None if unknown."""
     quota_cores: float | None = None
-    """CPU time its control group may use, in cores; None unlimited."""
+    """CPU time that the rank's control group may use, in cores; None if unlimited."""
     cgroup: str = ""
-    """Ranks with the same text share one quota."""
+    """Identifies the control group: ranks with the same text share one quota."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user, or the tuner, asks of the planner.
+    """What the user or the tuner asks for.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
     """
 
     pt_reserved_cores: int | float | None = None
-    """Cores of a rank kept for PyTorch: a count, a fraction, or None for what the optimizer leaves, else half."""
+    """Cores of a rank kept for PyTorch: a count or a fraction. None: what the optimizer leaves, or half."""
     optimizer_cores: int | None = None
-    """Cores of a rank for its optimizer process; None: what PyTorch leaves."""
+    """Most cores of a rank for its optimizer process. None: what PyTorch leaves."""
     separate: bool = True
-    """False where the optimizer runs in the trainer's own process: each rank keeps its whole share in one piece."""
+    """False if the optimizer runs in the trainer's own process: a rank's cores are then not split."""
 
     def __post_init__(self) -> None:
         if self.pt_reserved_cores is not None:
@@ -58,19 +58,21 @@ class RankPlan:
 
     local_rank: int
     pytorch: tuple[int, ...]
-    """Mask of the trainer's threads: all allowed hardware threads of its cores."""
+    """CPUs of the trainer's threads: all allowed hardware threads of its cores."""
     optimizer: tuple[int, ...]
-    """Mask of the optimizer process: one hardware thread a core; empty where it is not a process of its own."""
+    """CPUs of the optimizer process: one hardware thread per core; empty if it is not a separate process."""
     pytorch_threads: int
-    """Number of training cores, hence of OpenMP threads."""
+    """Number of training cores, which is the number of OpenMP threads."""
     numa_node: int
-    """Home node: next to the accelerator where that is known; -1 no node."""
+    """Home node: the accelerator's if that is known; -1 if the CPUs are on no node."""
     optimizer_node: int
-    """Node with most of the optimizer's cores; -1 no node."""
+    """Node with most of the optimizer's cores; -1 if they are on no node."""
     flags: tuple[str, ...] = ()
-    """``shared``: both roles, or several ranks, use the same core. ``smt``: the roles are two hardware threads of one
-    core. ``throttle_risk``: the CPU quota is below two cores a rank. ``isolated``: only CPUs without load balancing."""
+    """``shared``: both roles, or several ranks, use one core. ``smt``: the roles use two hardware threads of one core.
+    ``throttle_risk``: the CPU quota is below two cores per rank. ``isolated``: the kernel balances no load on any of
+    the rank's CPUs."""
     reason: str = ""
+    """Explains the choice, for people."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ class HostPlan:
 
     ranks: tuple[RankPlan, ...]
     idle: tuple[int, ...] = ()
-    """Allowed CPUs of cores that nobody uses; the second threads of used cores are not listed."""
+    """Allowed CPUs of unused cores; unused hardware threads of used cores are not included."""
     warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """The plan as ``deepspeed-ext plan --json`` prints it."""
+        """Return the plan as ``deepspeed-ext plan --json`` prints it."""
         names = ("local_rank", "pytorch", "optimizer", "numa_node", "flags")
         return {
             "ranks": [{name: _plain(getattr(rank, name)) for name in names} for rank in self.ranks],
@@ -92,7 +94,7 @@ class HostPlan:
         }
 
     def digest(self) -> str:
-        """Hash by which ranks check that they hold the same plan."""
+        """Return a hash with which ranks check that they hold the same plan."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -103,12 +105,12 @@ def _plain(value: object) -> object:
 def plan_host(topology: Topology, ranks: Sequence[RankFacts], request: PlanRequest | None = None) -> HostPlan:
     """Plan all ranks of one host.
 
-    The result depends neither on the order of ``ranks`` nor on that of the topology's cores.
+    The result does not depend on the order of ``ranks`` or of the topology's cores.
 
     Args:
         topology: the host.
-        ranks: its ranks, with local ranks that differ.
-        request: what was asked for; by default half of each rank's cores go to the optimizer.
+        ranks: its ranks; their local ranks must differ.
+        request: what is asked for; by default half of each rank's cores go to the optimizer.
 
     Raises:
         ValueError: a rank has no allowed CPU that is online.
@@ -132,12 +134,12 @@ class _HostPlanner:
 
     def run(self) -> HostPlan:
         nodes = [rank.accelerator_node for rank in self.ranks]
-        sharing = share_cores(self.topology, self.usable, nodes)
+        division = divide_cores(self.topology, self.usable, nodes)
         plans: dict[int, RankPlan] = {}
-        for pool in sharing.pools:
+        for pool in division.pools:
             plans |= self._plan_pool(pool)
-        for index, core in sharing.crowded.items():
-            plans[index] = self._on_one_core(index, core, crowded=True)
+        for index, core in division.oversubscribed.items():
+            plans[index] = self._on_one_core(index, core, oversubscribed=True)
         ordered = tuple(plans[index] for index in range(len(self.ranks)))
         idle = self._idle(ordered)
         self._warn_about_flags(ordered)
@@ -146,72 +148,72 @@ class _HostPlanner:
         return HostPlan(ordered, idle, tuple(self.warnings))
 
     def _plan_pool(self, pool: Pool) -> dict[int, RankPlan]:
-        needs = {rank: self._need(rank, pool) for rank in pool.shares}
-        placements = place(self.topology, pool, needs)
+        demands = {rank: self._demand(rank, pool) for rank in pool.shares}
+        roles_of = place_roles(self.topology, pool, demands)
         plans = {}
-        for rank, placement in placements.items():
-            if placement.training and not placement.optimizer and self.request.separate:
-                plans[rank] = self._on_one_core(rank, placement.training[0], crowded=False)
+        for rank, roles in roles_of.items():
+            if roles.training and not roles.optimizer and self.request.separate:
+                plans[rank] = self._on_one_core(rank, roles.training[0], oversubscribed=False)
             else:
-                plans[rank] = self._on_own_cores(rank, pool, needs[rank], placement)
+                plans[rank] = self._on_own_cores(rank, pool, demands[rank], roles)
         return plans
 
-    def _need(self, rank: int, pool: Pool) -> Need:
-        """Counts of a rank's two roles from its share, the quota and the request."""
-        share = {kind: count for kind, count in sorted(pool.shares[rank].items()) if count}
+    def _demand(self, rank: int, pool: Pool) -> CoreDemand:
+        """Compute a rank's demand from its number of cores, the quota and the request."""
+        counts = {kind: count for kind, count in sorted(pool.shares[rank].items()) if count}
         facts = self.ranks[rank]
-        near = pool.cores if facts.accelerator_node is not None else _slice(pool, rank)
+        near = pool.cores if facts.accelerator_node is not None else _node_major_part(pool, rank)
         home = home_node(self.topology, facts.accelerator_node, near)
-        total = within_quota(sum(share.values()), facts.quota_cores, self._quota_sharers(facts))
-        fastest = min(share)
+        total = within_quota(sum(counts.values()), facts.quota_cores, self._quota_sharers(facts))
+        fastest = min(counts)
         if not self.request.separate or total == 1:
-            kinds = tuple(share) if total > 1 else (fastest,)
-            return Need(home, total, kinds, 0, fastest, spread_training=True)
-        reserved, most = self.request.pt_reserved_cores, self.request.optimizer_cores
-        training, optimizer = split_cores(total, reserved, most)
+            kinds = tuple(counts) if total > 1 else (fastest,)
+            return CoreDemand(home, total, kinds, 0, fastest, spread_training=True)
+        reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
+        training, optimizer = split_cores(total, reserved, limit)
         self._warn_about_split(rank, total, training, optimizer)
-        training = min(training, share[fastest])
-        left = share | {fastest: share[fastest] - training}
-        # A static loop over equal chunks is as slow as its slowest core: one kind only.
+        training = min(training, counts[fastest])
+        left = counts | {fastest: counts[fastest] - training}
+        # Use one kind only: a static loop over equal chunks is as slow as its slowest core.
         kind = max(left, key=lambda kind: (left[kind], -kind))
-        optimizer = total - training if most is None else min(total - training, most)
-        return Need(home, training, (fastest,), min(optimizer, left[kind]), kind)
+        optimizer = total - training if limit is None else min(total - training, limit)
+        return CoreDemand(home, training, (fastest,), min(optimizer, left[kind]), kind)
 
     def _quota_sharers(self, facts: RankFacts) -> int:
         return sum(other.cgroup == facts.cgroup and other.quota_cores is not None for other in self.ranks)
 
     def _warn_about_split(self, rank: int, total: int, training: int, optimizer: int) -> None:
-        reserved, most = self.request.pt_reserved_cores, self.request.optimizer_cores
-        if most is not None and most > total - 1:
-            self._warn(rank, f"has {total} cores: its optimizer gets {optimizer}, not {most}")
+        reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
+        if limit is not None and limit > total - 1:
+            self._warn(rank, f"has {total} cores: its optimizer gets {optimizer} instead of {limit}")
         if isinstance(reserved, int) and reserved > training:
-            self._warn(rank, f"has {total} cores: PyTorch gets {training}, not {reserved}")
+            self._warn(rank, f"has {total} cores: PyTorch gets {training} instead of {reserved}")
 
-    def _on_own_cores(self, rank: int, pool: Pool, need: Need, placement: Placement) -> RankPlan:
+    def _on_own_cores(self, rank: int, pool: Pool, demand: CoreDemand, roles: RoleCores) -> RankPlan:
         facts, usable = self.ranks[rank], self.usable[rank]
-        training = tuple(sorted(pu for core in placement.training for pu in usable[core]))
-        optimizer = tuple(sorted(usable[core][0] for core in placement.optimizer))
-        if len({core.node for core in placement.optimizer}) > 1:
-            self._warn(rank, f"optimizer is split over several NUMA nodes: none holds {len(placement.optimizer)} cores")
+        training = tuple(sorted(pu for core in roles.training for pu in usable[core]))
+        optimizer = tuple(sorted(usable[core][0] for core in roles.optimizer))
+        if len({core.node for core in roles.optimizer}) > 1:
+            self._warn(rank, f"optimizer is split over several NUMA nodes: no node has {len(roles.optimizer)} cores")
         owned = sum(pool.shares[rank].values())
         sharers = "of its own" if len(pool.shares) == 1 else f"of {len(pool.cores)} shared by {len(pool.shares)} ranks"
-        reason = f"{owned} cores {sharers}; {self._why_home(facts, need.home)}; {self._why_split()}"
+        reason = f"{owned} cores {sharers}; {self._why_home(facts, demand.home)}; {self._why_split()}"
         return RankPlan(
             local_rank=facts.local_rank,
             pytorch=training,
             optimizer=optimizer,
-            pytorch_threads=len(placement.training),
-            numa_node=need.home,
-            optimizer_node=_main_node(placement.optimizer, need.home),
+            pytorch_threads=len(roles.training),
+            numa_node=demand.home,
+            optimizer_node=_main_node(roles.optimizer, demand.home),
             flags=tuple(self._common_flags(rank)),
             reason=reason,
         )
 
-    def _on_one_core(self, rank: int, core: Core, *, crowded: bool) -> RankPlan:
-        """A single core for both roles: its hardware threads apart if it has two, else shared."""
+    def _on_one_core(self, rank: int, core: Core, *, oversubscribed: bool) -> RankPlan:
+        """Plan a single core for both roles: each gets a hardware thread if there are two, else they share one."""
         facts, pus = self.ranks[rank], self.usable[rank][core]
         separate = self.request.separate
-        flags = ["shared"] if crowded or (len(pus) == 1 and separate) else []
+        flags = ["shared"] if oversubscribed or (len(pus) == 1 and separate) else []
         flags += ["smt"] if len(pus) > 1 and separate else []
         return RankPlan(
             local_rank=facts.local_rank,
@@ -221,7 +223,7 @@ class _HostPlanner:
             numa_node=core.node,
             optimizer_node=core.node,
             flags=(*flags, *self._common_flags(rank)),
-            reason="more ranks than cores" if crowded else "a single core",
+            reason="more ranks than cores" if oversubscribed else "a single core",
         )
 
     def _common_flags(self, rank: int) -> list[str]:
@@ -235,7 +237,7 @@ class _HostPlanner:
 
     def _why_home(self, facts: RankFacts, home: int) -> str:
         if facts.accelerator_node is None:
-            return f"home node {home} holds most of them"
+            return f"home node {home} has most of them"
         if facts.accelerator_node == home:
             return f"home node {home} is the accelerator's"
         return f"home node {home} is the nearest with cores to the accelerator's node {facts.accelerator_node}"
@@ -244,10 +246,10 @@ class _HostPlanner:
         if not self.request.separate:
             return "the optimizer runs on the trainer's threads"
         if self.request.pt_reserved_cores is not None:
-            return f"{self.request.pt_reserved_cores} kept for PyTorch as asked"
+            return f"{self.request.pt_reserved_cores} kept for PyTorch as requested"
         if self.request.optimizer_cores is not None:
-            return f"{self.request.optimizer_cores} for the optimizer as asked or tuned"
-        return "half kept for PyTorch, as nothing else was asked or tuned"
+            return f"{self.request.optimizer_cores} for the optimizer as requested or tuned"
+        return "half kept for PyTorch (nothing requested or tuned)"
 
     def _idle(self, plans: Sequence[RankPlan]) -> tuple[int, ...]:
         used = {self.topology.core_of[cpu] for plan in plans for cpu in (*plan.pytorch, *plan.optimizer)}
@@ -259,9 +261,9 @@ class _HostPlanner:
 
     def _warn_about_flags(self, plans: Sequence[RankPlan]) -> None:
         texts: Mapping[str, str] = {
-            "shared": "must share a core between PyTorch and the optimizer or between ranks: give the job more cores",
+            "shared": "must share a core between its roles or with other ranks: give the job more cores",
             "smt": "has one core: PyTorch and the optimizer run on its two hardware threads",
-            "throttle_risk": "shares a CPU quota below two cores a rank and may be throttled: raise the quota",
+            "throttle_risk": "has a CPU quota below two cores per rank and may be throttled: raise the quota",
             "isolated": "has only isolated CPUs: each thread is pinned to one of them",
         }
         for flag, text in texts.items():
@@ -270,8 +272,8 @@ class _HostPlanner:
                 self.warnings.append(f"local rank {', '.join(flagged)} {text}")
 
 
-def _slice(pool: Pool, rank: int) -> Sequence[Core]:
-    """The rank's part of the pool if it were cut in node-major order."""
+def _node_major_part(pool: Pool, rank: int) -> Sequence[Core]:
+    """Return the rank's cores if the pool were cut in node-major order."""
     start = sum(sum(shares.values()) for other, shares in sorted(pool.shares.items()) if other < rank)
     count = sum(pool.shares[rank].values())
     return pool.cores[start : start + count] if start + count <= len(pool.cores) else pool.cores

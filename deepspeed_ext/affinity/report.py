@@ -1,4 +1,4 @@
-"""A core plan for people: as text and as a picture."""
+"""Shows a core plan to people, as text or as a picture."""
 
 from collections.abc import Iterator
 from html import escape
@@ -10,16 +10,16 @@ from deepspeed_ext.host.cpulist import format_cpulist
 __all__ = ["plan_svg", "plan_text"]
 
 CELL, GAP, MARGIN, CORES_PER_ROW = 34, 4, 16, 16
-# One hue a rank; PyTorch strong, optimizer light. Colours repeat after eight ranks, the cells also carry the rank.
+# One hue per rank; dark for PyTorch, light for the optimizer. Hues repeat after eight ranks.
 HUES = (212, 28, 140, 340, 265, 52, 180, 0)
 
 
 def plan_text(topology: Topology, plan: HostPlan) -> str:
-    """The plan as a few lines: who gets which CPUs, and why."""
+    """Describe the plan in a few lines: the CPUs of each rank, and the reason."""
     threads = len(topology.cpus) / max(1, len(topology.cores))
     kinds = len({core.kind for core in topology.cores})
     lines = [
-        f"{len(topology.cores)} cores, {len(topology.cpus)} CPUs ({threads:g} a core), "
+        f"{len(topology.cores)} cores, {len(topology.cpus)} CPUs ({threads:g} per core), "
         f"{len({core.node for core in topology.cores})} NUMA node(s) with cores, {kinds} kind(s) of core"
     ]
     for rank in plan.ranks:
@@ -36,7 +36,7 @@ def plan_text(topology: Topology, plan: HostPlan) -> str:
 
 
 def plan_svg(topology: Topology, plan: HostPlan) -> str:
-    """The plan as an SVG picture: a frame for each NUMA node, a box for each core, a cell for each hardware thread."""
+    """Draw the plan as SVG: a frame per NUMA node, a box per core, a cell per hardware thread."""
     owner = {cpu: (rank.local_rank, "opt") for rank in plan.ranks for cpu in rank.optimizer}
     owner |= {cpu: (rank.local_rank, "pt") for rank in plan.ranks for cpu in rank.pytorch if cpu not in owner}
     shared = {cpu for rank in plan.ranks for cpu in set(rank.optimizer) & set(rank.pytorch)}
@@ -83,7 +83,7 @@ def _legend(plan: HostPlan, y: float) -> Iterator[str]:
         yield _text(MARGIN + 44, top + 13, text.rstrip(), anchor="start", size=13)
     top = y + 22 * len(plan.ranks)
     yield _rect(MARGIN + 10, top, 16, 16, _colour(-1, ""), "#555")
-    text = "not used: idle, not allowed, or the second thread of an optimizer core"
+    text = "unused: idle, not allowed, or the second thread of an optimizer core"
     yield _text(MARGIN + 44, top + 13, text, anchor="start", size=13)
 
 

@@ -1,7 +1,7 @@
-"""Affinity masks of real threads: confining a whole process to a CPU set, looking at it, and undoing it.
+"""Reads, sets and restores the affinity masks of all threads of a process.
 
 Linux binds threads, not processes: setting the mask of a process id moves its main thread only, and each later thread
-starts with the mask of its creator. Hence every thread is visited, again and again until a pass finds nothing to do.
+starts with the mask of its creator. So `confine` visits every thread, and repeats until a pass changes nothing.
 """
 
 import os
@@ -17,33 +17,33 @@ __all__ = ["Masks", "confine", "outside", "restore", "thread_masks"]
 Masks = Mapping[int, frozenset[int]]
 """Thread id -> CPUs that the thread may run on."""
 
-# Threads that come and go during a pass make another necessary; in practice two are enough.
+# Threads that start during a pass make another pass necessary; in practice two are enough.
 MAX_PASSES = 20
 
 
 def thread_masks(pid: int | None = None) -> dict[int, frozenset[int]]:
-    """Masks of all threads of a process, by default this one, as the kernel reports them."""
+    """Return the masks of all threads of a process (by default this one), as the kernel reports them."""
     tasks = numbered(Path(f"/proc/{pid or 'self'}/task"), "")
     return {tid: mask for tid, path in tasks if (mask := status_mask(path / "status"))}
 
 
 def outside(cpus: Collection[int], pid: int | None = None) -> dict[int, frozenset[int]]:
-    """The threads of a process, by default this one, that may run on other CPUs than ``cpus``."""
+    """Return the threads of a process (by default this one) that may run on CPUs outside ``cpus``."""
     return {tid: mask for tid, mask in thread_masks(pid).items() if not mask <= frozenset(cpus)}
 
 
 def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
-    """Confine every thread of this process to ``cpus`` and return the masks from before, for `restore`.
+    """Confine every thread of this process to ``cpus``, and return the previous masks for `restore`.
 
-    A thread that was bound more narrowly inside ``cpus`` stays where it is; NCCL's threads, whose masks differ from the
-    main thread's, are moved too.
+    A thread that is already bound to some of ``cpus`` keeps its mask. NCCL's threads, whose masks differ from the main
+    thread's, are moved too.
 
     Args:
-        cpus: not empty.
-        one_each: give each thread a single CPU, in turn; for isolated CPUs, where the kernel balances nothing.
+        cpus: CPU numbers, at least one.
+        one_each: pin each thread to a single CPU, in turn; for isolated CPUs, where the kernel balances no load.
 
     Raises:
-        OSError: the kernel refused, or a thread is still outside; all masks are as they were.
+        OSError: the kernel refused, or a thread is still outside ``cpus``. All masks are restored.
     """
     target = frozenset(cpus)
     assert target, "an empty mask means every CPU to some interfaces"
@@ -54,7 +54,7 @@ def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
                 break
         if stray := outside(target):
             listing = ", ".join(f"{tid}: {format_cpulist(mask)}" for tid, mask in stray.items())
-            raise OSError(f"threads still outside CPUs {format_cpulist(target)}: {listing}")
+            raise OSError(f"these threads may still run outside CPUs {format_cpulist(target)}: {listing}")
     except OSError:
         restore(saved)
         raise
@@ -62,7 +62,7 @@ def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
 
 
 def _confine_once(target: frozenset[int], one_each: bool) -> bool:
-    """One pass over all threads; whether a mask had to change."""
+    """Visit all threads once; return whether any mask changed."""
     changed = False
     ordered = sorted(target)
     for position, (tid, old) in enumerate(thread_masks().items()):
@@ -73,7 +73,7 @@ def _confine_once(target: frozenset[int], one_each: bool) -> bool:
 
 
 def _set_mask(tid: int, cpus: frozenset[int]) -> bool:
-    """Whether the thread was still there to be bound."""
+    """Set a thread's mask; return False if the thread has ended."""
     try:
         os.sched_setaffinity(tid, cpus)
     except ProcessLookupError:
@@ -82,9 +82,9 @@ def _set_mask(tid: int, cpus: frozenset[int]) -> bool:
 
 
 def restore(saved: Masks) -> None:
-    """Give every thread its saved mask; threads that were born since get that of the main thread.
+    """Restore every thread's saved mask; threads that started later get the main thread's.
 
-    A thread whose mask the kernel refuses (its CPUs have left the cpuset) keeps the present one.
+    If the kernel refuses a mask, because its CPUs have left the cpuset, the thread keeps its present one.
     """
     default = saved.get(os.getpid()) or frozenset().union(*saved.values())
     for _ in range(MAX_PASSES):
@@ -93,7 +93,7 @@ def restore(saved: Masks) -> None:
             wanted = saved.get(tid, default)
             if mask != wanted:
                 try:
-                    # The kernel cuts a mask down to the cpuset: done as far as it goes, and not again.
+                    # The kernel reduces a mask to the cpuset. Do not count that as a change: repeating gains nothing.
                     changed |= _set_mask(tid, wanted) and os.sched_getaffinity(tid) == wanted
                 except OSError:
                     continue

@@ -1,8 +1,7 @@
-"""The cores of this host as Linux describes them, read from a tree that tests can supply.
+"""Reads the cores of a host from Linux's sysfs. Tests supply their own directory tree.
 
-Nothing is inferred from CPU numbers: which CPUs are hardware threads of one core, which node, package and cache a
-core belongs to and how fast it is all come from sysfs, with a fallback for every file that older kernels, containers
-or broken firmware leave out.
+Nothing is inferred from CPU numbers. Hardware threads, NUMA nodes, packages, caches and speeds all come from sysfs,
+with a fallback for every file that older kernels, containers or broken firmware leave out.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ __all__ = [
     "read_topology",
 ]
 
-# Two cores whose capacity or clock differ by less than this are of one kind (turbo bins, rounding).
+# Cores whose capacity or clock differs by less than this fraction are of one kind (turbo bins, rounding).
 SAME_KIND_FRACTION = 0.10
 
 
@@ -35,23 +34,23 @@ class Core:
     """One physical core."""
 
     id: int
-    """The lowest CPU number of its hardware threads, allowed or not."""
+    """The lowest CPU number of its online hardware threads, whether allowed or not."""
     pus: tuple[int, ...]
     """CPU numbers of its online hardware threads (processing units), ascending."""
     node: int = 0
-    """NUMA node; -1 where sysfs puts the CPU into none."""
+    """NUMA node; -1 if sysfs assigns none."""
     package: int = 0
     """Socket."""
     cache: int = -1
-    """Lowest CPU number that shares its last-level cache; -1 unknown."""
+    """Lowest CPU number that shares its last-level cache; -1 if unknown."""
     kind: int = 0
-    """0 for the fastest kind of core on this host, 1 for the next..."""
+    """0 for the fastest kind of core on this host, 1 for the next, and so on."""
     is_low_power: bool = False
-    """A low-power island core (LP-E): used only where there is nothing else."""
+    """Whether it is a low-power island core (LP-E); these are used only if there are no others."""
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Node-major order, neighbours in the last-level cache together."""
+        """Sort key: node-major, with cores of one last-level cache together."""
         return self.node, self.cache, self.id
 
 
@@ -61,11 +60,11 @@ class Topology:
 
     cores: tuple[Core, ...]
     nodes: tuple[int, ...] = (0,)
-    """Every NUMA node, those without CPUs (HBM, CXL, accelerator memory) included; empty where sysfs tells none."""
+    """Every NUMA node, including those without CPUs (HBM, CXL, accelerator memory); empty if sysfs lists none."""
     distances: tuple[tuple[int, ...], ...] = ()
-    """Row and column i belong to ``nodes[i]``; empty where sysfs does not say."""
+    """Row and column i belong to ``nodes[i]``; empty if unknown."""
     isolated: frozenset[int] = frozenset()
-    """CPUs taken out of the scheduler's load balancing (isolcpus)."""
+    """CPUs without the scheduler's load balancing (isolcpus)."""
 
     @cached_property
     def cpus(self) -> frozenset[int]:
@@ -78,7 +77,7 @@ class Topology:
         return {pu: core for core in self.cores for pu in core.pus}
 
     def distance(self, a: int, b: int) -> int:
-        """Relative memory distance between two nodes: 10 is local; 20 is assumed where sysfs does not say."""
+        """Return the relative memory distance between two nodes: 10 is local; 20 if unknown."""
         if a == b:
             return 10
         try:
@@ -87,13 +86,13 @@ class Topology:
             return 20
 
     def digest(self) -> str:
-        """Hash by which two readers know that they see the same host."""
+        """Return a hash that is equal for two ranks that see the same host."""
         facts = asdict(self) | {"isolated": sorted(self.isolated)}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_online(root: Path | str = "/") -> frozenset[int]:
-    """CPUs that are online below ``root``; empty where the tree does not say."""
+    """Read the online CPUs below ``root``; empty if the tree does not list them."""
     base = Path(root, "sys/devices/system/cpu")
     online = read_cpus(base, "online")
     if online:
@@ -105,16 +104,18 @@ def read_topology(root: Path | str = "/") -> Topology:
     """Read the host described by the ``sys`` tree below ``root``.
 
     Raises:
-        UnsupportedError: there is no such description here (not Linux, or a sandbox without sysfs).
+        UnsupportedError: the tree describes no CPU (not Linux, or a sandbox without sysfs).
     """
     root = Path(root)
     if root == Path("/") and not sys.platform.startswith("linux"):
-        raise UnsupportedError(f"core binding reads Linux's sysfs; this is {sys.platform}. Training goes on unbound.")
+        raise UnsupportedError(
+            f"core binding reads Linux's sysfs, and this is {sys.platform}. Training continues unbound."
+        )
     base = root / "sys/devices/system/cpu"
     online = read_online(root)
     if not online:
-        raise UnsupportedError(f"no CPU is described under {base} (is /sys mounted?)")
-    # Asking one by one for the files of all CPUs that are said to be online could take minutes.
+        raise UnsupportedError(f"found no online CPU under {base}; check that /sys is mounted")
+    # Read only CPUs with a directory: looking for files of every CPU in a wrong `online` list could take minutes.
     described = online & frozenset(cpu for cpu, _ in numbered(base, "cpu"))
     siblings = _read_siblings(base, described) | {cpu: frozenset({cpu}) for cpu in online - described}
     nodes, distances, node_of = _read_nodes(root / "sys/devices/system/node", online)
@@ -137,28 +138,28 @@ def read_topology(root: Path | str = "/") -> Topology:
 
 
 def flat_topology(cpus: frozenset[int]) -> Topology:
-    """What is left where sysfs is missing: every CPU its own core, one node."""
+    """Return the topology to use without sysfs: every CPU is its own core, on one node."""
     return Topology(tuple(Core(id=cpu, pus=(cpu,)) for cpu in sorted(cpus)), nodes=())
 
 
 def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[int]]:
-    """Online hardware threads of each online CPU's core; a CPU whose file makes no sense is its own core."""
-    said: dict[int, frozenset[int]] = {}
+    """Read the online hardware threads of each CPU's core; a CPU with an inconsistent file is its own core."""
+    siblings_of: dict[int, frozenset[int]] = {}
     for cpu in online:
         topology = base / f"cpu{cpu}/topology"
         found = read_cpus(topology, "core_cpus_list", "core_cpus")
         found = found or read_cpus(topology, "thread_siblings_list", "thread_siblings")
-        said[cpu] = (found or frozenset()) & online
+        siblings_of[cpu] = (found or frozenset()) & online
     return {
-        cpu: full if cpu in full and all(said[other] == full for other in full) else frozenset({cpu})
-        for cpu, full in said.items()
+        cpu: full if cpu in full and all(siblings_of[other] == full for other in full) else frozenset({cpu})
+        for cpu, full in siblings_of.items()
     }
 
 
 def _read_nodes(
     base: Path, online: frozenset[int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, int]]:
-    """(node ids, distance rows, node of each CPU); node 0 holds everything where there is no node directory."""
+    """Read (node ids, distance rows, node of each CPU); without a node directory, every CPU is on node 0."""
     paths = dict(numbered(base, "node"))
     if not paths:
         return (), (), dict.fromkeys(online, 0)
@@ -176,7 +177,7 @@ def _read_nodes(
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    """The numbers in `text`; none if any of its words is no number."""
+    """Parse the numbers in `text`; empty if any word is not a number."""
     try:
         return tuple(parse_whole(word) for word in text.split())
     except ValueError:
@@ -193,7 +194,7 @@ def _read_package(topology: Path) -> int:
 
 
 def _read_cache(directory: Path) -> int:
-    """Lowest CPU that shares the highest-level cache for data; -1 where sysfs does not say."""
+    """Read the lowest CPU that shares the highest-level data cache; -1 if unknown."""
     best_level, lowest = 0, -1
     for _, index in numbered(directory, "index"):
         level = read_int(index / "level") or 0
@@ -204,7 +205,7 @@ def _read_cache(directory: Path) -> int:
 
 
 def read_cache_bytes(root: Path | str = "/") -> int:
-    """Bytes of all last-level caches of the host; 0 where sysfs does not say."""
+    """Return the bytes of all last-level caches of the host together; 0 if unknown."""
     sizes: dict[tuple[int, frozenset[int]], int] = {}
     for _, cpu in numbered(Path(root, "sys/devices/system/cpu"), "cpu"):
         for _, index in numbered(cpu / "cache", "index"):
@@ -217,7 +218,7 @@ def read_cache_bytes(root: Path | str = "/") -> int:
 
 
 def _read_kinds(root: Path, online: frozenset[int], described: frozenset[int]) -> tuple[dict[int, int], frozenset[int]]:
-    """(kind of each CPU, low-power CPUs): from the per-kind PMUs, else from capacity, else from clocks."""
+    """Read (kind of each CPU, low-power CPUs) from the PMUs of each kind, or else capacities, or else clocks."""
     names = ("cpu_core", "cpu_atom", "cpu_lowpower")
     pmus = [read_cpus(root / "sys/devices" / name, "cpus") or frozenset() for name in names]
     if pmus[0] & online and (pmus[1] | pmus[2]) & online:
@@ -231,7 +232,7 @@ def _read_kinds(root: Path, online: frozenset[int], described: frozenset[int]) -
 
 
 def _group_by_speed(speeds: dict[int, int]) -> dict[int, int]:
-    """Kind 0 holds every CPU within 10 % of the fastest, kind 1 those within 10 % of the fastest of the rest..."""
+    """Group CPUs by speed: kind 0 is within 10 % of the fastest, kind 1 within 10 % of the fastest of the rest, ..."""
     kind_of_speed: dict[int, int] = {}
     kind, top = -1, 0
     for speed in sorted(set(speeds.values()), reverse=True):
@@ -242,17 +243,17 @@ def _group_by_speed(speeds: dict[int, int]) -> dict[int, int]:
 
 
 def read_accelerator_node(topology: Topology, pci_address: str, root: Path | str = "/") -> int | None:
-    """NUMA node next to the PCI device ``domain:bus:device.function``; None where firmware does not tell.
+    """Return the NUMA node of the PCI device ``domain:bus:device.function``; None if the firmware does not report it.
 
-    A node without CPUs is answered only where the device's list of local CPUs does not help either; the planner then
-    takes the nearest node that has cores.
+    A node without CPUs is returned only if the device's list of local CPUs names no better one. The planner then uses
+    the nearest node that has cores.
     """
     device = Path(root, "sys/bus/pci/devices", pci_address.lower())
     node = read_int(device / "numa_node")
     if node is not None and any(core.node == node for core in topology.cores):
         return node
     local = read_cpus(device, "local_cpulist", "local_cpus") or frozenset()
-    # A device that is local to every CPU is what a single-node or silent firmware reports: no information.
+    # Firmware that knows nothing, or a single node, reports every CPU as local: ignore that.
     if local & topology.cpus and not local >= topology.cpus:
         votes = Counter(topology.core_of[cpu].node for cpu in local & topology.cpus)
         return max(sorted(votes), key=votes.__getitem__)

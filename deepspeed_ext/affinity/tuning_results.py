@@ -1,4 +1,4 @@
-"""Results of ``deepspeed-ext tune`` on disk, found again only for exactly the situation that was measured."""
+"""Stores results of ``deepspeed-ext tune``, each for exactly the hardware, ranks and software that were measured."""
 
 import hashlib
 import json
@@ -20,10 +20,10 @@ from deepspeed_ext.host.procfs import read_text
 __all__ = ["DEFAULT_KERNEL", "SCHEMA", "Fingerprint", "as_bytes", "cache_folder", "cached", "load_all", "save"]
 
 SCHEMA = 1
-# Thousands of CPUs at about two kilobytes each.
+# Enough for thousands of CPUs, at about 2 KB each.
 _CPUINFO_LIMIT_BYTES = 16 << 20
 DEFAULT_KERNEL = "zenflow-adam-pass"
-"""What is tuned for: the pass over memory that ZenFlow's optimizer process makes."""
+"""The kernel that is tuned by default: the Adam pass of ZenFlow's optimizer process."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, topology: Topology, ranks: Sequence[RankFacts], kernel: str = DEFAULT_KERNEL) -> "Fingerprint":
-        """The fingerprint of these ranks, in local-rank order, on this host with the installed software."""
+        """Return the fingerprint of these ranks (in local-rank order) on this host with the installed software."""
         return cls(
             cpu_model=_cpu_model(),
             topology=topology.digest(),
@@ -55,7 +55,7 @@ class Fingerprint:
 
     @property
     def key(self) -> str:
-        """A short name for it."""
+        """A short hash, which names the result's file."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -74,7 +74,7 @@ def _cpu_model() -> str:
 
 
 def cached(key: str) -> Path:
-    """Where the result for `key` belongs in the cache.
+    """Return the path in the cache of the result for `key`.
 
     Raises:
         ConfigError: there is no home directory, and no variable names a cache.
@@ -82,16 +82,16 @@ def cached(key: str) -> Path:
     try:
         return cache_folder() / f"tune-{key}.json"
     except RuntimeError as error:
-        raise ConfigError(f"there is no place for a cache ({error}): set DSEXT_CACHE_DIR to a folder") from None
+        raise ConfigError(f"cannot find a folder for the cache ({error}): set DSEXT_CACHE_DIR to one") from None
 
 
 def as_bytes(result: Mapping[str, object]) -> bytes:
-    """A result as it is on disk."""
+    """Return a result as it is stored: JSON text."""
     return f"{json.dumps(result, indent=2)}\n".encode()
 
 
 def save(key: str, result: Mapping[str, object]) -> Path:
-    """Write a result, atomically, to its place in the cache; returns where.
+    """Write a result to the cache atomically, and return its path.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -102,10 +102,9 @@ def save(key: str, result: Mapping[str, object]) -> Path:
 
 
 def load_all() -> dict[str, int]:
-    """Optimizer cores of a rank by fingerprint key, for every result in the cache.
+    """Read every result in the cache: `Fingerprint.key` -> optimizer cores per rank.
 
-    Never raises, because one rank may read another cache than the others: what cannot be read is ignored, and one
-    warning says so.
+    Never raises, because ranks may read different caches. Files that cannot be read are ignored, with one warning.
     """
     found: dict[str, int] = {}
     ignored: list[str] = []
@@ -124,14 +123,14 @@ def load_all() -> dict[str, int]:
     if ignored:
         more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
         warn_once(
-            f"tuning results that cannot be read are ignored: {', '.join(ignored[:3])}{more}. "
+            f"ignoring tuning results that cannot be read: {', '.join(ignored[:3])}{more}. "
             "Delete them and run deepspeed-ext tune again"
         )
     return found
 
 
 def _read(path: Path) -> int | None:
-    """Optimizer cores of a rank; None if another version wrote the result. Raises whatever reading it raises."""
+    """Read the optimizer cores per rank; None if another version wrote the result. Any error is passed on."""
     text = read_text(path)
     if text is None:
         raise ValueError("not a readable regular file of at most 64 KiB")
@@ -140,5 +139,5 @@ def _read(path: Path) -> int | None:
         return None
     cores = result["opt_cores_per_rank"]
     if type(cores) is not int or not 1 <= cores <= MAX_CPU_ID:
-        raise ValueError("opt_cores_per_rank is not a number of cores")
+        raise ValueError(f"expected opt_cores_per_rank from 1 to {MAX_CPU_ID}, got {str(cores)[:40]}")
     return cores

@@ -1,7 +1,7 @@
-"""How a fresh process takes its place: own mask, thread count and memory node, before it imports torch.
+"""Placement of the optimizer process: a new process sets its CPUs, threads and memory node before it imports torch.
 
-The parent passes the place as one word on the command line and changes nothing about itself, so no thread of the
-parent is ever moved for a child's sake, and no numactl binary is needed.
+The parent passes the placement as one word on the command line. It need not move any of its own threads, and no numactl
+binary is needed.
 """
 
 import contextlib
@@ -31,54 +31,57 @@ SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "r
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """Where a process should run: ``8-15`` on node 0, one OpenMP thread for each CPU."""
+    """CPUs and memory node of a process, which runs one OpenMP thread per CPU."""
 
     cpus: frozenset[int]
     numa_node: int = -1
-    """Node to prefer for memory; -1 for none."""
+    """NUMA node to prefer for memory; -1 for none."""
     one_each: bool = False
-    """Pin each OpenMP thread to its own CPU (isolated CPUs)."""
+    """Whether each OpenMP thread is pinned to its own CPU; for isolated CPUs."""
 
     @classmethod
     def of(cls, plan: RankPlan) -> "WorkerPlacement":
-        """The place of a rank's optimizer process."""
+        """Return the placement of a rank's optimizer process."""
         return cls(frozenset(plan.optimizer), plan.optimizer_node, "isolated" in plan.flags)
 
     def __str__(self) -> str:
-        """``8-15@0``, for a command line."""
+        """Return one word for a command line: ``8-15@0`` is CPUs 8 to 15 with memory on node 0."""
         return f"{format_cpulist(self.cpus)}@{self.numa_node}{'!' if self.one_each else ''}"
 
     @classmethod
     def parse(cls, text: str) -> "WorkerPlacement":
-        """The place that `__str__` wrote.
+        """Parse what `__str__` wrote.
 
         Raises:
-            ValueError: the text is none.
+            ValueError: the text is not a placement.
         """
         cpus, _, node = text.partition("@")
         return cls(parse_cpulist(cpus), int(node.rstrip("!")), text.endswith("!"))
 
     @property
     def threads(self) -> int:
-        """One for each CPU."""
+        """Number of OpenMP threads: one per CPU."""
         return max(1, len(self.cpus))
 
     def environment(self) -> dict[str, str]:
-        """Variables that give OpenMP runtimes loaded from now on one thread a CPU."""
+        """Return environment variables that give later loaded OpenMP runtimes one thread per CPU."""
         threads = str(len(self.cpus))
         variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if self.one_each:
             variables |= {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in sorted(self.cpus))}
         return variables
 
-    def take(self, environ: MutableMapping[str, str] = os.environ) -> str | None:
-        """Bind every thread of the calling process here; to be called before torch is imported.
+    def bind_process(self, environ: MutableMapping[str, str] = os.environ) -> str | None:
+        """Bind every thread of the calling process to this placement. Call it before torch is imported.
+
+        Args:
+            environ: the environment to change.
 
         Returns:
-            What could not be done, for the parent to log; None if all is well. The thread count is set in any case.
+            A message for the parent to log if binding failed; else None. The thread count is set in either case.
         """
         assert "torch" not in sys.modules, (
-            "an OpenMP runtime that is already loaded does not read the environment again"
+            "torch is imported already: its OpenMP runtime will not read the environment again"
         )
         for name in OMP_BINDING_VARIABLES:
             environ.pop(name, None)
@@ -88,7 +91,7 @@ class WorkerPlacement:
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(tid, self.cpus)
         except (OSError, AttributeError) as error:
-            return f"cannot run on CPUs {format_cpulist(self.cpus)} only: {error}"
+            return f"cannot bind to CPUs {format_cpulist(self.cpus)}: {error}"
         if self.numa_node >= 0:
             _prefer_memory_of(self.numa_node)
         got = frozenset(os.sched_getaffinity(0))
@@ -98,39 +101,41 @@ class WorkerPlacement:
 
 
 def _prefer_memory_of(node: int) -> None:
-    """Prefer memory of ``node``. Never strict, which would end in out-of-memory kills; refused in some sandboxes, where
-    the pool's first touch decides as usual."""
+    """Prefer memory of ``node``.
+
+    A strict policy could end in out-of-memory kills. Some sandboxes refuse the call; then first touch decides.
+    """
     number = SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return
     bits = ctypes.sizeof(ctypes.c_ulong) * 8
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
-    # The kernel takes one bit less than the number it is told.
+    # The kernel reads one bit less than the number that it is given.
     ctypes.CDLL(None).syscall(number, MPOL_PREFERRED, mask, len(mask) * bits + 1)
 
 
 def can_set_memory_policy() -> bool:
-    """Whether the kernel lets this process choose where its memory lies; resets the policy to the default."""
+    """Whether the kernel lets this process set its memory policy; resets the policy to the default."""
     number = SET_MEMPOLICY.get(platform.machine())
     return number is not None and ctypes.CDLL(None).syscall(number, MPOL_DEFAULT, None, 0) == 0
 
 
 def unbound_threads(reserved: int | float | None, local_ranks: int) -> int:
-    """As many threads as a plan would give the optimizer out of this rank's share of the usable cores; at least one.
+    """Return the number of threads for an unbound optimizer process: as many as a plan would give it cores, at least 1.
 
     Args:
-        reserved: cores of the rank that PyTorch keeps, a count or a fraction; None: nothing was said.
-        local_ranks: ranks on this host, which share its cores evenly.
+        reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
+        local_ranks: number of ranks on this host, which share its cores evenly.
     """
     sharers = max(1, local_ranks)
-    share = within_quota(max(1, _count_cores() // sharers), read_cpu_quota_cores(), sharers)
-    _, optimizer = split_cores(share, reserved)
+    rank_cores = within_quota(max(1, _count_cores() // sharers), read_cpu_quota_cores(), sharers)
+    _, optimizer = split_cores(rank_cores, reserved)
     return optimizer
 
 
 def _count_cores() -> int:
-    """Physical cores that this process may use, as a plan counts them; CPUs if the host does not describe its cores."""
+    """Count the physical cores that a plan could use; CPUs if the host does not describe its cores."""
     try:
         topology = read_topology()
         return len(usable_cores(topology, find_allowed(topology).cpus))

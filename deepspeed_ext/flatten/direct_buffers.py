@@ -1,9 +1,9 @@
-"""The buffers that the stage 1/2 constructor makes right after a group is flattened, without detours.
+"""Makes the buffers of the stage 1/2 constructor without temporary copies.
 
-Upstream writes them as ``partition.detach().clone().to(device, dtype)`` followed by ``pin_memory``: with CPU offload
-that is a clone of the partition and an fp32 copy of it on the accelerator, a transfer into pageable memory, and a
-second host copy for page-locking. The constructor offers no method to override there, so `DirectBuffers` takes part in
-the three torch calls while it runs.
+Upstream makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``. With CPU offload, this
+clones the partition, makes an fp32 copy of it on the accelerator, transfers that to pageable memory, and copies it on
+the host for page-locking. The constructor offers no method to override, so `DirectBuffers` intercepts the torch calls
+while it runs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["DirectBuffers"]
 
 
 def _is_for_host(device: Any) -> bool:
-    """Whether a factory that is given `device` allocates on the host."""
+    """Whether a torch factory function called with `device` allocates on the host."""
     return (torch.get_default_device() if device is None else torch.device(device)).type == "cpu"
 
 
 class DirectBuffers(TorchFunctionMode):
-    """While active, makes master partitions in one pass and page-locked zero buffers in their final place.
+    """While active, makes master partitions with one copy and allocates zero buffers page-locked at once.
 
     Args:
-        pin: the offloaded optimizer's buffers are to be page-locked.
-        startup: where the time and the bytes are booked.
+        pin: whether to page-lock the offloaded optimizer's buffers.
+        startup: profile that counts the time and the bytes.
     """
 
     def __init__(self, pin: bool, startup: StartupProfile) -> None:
@@ -41,13 +41,15 @@ class DirectBuffers(TorchFunctionMode):
         self._partition: torch.Tensor | None = None
 
     def expect_master_of(self, partition: torch.Tensor) -> None:
-        """Announce that the constructor will now clone `partition` (1-D, a view of the flat buffer) and convert it."""
+        """Announce that the constructor next clones `partition` (1-D, a view of the flat buffer) and converts it."""
         assert self._partition is None, "the constructor did not make a master of the previous partition"
         self._partition = partition
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert error[0] is not None or self._partition is None, "a partition was never made into a master"
+        assert error[0] is not None or self._partition is None, (
+            "the constructor did not make a master of the last partition"
+        )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -69,7 +71,7 @@ class DirectBuffers(TorchFunctionMode):
         )
 
     def _master(self, partition: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of `partition` on `device` in `dtype`; on the host page-locked if asked for, without a second copy."""
+        """Copy `partition` to `device` in `dtype`; on the host page-locked if requested, without a second copy."""
         with self._startup.phase("master partition", partition.numel() * dtype.itemsize):
             if device.type == partition.device.type:
                 return torch.empty_like(partition, dtype=dtype).copy_(partition)

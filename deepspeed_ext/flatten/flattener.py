@@ -1,4 +1,4 @@
-"""Runs the tier that `plan.choose_tier` chooses, and the next one if it does not fit after all."""
+"""Runs the tier that `plan.choose_tier` chooses, and the next one if it runs out of memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Flattener:
     """Builds the flat buffers of an optimizer's parameter groups.
 
     Args:
-        forced: the config's ``flatten_tier``.
-        reserve_fraction: the config's ``flatten_reserve_fraction``.
-        bucket_numel: elements that one collective moves at most (``allgather_bucket_size``).
-        check_replicas: prove first that the ranks hold equal parameters (``enable_sanity_checks``).
+        forced: the config's ``flatten_tier``; None: choose.
+        reserve_fraction: the config's ``flatten_reserve_fraction``, a fraction of the accelerator's total memory.
+        bucket_numel: most elements per broadcast (``allgather_bucket_size``).
+        check_replicas: check first that the ranks hold equal parameters (``enable_sanity_checks``).
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Flattener:
         self._check_replicas = check_replicas
 
     def flatten(self, layout: GroupLayout, ranks: RankGroup, group_index: int) -> tuple[torch.Tensor, FlattenPlan]:
-        """Build the flat buffer of one group; afterwards the parameters still have to be pointed into it.
+        """Build the flat buffer of one group. The caller then makes the parameters views of it. A collective.
 
         Args:
-            layout: the group's parameters and their places.
+            layout: the group's parameters and their positions in the buffer.
             ranks: the group's data-parallel ranks; all of them call this together.
-            group_index: for messages.
+            group_index: number of the group, for messages.
 
         Returns:
             The buffer (1-D, the layout's dtype and device) and the plan that built it, the same on every rank.
@@ -48,8 +48,8 @@ class Flattener:
         Raises:
             ConfigError: the forced tier cannot work.
             OutOfMemoryError: no tier fits; the parameters are intact.
-            RankError: something else failed on a rank; on every rank, and the parameters are intact.
-            PlanMismatchError: the ranks differ in settings, sizes or (if checked) in the parameters' values.
+            RankError: on every rank, if something else failed on any rank; the parameters are intact.
+            PlanMismatchError: the ranks differ in settings, sizes or (if checked) parameter values.
         """
         what = f"flattening parameter group {group_index}"
         inputs = (layout.numel, str(layout.dtype), len(layout.segments), self._forced, self._reserve_fraction)
@@ -72,9 +72,9 @@ class Flattener:
                 raise OutOfMemoryError(
                     f'zero_optimization.flatten_tier = "{self._forced}" ran out of accelerator memory for parameter '
                     f"group {group_index} ({plan.required_bytes:,} bytes beside the parameters, {free:,} were free). "
-                    "The parameters are intact. Leave the field out to let a tier be chosen that fits"
+                    "The parameters are intact. Remove the field to have a tier chosen that fits"
                 )
-            logger.warning(f"{what}: {plan.tier} ran out of memory on some rank; trying the next tier")
+            logger.warning(f"{what}: tier {plan.tier} ran out of memory on at least one rank; trying the next tier")
             failed.append(plan.tier)
 
     def _run(self, tier: FlattenTier, layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
@@ -86,15 +86,15 @@ class Flattener:
 
 
 def checksum(layout: GroupLayout) -> tuple[int, int]:
-    """Two sums over the bytes of the parameters, the second weighted by place; exact, so the same on every device."""
+    """Return two sums of the parameters' bytes, the second weighted by position; exact integers on every device."""
     plain, weighted = 0, 0
     for index, segment in enumerate(layout.segments):
         octets = segment.parameter.detach().contiguous().view(-1).view(torch.uint8)
         for start in range(0, octets.numel(), 1 << 22):
             part = octets[start : start + (1 << 22)].to(torch.int64)
-            places = (
+            weights = (
                 torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device) % 65521 + index + 1
             )
             plain += int(part.sum())
-            weighted += int((part * places).sum())
+            weighted += int((part * weights).sum())
     return plain, weighted

@@ -1,4 +1,4 @@
-"""Where each parameter of a group lies in the group's flat buffer."""
+"""Positions of a group's parameters in its flat buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GroupLayout", "Piece", "Segment"]
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's run of elements in the flat buffer: ``flat[start:start + numel].view(shape)``."""
+    """One parameter's elements of the flat buffer: ``flat[start:start + numel].view(shape)``."""
 
     parameter: torch.Tensor
     shape: torch.Size
@@ -23,12 +23,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a segment that lies in a given range of the flat buffer.
+    """The part of a segment within a given range of the flat buffer.
 
     Attributes:
-        segment: the parameter that it belongs to.
-        start: first element, counted from the parameter's first.
-        flat_start: first element, counted from the flat buffer's first.
+        segment: the whole segment.
+        start: index of its first element in the parameter.
+        flat_start: index of its first element in the flat buffer.
         numel: number of elements.
     """
 
@@ -40,13 +40,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The flat buffer of one parameter group: segments in order, zeros between and after them.
+    """Layout of one parameter group's flat buffer: segments in order, with zeros as padding between and after them.
 
     Attributes:
-        segments: the parameters in the order in which they are laid out (after any round-robin reordering).
-        numel: elements of the flat buffer, padding included; a multiple of the number of ranks.
+        segments: the parameters in buffer order (after any round-robin reordering).
+        numel: elements of the flat buffer, including padding; a multiple of the number of ranks.
         dtype: dtype of the flat buffer.
-        device: where the parameters live and the flat buffer will.
+        device: device of the parameters and of the flat buffer.
     """
 
     segments: tuple[Segment, ...]
@@ -56,7 +56,10 @@ class GroupLayout:
 
     @classmethod
     def of(cls, parameters: Sequence[torch.Tensor], paddings: Sequence[int], alignment: int) -> GroupLayout:
-        """Lay out `parameters` in order, each followed by its padding, the whole padded to `alignment` elements."""
+        """Lay out `parameters` in order, each followed by its padding; pad the whole to a multiple of `alignment`.
+
+        All sizes are in elements.
+        """
         segments, offset = [], 0
         for parameter, padding in zip(parameters, paddings, strict=True):
             segments.append(Segment(parameter, parameter.shape, offset, parameter.numel()))
@@ -67,17 +70,18 @@ class GroupLayout:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the flat buffer."""
         return self.numel * self.dtype.itemsize
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The parts of the parameters within ``flat[start:stop]``, in order; gaps between them are padding."""
+        """Yield the parts of the parameters within ``flat[start:stop]``, in order; gaps between them are padding."""
         for segment in self.segments:
             first, last = max(start, segment.start), min(stop, segment.start + segment.numel)
             if first < last:
                 yield Piece(segment, first - segment.start, first, last - first)
 
     def pack(self, out: torch.Tensor, start: int) -> None:
-        """Write elements ``[start, start + len(out))`` of the flat buffer into `out`, padding zeros included."""
+        """Write elements ``[start, start + len(out))`` of the flat buffer, padding zeros too, into `out` (1-D)."""
         done = 0
         for piece in self.pieces(start, start + out.numel()):
             at = piece.flat_start - start
@@ -92,6 +96,6 @@ class GroupLayout:
         out[done:].zero_()
 
     def release(self) -> None:
-        """Give up the parameters' own storage; they are empty until they are pointed at new storage."""
+        """Free the parameters' storage; they are empty until they get new storage."""
         for segment in self.segments:
             segment.parameter.data = torch.empty(0, dtype=segment.parameter.dtype, device=self.device)

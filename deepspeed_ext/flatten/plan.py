@@ -1,13 +1,13 @@
-"""Where the flat buffer of a parameter group is built: a pure decision.
+"""Decides where the flat buffer of a parameter group is built. Pure functions.
 
 Let P be the bytes of the group's flat buffer and N the data-parallel size of its process group.
 
     tier          needs free   peak on the accelerator
     accelerator   P            2 P
     distributed   P / N        (1 + 1/N) P        N > 1
-    host          nothing      P
+    host          0            P
 
-The ranks must decide alike, so the facts are reduced to the worst over the ranks before `choose_tier` sees them.
+All ranks must decide alike, so `choose_tier` gets the minimum of each fact over the ranks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from deepspeed_ext.config import FlattenTier
 __all__ = ["TIERS", "FlattenFacts", "FlattenPlan", "choose_tier", "required_bytes"]
 
 TIERS: tuple[FlattenTier, ...] = ("accelerator", "distributed", "host")
-"""In order of preference: the fastest first."""
+"""In order of preference, fastest first."""
 
 
 @dataclass(frozen=True)
 class FlattenFacts:
-    """What the choice rests on, the same on every rank.
+    """Facts for the choice of a tier; equal on every rank.
 
     Attributes:
-        buffer_bytes: size of the flat buffer, alignment padding included (P).
+        buffer_bytes: size of the flat buffer, including padding (P).
         ranks: data-parallel size of the group (N).
-        free_bytes: least accelerator memory that any rank could allocate now.
-        total_bytes: least accelerator memory that any rank has in all.
+        free_bytes: accelerator memory that can be allocated now; minimum over the ranks.
+        total_bytes: total accelerator memory; minimum over the ranks.
     """
 
     buffer_bytes: int
@@ -47,9 +47,9 @@ class FlattenPlan:
 
     Attributes:
         tier: where the flat buffer is built.
-        required_bytes: accelerator memory that the tier needs beside the parameters.
-        facts: what the decision rests on.
-        reason: one sentence for the log.
+        required_bytes: accelerator memory that the tier needs in addition to the parameters.
+        facts: the facts behind the decision.
+        reason: explanation for the log.
     """
 
     tier: FlattenTier
@@ -59,7 +59,7 @@ class FlattenPlan:
 
 
 def required_bytes(tier: FlattenTier, facts: FlattenFacts) -> int:
-    """Accelerator memory in bytes that `tier` needs beside the parameters themselves."""
+    """Return the accelerator memory in bytes that `tier` needs in addition to the parameters."""
     return {"accelerator": facts.buffer_bytes, "distributed": -(-facts.buffer_bytes // facts.ranks), "host": 0}[tier]
 
 
@@ -72,13 +72,13 @@ def choose_tier(
     """Choose the first tier that fits, or check the one that the user forces.
 
     Args:
-        facts: sizes and free memory, already the worst over the ranks.
-        forced: the config's ``flatten_tier``.
-        reserve_fraction: share of the total memory that must stay free when we choose.
-        failed: tiers that ran out of memory although they seemed to fit.
+        facts: sizes and free memory, equal on every rank.
+        forced: the config's ``flatten_tier``; None: choose.
+        reserve_fraction: fraction of total memory that a chosen tier must leave free.
+        failed: tiers that have already run out of memory.
 
     Raises:
-        ConfigError: `forced` cannot work here.
+        ConfigError: `forced` does not fit or needs more ranks.
     """
     if forced is not None:
         return _check_forced(forced, facts)
@@ -96,7 +96,7 @@ def choose_tier(
             room = f"{_gib(needed)} of {_gib(usable)} usable" if tier != "host" else "no accelerator memory"
             reason = f"{tier} needs {room}" + (f"; {', '.join(refusals)}" if refusals else "")
             return FlattenPlan(tier, needed, facts, reason)
-    raise AssertionError("the host tier always plans; its failure is handled where it runs")
+    raise AssertionError("the host tier is always possible; `tiers.host` handles its failure")
 
 
 def _check_forced(tier: FlattenTier, facts: FlattenFacts) -> FlattenPlan:
@@ -104,14 +104,14 @@ def _check_forced(tier: FlattenTier, facts: FlattenFacts) -> FlattenPlan:
     field = f'zero_optimization.flatten_tier = "{tier}"'
     if tier == "distributed" and facts.ranks == 1:
         raise ConfigError(
-            f"{field} needs at least 2 data-parallel ranks for every parameter group and this group has 1; "
-            'use "accelerator" or "host", or leave the field out'
+            f"{field} needs at least 2 data-parallel ranks per parameter group, and this group has 1; "
+            'use "accelerator" or "host", or remove the field'
         )
     if needed > facts.free_bytes:
         raise ConfigError(
             f"{field} needs {needed:,} bytes ({_gib(needed)}) of free accelerator memory on every rank, and the rank "
             f"with the least has {facts.free_bytes:,} ({_gib(facts.free_bytes)}); "
-            "leave the field out to let a tier be chosen that fits"
+            "remove the field to have a tier chosen that fits"
         )
     return FlattenPlan(tier, needed, facts, f"{tier} was forced by zero_optimization.flatten_tier")
 

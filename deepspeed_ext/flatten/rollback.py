@@ -1,4 +1,4 @@
-"""The way back from a flattening that failed: parameters that were freed get storage and values again."""
+"""Restores the parameters after flattening failed: those that were freed get storage and values again."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import dist
 from deepspeed_ext.flatten.layout import GroupLayout, Piece, Segment
 
-__all__ = ["put_back"]
+__all__ = ["restore_parameters"]
 
-_FERRY_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20
 
 
-def put_back(layout: GroupLayout, ranks: RankGroup, values: torch.Tensor) -> None:
-    """Give every parameter storage of its own again and fill it from the ranks' slices. A collective.
+def restore_parameters(layout: GroupLayout, ranks: RankGroup, values: torch.Tensor) -> None:
+    """Allocate storage for every parameter and fill it from the ranks' slices. A collective.
 
-    Parameters that do not fit into accelerator memory any more, because something else took it meanwhile, are put into
-    host memory, with a warning.
+    If accelerator memory no longer suffices, because something else has taken it, the remaining parameters go to host
+    memory, with a warning.
 
     Args:
         layout: the parameters.
-        ranks: all of them hold a slice and call this.
-        values: this rank's slice of the flat buffer; 1-D, on the accelerator or on the host.
+        ranks: the ranks, each of which holds a slice.
+        values: this rank's slice of the flat buffer; 1-D, on the accelerator or the host.
 
     Raises:
-        OutOfMemoryError: on every rank, if a parameter of any fits nowhere; its values are lost.
+        OutOfMemoryError: on every rank, if a parameter of any rank fits nowhere; the values are lost.
     """
     with together(ranks, OutOfMemoryError):
-        ferry = _ferry(layout, ranks)
+        buffer = _broadcast_buffer(layout, ranks)
         moved = [segment for segment in layout.segments if not _allocate(segment, layout.device)]
         if moved:
             logger.warning(
-                f"rank {ranks.global_rank(ranks.rank)}: {len(moved)} of {len(layout.segments)} parameters do not fit "
-                "back into accelerator memory after a flattening that failed and are now in host memory, intact"
+                f"rank {ranks.global_rank(ranks.rank)}: {len(moved)} of {len(layout.segments)} parameters no longer "
+                "fit into accelerator memory after flattening failed; they are now in host memory, intact"
             )
-    ferry = ferry[: ranks.minimum(ferry.numel())[0]]
+    buffer = buffer[: ranks.minimum(buffer.numel())[0]]
     for owner in range(ranks.size):
         first = owner * values.numel()
         for piece in layout.pieces(first, first + values.numel()):
-            _send(piece, values, piece.flat_start - first, ferry, ranks, owner)
+            _broadcast_piece(piece, values, piece.flat_start - first, buffer, ranks, owner)
 
 
-def _ferry(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor:
-    """The buffer through which values reach parameters, wherever those are; 1-D, on the accelerator."""
+def _broadcast_buffer(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor:
+    """Allocate the buffer that the ranks broadcast values through; 1-D, on the accelerator."""
     try:
-        return allocation.accelerator_empty(_FERRY_BYTES // layout.dtype.itemsize, layout.dtype, layout.device)
+        return allocation.accelerator_empty(_BUFFER_BYTES // layout.dtype.itemsize, layout.dtype, layout.device)
     except Exception as error:
         if ranks.scratch is None or not allocation.is_out_of_memory(error):
             raise
-        return ranks.scratch.view(layout.dtype)  # a few elements: slow, but nothing is lost
+        return ranks.scratch.view(layout.dtype)  # a few elements only: slow, but nothing is lost
 
 
 def _allocate(segment: Segment, device: torch.device) -> bool:
-    """New storage for a parameter; False if it is in host memory for want of room on `device`."""
+    """Allocate a parameter's storage; return False if `device` has no room and it is in host memory instead."""
     parameter = segment.parameter
     try:
         parameter.data = allocation.accelerator_empty(segment.numel, parameter.dtype, device).view(segment.shape)
@@ -69,15 +69,19 @@ def _allocate(segment: Segment, device: torch.device) -> bool:
     return False
 
 
-def _send(piece: Piece, values: torch.Tensor, start: int, ferry: torch.Tensor, ranks: RankGroup, owner: int) -> None:
-    """Bring a part of a parameter from the owner's slice, where it begins at `start`, to all ranks."""
+def _broadcast_piece(
+    piece: Piece, values: torch.Tensor, start: int, buffer: torch.Tensor, ranks: RankGroup, owner: int
+) -> None:
+    """Broadcast a piece from the owner's slice, where it begins at `start`, into the parameter on all ranks."""
     target = piece.segment.parameter.detach().view(-1)[piece.start : piece.start + piece.numel]
     if ranks.size == 1:
         target.copy_(values[start : start + piece.numel])
         return
-    for part, begin in zip(target.split(ferry.numel()), range(start, start + piece.numel, ferry.numel()), strict=True):
-        passing = ferry[: part.numel()]
+    for part, first in zip(
+        target.split(buffer.numel()), range(start, start + piece.numel, buffer.numel()), strict=True
+    ):
+        chunk = buffer[: part.numel()]
         if owner == ranks.rank:
-            passing.copy_(values[begin : begin + part.numel()])
-        dist.broadcast(passing, src=ranks.global_rank(owner), group=ranks.group)
-        part.copy_(passing)
+            chunk.copy_(values[first : first + part.numel()])
+        dist.broadcast(chunk, src=ranks.global_rank(owner), group=ranks.group)
+        part.copy_(chunk)

@@ -1,13 +1,12 @@
-"""The three ways to build a flat buffer; each gives the same bits.
+"""The three ways (tiers) to build a flat buffer. All give bitwise equal results.
 
-A tier frees the parameters' own storage only after another copy of what it frees exists, so that running out of memory
-loses nothing: `accelerator` and the first half of `distributed` leave the parameters alone; from the moment that they
-are gone, every rank holds its own 1/N slice of the flat buffer, on the accelerator or on the host, and the flat buffer
-is built from the slices, or else `putback.put_back` gives the parameters their values again.
+A tier frees the parameters' storage only once the ranks together hold another copy of it, so running out of memory
+loses nothing. `accelerator`, and `distributed` until its slices are packed, keep the parameters. After that, every rank
+holds its 1/N slice of the flat buffer, on the accelerator or the host. The tier builds the flat buffer from these
+slices; if it does not fit, `rollback.restore_parameters` restores the parameters from them.
 
-Everything that one rank does between two collectives runs inside `try_on_all_ranks`, so that the ranks stay together
-whatever fails. All allocations on the accelerator go through `memory.accelerator_empty`, those on the host through
-`memory.host_empty`.
+All work of a rank between two collectives runs inside `try_on_all_ranks`, so a failure never separates the ranks.
+`allocation.accelerator_empty` and `allocation.host_empty` make all allocations.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.flatten.exchange import exchange
 from deepspeed_ext.flatten.layout import GroupLayout
-from deepspeed_ext.flatten.rollback import put_back
+from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.flatten.staging import Staging
 
 __all__ = ["accelerator", "distributed", "host", "try_on_all_ranks"]
@@ -34,13 +33,13 @@ T = TypeVar("T")
 
 
 def try_on_all_ranks(attempt: Callable[[], T], ranks: RankGroup) -> T | None:
-    """Call `attempt`, which contains no collective, on every rank.
+    """Call `attempt`, which must contain no collective, on every rank. A collective.
 
     Returns:
-        What `attempt` returns; None on all ranks if any ran out of memory.
+        The result of `attempt`; None on all ranks if any rank ran out of memory.
 
     Raises:
-        DeepSpeedExtError: on every rank, if `attempt` raised something else on any.
+        DeepSpeedExtError: on every rank, if `attempt` raised another error on any rank.
     """
     result, error, refused = None, None, False
     try:
@@ -57,7 +56,11 @@ def try_on_all_ranks(attempt: Callable[[], T], ranks: RankGroup) -> T | None:
 
 
 def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
-    """Copy each parameter into its place of a new buffer. Returns it, 1-D on the parameters' device, or None."""
+    """Copy the parameters into a new buffer.
+
+    Returns:
+        The flat buffer, 1-D on the parameters' device; None if it does not fit. The parameters are unchanged.
+    """
 
     def packed() -> torch.Tensor:
         flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
@@ -68,37 +71,37 @@ def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
 
 
 def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor | None:
-    """Every rank packs only its slice, frees the parameters, and the slices are exchanged inside the flat buffer.
+    """Pack only this rank's slice, free the parameters, and exchange the slices inside the flat buffer.
 
     Args:
         layout: the group; its parameters must be equal on all ranks.
         ranks: the data-parallel group.
-        bucket_numel: elements that one broadcast moves at most.
+        bucket_numel: most elements per broadcast.
 
     Returns:
-        The flat buffer, 1-D on the parameters' device; None if a slice does not fit, with the parameters untouched.
+        The flat buffer, 1-D on the parameters' device; None if a slice does not fit. The parameters are then unchanged.
 
     Raises:
-        OutOfMemoryError: the flat buffer does not fit even with the parameters freed; they have been put back.
+        OutOfMemoryError: the flat buffer does not fit even with the parameters freed; they are restored.
     """
     numel = layout.numel // ranks.size
 
     def packed() -> torch.Tensor:
         own = allocation.accelerator_empty(numel, layout.dtype, layout.device)
         layout.pack(own, ranks.rank * numel)
-        get_accelerator().synchronize()  # the copies out of the parameters must have happened
+        get_accelerator().synchronize()  # complete the copies out of the parameters
         return own
 
     own = try_on_all_ranks(packed, ranks)
     if own is None:
         return None
     staging = Staging(layout.dtype, pin=True)
-    with _or_put_back(layout, ranks, own):
-        flat = _flat_around(layout, ranks, own, _own_into)
-        stored = _moved_to_host(layout, ranks, own, staging) if flat is None else None
+    with _restored_on_error(layout, ranks, own):
+        flat = _flat_with_own_slice(layout, ranks, own, _copy_slice)
+        stored = _slice_to_host(layout, ranks, own, staging) if flat is None else None
     if stored is not None:
-        own.untyped_storage().resize_(0)  # frees 1/N more for another try
-        flat = _from_host(layout, ranks, stored, staging)
+        own.untyped_storage().resize_(0)  # free 1/N more memory for another try
+        flat = _flat_from_host(layout, ranks, stored, staging)
     assert flat is not None
     del own
     exchange(flat, ranks, bucket_numel)
@@ -106,13 +109,21 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
 
 
 def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor:
-    """This rank's slice goes out to host memory chunk by chunk, the parameters are freed, and the slices come back.
+    """Copy this rank's slice to host memory in chunks, free the parameters, and copy the slice back.
 
-    Needs no accelerator memory beside the parameters; on the host the slice and two chunks.
+    Needs no additional accelerator memory. On the host it needs the slice and two chunks.
+
+    Args:
+        layout: the group; its parameters must be equal on all ranks.
+        ranks: the data-parallel group.
+        bucket_numel: most elements per broadcast.
+
+    Returns:
+        The flat buffer, 1-D on the parameters' device.
 
     Raises:
-        OutOfMemoryError: the host has no room for the slice (the parameters are untouched) or the accelerator none for
-            the flat buffer although the parameters are freed (they have been put back).
+        OutOfMemoryError: the slice does not fit on the host (the parameters are unchanged), or the flat buffer does not
+            fit on the accelerator even with the parameters freed (they are restored).
     """
     numel = layout.numel // ranks.size
     staging = Staging(layout.dtype, pin=True)
@@ -126,59 +137,59 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
     stored = try_on_all_ranks(packed, ranks)
     if stored is None:
         raise OutOfMemoryError(
-            f"no flatten tier fits: the last, host, needs {numel * layout.dtype.itemsize:,} bytes of host memory on "
-            f"every rank. The parameters are intact. Free memory, raise the memory limit or use more ranks"
+            f"no flatten tier fits: the last one, host, needs {numel * layout.dtype.itemsize:,} bytes of host memory "
+            "on every rank. The parameters are intact. Free host memory, raise its limit, or use more ranks"
         )
-    flat = _from_host(layout, ranks, stored, staging)
+    flat = _flat_from_host(layout, ranks, stored, staging)
     exchange(flat, ranks, bucket_numel)
     return flat
 
 
 @contextmanager
-def _or_put_back(layout: GroupLayout, ranks: RankGroup, values: torch.Tensor) -> Iterator[None]:
-    """Let an error of the block, which all ranks have together, leave the parameters with the slices' `values`."""
+def _restored_on_error(layout: GroupLayout, ranks: RankGroup, values: torch.Tensor) -> Iterator[None]:
+    """If the block raises, on all ranks together, restore the parameters from the slices `values`."""
     try:
         yield
     except DeepSpeedExtError as error:
-        traceback.clear_frames(error.__traceback__)  # they may hold a flat buffer, whose memory the parameters need
-        put_back(layout, ranks, values)
+        traceback.clear_frames(error.__traceback__)  # frames may hold a flat buffer, whose memory the parameters need
+        restore_parameters(layout, ranks, values)
         raise
 
 
-def _flat_around(
+def _flat_with_own_slice(
     layout: GroupLayout, ranks: RankGroup, values: torch.Tensor, load: Callable[[torch.Tensor, torch.Tensor], object]
 ) -> torch.Tensor | None:
-    """Free the parameters and make the flat buffer, into whose slice of this rank ``load(values, slice)`` copies.
+    """Free the parameters, allocate the flat buffer, and fill this rank's slice by ``load(values, slice)``.
 
     Returns:
-        The flat buffer without the other ranks' slices; None if it does not fit on some rank.
+        The flat buffer with only this rank's slice filled; None if it does not fit on any one rank.
     """
 
-    def around() -> torch.Tensor:
+    def filled() -> torch.Tensor:
         layout.release()
-        get_accelerator().empty_cache()  # their blocks become one region that the flat buffer can use
+        get_accelerator().empty_cache()  # join the freed blocks into a region that the flat buffer can use
         flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
         load(values, flat[ranks.rank * values.numel() : (ranks.rank + 1) * values.numel()])
         return flat
 
-    return try_on_all_ranks(around, ranks)
+    return try_on_all_ranks(filled, ranks)
 
 
-def _own_into(values: torch.Tensor, part: torch.Tensor) -> None:
+def _copy_slice(values: torch.Tensor, part: torch.Tensor) -> None:
     part.copy_(values)
 
 
-def _from_host(layout: GroupLayout, ranks: RankGroup, stored: torch.Tensor, staging: Staging) -> torch.Tensor:
-    """The flat buffer with this rank's slice, which is in host memory, or the parameters back and an error."""
-    with _or_put_back(layout, ranks, stored):
-        flat = _flat_around(layout, ranks, stored, staging.to_device)
+def _flat_from_host(layout: GroupLayout, ranks: RankGroup, stored: torch.Tensor, staging: Staging) -> torch.Tensor:
+    """Make the flat buffer and fill this rank's slice from host memory; if it does not fit, restore the parameters."""
+    with _restored_on_error(layout, ranks, stored):
+        flat = _flat_with_own_slice(layout, ranks, stored, staging.to_device)
         if flat is None:
             raise _no_tier_fits(layout)
     return flat
 
 
-def _moved_to_host(layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, staging: Staging) -> torch.Tensor:
-    """A copy of the slice `own` in host memory; the parameters are released already."""
+def _slice_to_host(layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, staging: Staging) -> torch.Tensor:
+    """Copy the slice `own` to host memory; the parameters are already freed."""
 
     def moved() -> torch.Tensor:
         stored = _host_slice(own.numel(), layout.dtype, staging)

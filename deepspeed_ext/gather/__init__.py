@@ -1,1 +1,1 @@
-"""ZeRO-3 all-gather of single parameters: `plan` decides, `launch` communicates, `all_gather` does it for a model."""
+"""All-gathers single parameters in ZeRO-3: `plan` decides, `launch` communicates, `all_gather` serves a model."""

@@ -1,10 +1,10 @@
 """Single-parameter all-gather for a model under ZeRO-3.
 
-DeepSpeed's parameter coordinator fetches, in forward, backward and prefetch, by calling ``all_gather_coalesced``, a
-closure on each parameter that ``zero.Init`` put there. `attach` replaces it once ``deepspeed.initialize`` has
-partitioned the whole model, whichever ``zero.Init`` did so and when. Every other path (``GatheredParameters``, external
-parameters, persistent parameters after a step, checkpoints) calls ``param.all_gather``, where upstream itself gathers
-each parameter straight into its own storage.
+To fetch parameters in forward, backward and prefetch, DeepSpeed's parameter coordinator calls ``all_gather_coalesced``,
+a closure that ``zero.Init`` sets on each parameter. `attach` replaces it once ``deepspeed.initialize`` has partitioned
+the whole model, no matter which ``zero.Init`` did so and when. Every other path (``GatheredParameters``, external
+parameters, persistent parameters after a step, checkpoints) calls ``param.all_gather``, with which upstream gathers
+each parameter directly into its own storage.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from deepspeed_ext._upstream import (
     is_quantized,
 )
 from deepspeed_ext.config import ZeroFields
-from deepspeed_ext.gather.launch import Arrival, GatherHandle, Work, can_group, gather_singles, gather_together
+from deepspeed_ext.gather.launch import GatherHandle, PendingParameter, Work, can_group, gather_singles, gather_together
 from deepspeed_ext.gather.plan import GatherPlan, ParameterFacts, plan_gather
 
 __all__ = ["SingleParameterGather", "attach", "detach"]
 
 UNGROUPED_MIN_NUMEL = 262144
-"""Where a backend cannot group launches, smaller parameters share a bucket; measured, docs/single_param_gather.md."""
+"""Without grouped launches, smaller parameters share a bucket. Measured: docs/single_param_gather.md."""
 
 
 class SingleParameterGather:
-    """What parameters call instead of upstream's ``all_gather_coalesced``; one for a model.
+    """Replaces upstream's ``all_gather_coalesced`` on the parameters of one model.
 
     Attributes:
         plan: the mode of every parameter.
-        grouped: whether the singles of a fetch go out as one launch.
-        num_collectives: collectives launched so far, a grouped launch counting as one; upstream's share not counted.
+        grouped: whether one launch gathers all single parameters of a fetch.
+        num_collectives: collectives launched so far. A grouped launch counts as one; upstream's own do not count.
     """
 
     def __init__(self, plan: GatherPlan, stock: dict[int, Callable[..., Any]], grouped: bool) -> None:
@@ -57,27 +57,31 @@ class SingleParameterGather:
     def __call__(
         self, params: Iterable[PartitionedParameter], safe_mode: bool = False, quantize: bool = False
     ) -> GatherHandle:
-        """Start gathering `params`; same arguments and same effect on ``ds_status`` as upstream's closure."""
+        """Start gathering `params`; same arguments and effect on ``ds_status`` as upstream's closure.
+
+        Raises:
+            UnsupportedError: a parameter was partitioned after `attach`.
+        """
         by_id = {param.ds_id: param for param in params}
         if quantize or safe_mode:
             return GatherHandle([], [], self._leave_to_upstream(list(by_id.values()), safe_mode, quantize))
         fetch = self.plan.split(by_id)
-        ours = [by_id[i] for i in fetch.singles] + [by_id[i] for bucket in fetch.buckets for i in bucket]
-        _mark_in_flight(ours)
+        by_us = [by_id[i] for i in fetch.singles] + [by_id[i] for bucket in fetch.buckets for i in bucket]
+        _mark_in_flight(by_us)
         works: list[Work] = []
-        arrivals: list[Arrival] = []
-        for ranks, under_way in self._by_group([by_id[i] for i in fetch.singles]):
-            works += gather_singles(under_way, ranks, self.grouped)
-            arrivals += under_way
+        pending: list[PendingParameter] = []
+        for ranks, members in self._by_group([by_id[i] for i in fetch.singles]):
+            works += gather_singles(members, ranks, self.grouped)
+            pending += members
         for bucket in fetch.buckets:
-            for ranks, under_way in self._by_group([by_id[i] for i in bucket]):
-                works.append(gather_together(under_way, ranks))
-                arrivals += under_way
+            for ranks, members in self._by_group([by_id[i] for i in bucket]):
+                works.append(gather_together(members, ranks))
+                pending += members
         self.num_collectives += len(works)
-        return GatherHandle(works, arrivals, self._leave_to_upstream([by_id[i] for i in fetch.upstream]))
+        return GatherHandle(works, pending, self._leave_to_upstream([by_id[i] for i in fetch.upstream]))
 
     def stock(self, param: PartitionedParameter) -> Callable[..., Any]:
-        """Upstream's closure of a parameter that this object serves."""
+        """Return upstream's closure of a parameter that this object serves."""
         return self._stock[param.ds_id]
 
     def _leave_to_upstream(
@@ -87,47 +91,47 @@ class SingleParameterGather:
             return []
         return [self.stock(params[0])(list(params), safe_mode=safe_mode, quantize=quantize)]
 
-    def _by_group(self, params: Sequence[PartitionedParameter]) -> list[tuple[RankGroup, list[Arrival]]]:
-        """The parameters by the process group that gathers them: the inner group of hpZ where its copy is valid."""
-        groups: dict[int, tuple[RankGroup, list[Arrival]]] = {}
+    def _by_group(self, params: Sequence[PartitionedParameter]) -> list[tuple[RankGroup, list[PendingParameter]]]:
+        """Sort the parameters by the process group that gathers them; hpZ's inner group if its copy is valid."""
+        groups: dict[int, tuple[RankGroup, list[PendingParameter]]] = {}
         for param in params:
             partition, group = param.ds_tensor, param.ds_process_group
             if param.ds_secondary_tensor is not None and param.ds_zero_param_process_group is not None:
                 partition, group = param.ds_secondary_tensor, param.ds_zero_param_process_group
             if id(group) not in self._ranks:
                 self._ranks[id(group)] = RankGroup.of(group, self._device)
-            arrival = Arrival(param, partition, communication_dtype(param, partition))
-            groups.setdefault(id(group), (self._ranks[id(group)], []))[1].append(arrival)
+            pending_parameter = PendingParameter(param, partition, communication_dtype(param, partition))
+            groups.setdefault(id(group), (self._ranks[id(group)], []))[1].append(pending_parameter)
         return list(groups.values())
 
 
 def _mark_in_flight(params: Sequence[PartitionedParameter]) -> None:
     for param in params:
         if param.ds_status != ParameterStatus.NOT_AVAILABLE:
-            raise RuntimeError(f"a parameter can be fetched only while it is partitioned, got {param.ds_summary()}")
+            raise RuntimeError(f"expected a partitioned parameter to fetch, got {param.ds_summary()}")
     for param in params:
         param.ds_status = ParameterStatus.INFLIGHT
 
 
 def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleParameterGather | None:
-    """Let the parameters of `module` be gathered singly, if `settings` ask for it; otherwise as upstream does.
+    """Gather the parameters of `module` singly, if `settings` ask for it; otherwise as upstream does. A collective.
 
     Args:
-        module: a model all of whose parameters are partitioned.
-        settings: the fields of the config that belong to deepspeed_ext.
+        module: the model; all its parameters must be partitioned.
+        settings: the config fields of deepspeed_ext.
         group: the process group of all ranks that hold a part of the model.
 
     Returns:
-        The gather in charge, or None where upstream's is.
+        The gather that the parameters now call; None if they call upstream's.
 
     Raises:
-        PlanMismatchError: the ranks disagree about the parameters.
+        PlanMismatchError: on every rank, if the ranks' plans differ.
     """
     detach(module)
     if not settings.stage3_allgather_single_param:
         if settings.stage3_single_param_min_numel is not None:
             warn_once(
-                "zero_optimization.stage3_single_param_min_numel does nothing: stage3_allgather_single_param is off"
+                "zero_optimization.stage3_single_param_min_numel has no effect: stage3_allgather_single_param is off"
             )
         return None
     ranks = RankGroup.of(group, torch.device(get_accelerator().current_device_name()))
@@ -147,7 +151,7 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
 
 
 def detach(module: torch.nn.Module) -> None:
-    """Give the parameters of `module` upstream's own all-gather back; nothing happens where it never left."""
+    """Restore upstream's all-gather on the parameters of `module`; parameters that still have it are unchanged."""
     served = [
         param
         for param in module.parameters()
@@ -157,7 +161,7 @@ def detach(module: torch.nn.Module) -> None:
 
 
 def _set_gather(params: Iterable[PartitionedParameter], choose: Callable[[PartitionedParameter], Any]) -> None:
-    """The one place where something is hung on a parameter: upstream looks its all-gather up there."""
+    """Set the all-gather of each parameter: the only attribute that we set on parameters, because upstream calls it."""
     for param in params:
         param.all_gather_coalesced = choose(param)
 

@@ -1,7 +1,7 @@
-"""The collectives of one fetch, and the handle that makes its parameters available.
+"""Launches the collectives of one fetch; a handle makes its parameters available.
 
-A *partition* is this rank's part of a parameter: 1-D, the same number of elements on every rank, padded at the end of
-the last. *Storage* is what the parameter will live in: 1-D, on the accelerator, in the dtype that travels.
+A *partition* is this rank's part of a parameter: 1-D, with equal length on every rank; the last one ends with padding.
+*Storage* is the gathered parameter's memory: 1-D, on the accelerator, in the dtype of the communication.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import ParameterStatus, PartitionedParameter, dist
 
-__all__ = ["Arrival", "GatherHandle", "can_group", "gather_singles", "gather_together"]
+__all__ = ["PendingParameter", "GatherHandle", "can_group", "gather_singles", "gather_together"]
 
 _SEGMENT_BYTES = 64
-"""Parameters begin in a shared bucket where the CPU allocator would let them begin: kernels may choose by alignment."""
+"""Alignment of parameters in a shared bucket, as the CPU allocator's: kernels may depend on the alignment."""
 
 _all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 
 
 class Work(Protocol):
-    """What a collective returns."""
+    """The interface of what an asynchronous collective returns."""
 
     def wait(self) -> Any: ...
 
 
 @dataclass
-class Arrival:
-    """One parameter under way.
+class PendingParameter:
+    """One parameter that is being gathered.
 
     Attributes:
         parameter: the partitioned parameter.
-        partition: this rank's part, where upstream keeps it: any device, the parameter's dtype.
-        dtype: the dtype that travels.
-        storage: set at launch: the parameter's elements, 1-D without padding, valid once the work is done.
+        partition: this rank's part, as upstream keeps it: 1-D, on any device, in the parameter's dtype.
+        dtype: dtype of the communication.
+        storage: the parameter's elements, 1-D without padding; set at launch, valid once the work is done.
     """
 
     parameter: PartitionedParameter
@@ -46,8 +46,8 @@ class Arrival:
     dtype: torch.dtype
     storage: torch.Tensor | None = None
 
-    def land(self) -> None:
-        """Point the parameter at its storage; another dtype than the one that travelled costs a cast."""
+    def make_available(self) -> None:
+        """Make the parameter a view of its storage, and available; a cast if the communication had another dtype."""
         assert self.storage is not None
         self.parameter.data = self.storage.view(self.parameter.ds_shape).to(self.parameter.ds_tensor.dtype)
         self.storage = None
@@ -55,20 +55,23 @@ class Arrival:
 
 
 class GatherHandle:
-    """Stands for a fetch under way, with the interface of upstream's handles."""
+    """The handle of a running fetch, with the interface of upstream's handles."""
 
-    def __init__(self, works: list[Work], arrivals: list[Arrival], upstream: Sequence[Any] = ()) -> None:
+    def __init__(self, works: list[Work], pending: list[PendingParameter], upstream: Sequence[Any] = ()) -> None:
         self._works = works
-        self._arrivals = arrivals
+        self._pending = pending
         self._upstream = upstream
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Make every parameter of the fetch available; idempotent.
 
-        On an accelerator this orders the current stream behind the collectives, as upstream's handles do.
+        On an accelerator, the current stream waits for the collectives, as with upstream's handles.
 
         Args:
-            handle_dependency: for upstream's share only; ours keeps no temporary that a stream could still read.
+            handle_dependency: for upstream's handles only; ours keep no temporary that a stream could still read.
+
+        Raises:
+            RuntimeError: a collective failed.
         """
         try:
             for work in self._works:
@@ -76,37 +79,37 @@ class GatherHandle:
             for handle in self._upstream:
                 handle.wait(handle_dependency=handle_dependency)
         except RuntimeError:
-            ids = [arrival.parameter.ds_id for arrival in self._arrivals]
+            ids = [each.parameter.ds_id for each in self._pending]
             logger.error(
-                f"rank {dist.get_rank()}: the all-gather of parameters {ids} (ds_id) failed; a rank that died or that "
-                "stopped answering for longer than the process group's timeout is the usual cause"
+                f"rank {dist.get_rank()}: the all-gather of parameters {ids} (ds_id) failed. Usually another rank has "
+                "died, or has not answered within the process group's timeout: see its log"
             )
             raise
-        for arrival in self._arrivals:
-            arrival.land()
-        self._works, self._arrivals, self._upstream = [], [], ()
+        for each in self._pending:
+            each.make_available()
+        self._works, self._pending, self._upstream = [], [], ()
 
 
 def can_group(ranks: RankGroup) -> bool:
-    """Whether the backend of `ranks` launches several collectives as one (NCCL and its kin do, gloo does not)."""
+    """Whether the backend of `ranks` can group several collectives into one launch, as NCCL can and gloo cannot."""
     backend = ranks.group._get_backend(ranks.device)
     return bool(getattr(backend, "supports_coalescing", False))
 
 
-def gather_singles(arrivals: Sequence[Arrival], ranks: RankGroup, grouped: bool) -> list[Work]:
-    """Gather every partition straight into its parameter's own storage, and return without waiting.
+def gather_singles(pending: Sequence[PendingParameter], ranks: RankGroup, grouped: bool) -> list[Work]:
+    """Start to gather every partition directly into its parameter's own storage; do not wait.
 
     Args:
-        arrivals: the parameters, in the same order on every rank.
+        pending: the parameters, in the same order on every rank.
         ranks: the group that they are partitioned over.
-        grouped: one launch for all; needs a backend for which `can_group` holds.
+        grouped: use one launch for all; requires `can_group`.
     """
-    pairs = [_output_and_input(arrival, ranks) for arrival in arrivals]
+    pairs = [_output_and_input(each, ranks) for each in pending]
     pairs = [(output, part) for output, part in pairs if output.numel() > 0]  # a parameter may be empty
     if not grouped or len(pairs) <= 1:
         return [dist.allgather_fn(output, part, group=ranks.group, async_op=True) for output, part in pairs]
-    # torch's own interface, because deepspeed.comm.all_gather_coalesced returns a work that cannot be waited for; as
-    # bytes, because not every backend takes several dtypes in one launch
+    # torch's interface, because the work that deepspeed.comm.all_gather_coalesced returns cannot be waited for. As
+    # bytes, because not every backend accepts several dtypes in one launch.
     manager: Any
     with torch.distributed._coalescing_manager(group=ranks.group, async_ops=True) as manager:
         for output, part in pairs:
@@ -114,41 +117,41 @@ def gather_singles(arrivals: Sequence[Arrival], ranks: RankGroup, grouped: bool)
     return [manager]
 
 
-def _output_and_input(arrival: Arrival, ranks: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    part_numel = arrival.partition.numel()
-    output = torch.empty(part_numel * ranks.size, dtype=arrival.dtype, device=ranks.device)
-    arrival.storage = output.narrow(0, 0, arrival.parameter.ds_numel)
-    if arrival.partition.device == output.device and arrival.partition.dtype == arrival.dtype:
-        return output, arrival.partition.data
+def _output_and_input(each: PendingParameter, ranks: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    part_numel = each.partition.numel()
+    output = torch.empty(part_numel * ranks.size, dtype=each.dtype, device=ranks.device)
+    each.storage = output.narrow(0, 0, each.parameter.ds_numel)
+    if each.partition.device == output.device and each.partition.dtype == each.dtype:
+        return output, each.partition.data
     own = output.narrow(0, part_numel * ranks.rank, part_numel)
-    own.copy_(arrival.partition)  # moved or cast into its place: the collective then works in place
+    own.copy_(each.partition)  # move or cast it into the output: the collective then works in place
     return output, own
 
 
-def gather_together(arrivals: Sequence[Arrival], ranks: RankGroup) -> Work:
-    """Gather small parameters by one collective, each contiguous in a storage that they share, without waiting.
+def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Work:
+    """Start to gather small parameters by one collective into shared storage, each contiguous; do not wait.
 
-    An all-gather would interleave the parameters rank by rank and need a second copy to sort them out. So every rank
-    puts its parts into a zeroed bucket at their final places, and the buckets are added up as integers: an element is
-    x on one rank and 0 on the others, so every bit of x arrives, also of -0.0 and of NaN.
+    An all-gather would interleave the parameters rank by rank, and separating them would need a second copy. Instead,
+    every rank copies its parts to their final positions in a zeroed bucket, and an all-reduce adds the buckets as
+    integers. Each element is x on one rank and 0 on the others, so every bit of x arrives, also for -0.0 and NaN.
 
     Args:
-        arrivals: the parameters, in the same order on every rank; dtypes may differ.
+        pending: the parameters, in the same order on every rank; dtypes may differ.
         ranks: the group that they are partitioned over.
     """
     offsets = [0]
-    for arrival in arrivals:
-        nbytes = arrival.parameter.ds_numel * arrival.dtype.itemsize
+    for each in pending:
+        nbytes = each.parameter.ds_numel * each.dtype.itemsize
         offsets.append(offsets[-1] + -(-nbytes // _SEGMENT_BYTES) * _SEGMENT_BYTES)
     bucket = torch.zeros(offsets[-1], dtype=torch.uint8, device=ranks.device)
-    typed = {dtype: bucket.view(dtype) for dtype in {arrival.dtype for arrival in arrivals}}
-    for arrival, offset in zip(arrivals, offsets, strict=False):
-        first = offset // arrival.dtype.itemsize
-        numel, part_numel = arrival.parameter.ds_numel, arrival.partition.numel()
-        arrival.storage = typed[arrival.dtype].narrow(0, first, numel)
+    typed = {dtype: bucket.view(dtype) for dtype in {each.dtype for each in pending}}
+    for each, offset in zip(pending, offsets, strict=False):
+        first = offset // each.dtype.itemsize
+        numel, part_numel = each.parameter.ds_numel, each.partition.numel()
+        each.storage = typed[each.dtype].narrow(0, first, numel)
         start = part_numel * ranks.rank
         valid = min(part_numel, numel - start)  # without the padding of the last ranks
         if valid > 0:
-            part = arrival.partition if valid == part_numel else arrival.partition.narrow(0, 0, valid)
-            typed[arrival.dtype].narrow(0, first + start, valid).copy_(part)
+            part = each.partition if valid == part_numel else each.partition.narrow(0, 0, valid)
+            typed[each.dtype].narrow(0, first + start, valid).copy_(part)
     return dist.all_reduce(bucket.view(torch.int64), group=ranks.group, async_op=True)

@@ -1,10 +1,10 @@
-"""Which ZeRO-3 parameters are gathered into their own storage, which share a bucket, which are left to upstream.
+"""Decides how each ZeRO-3 parameter is gathered: into its own storage, in a shared bucket, or by upstream.
 
-Pure: plain facts in, frozen plans out; neither torch nor DeepSpeed. There are two decisions:
+Pure functions from plain facts to frozen plans, without torch or DeepSpeed. There are two decisions:
 
-* `plan_gather`, once per model: the mode of every parameter, and why a parameter is left to upstream. All ranks
-  must come to the same plan, because it decides which collectives are called.
-* `GatherPlan.split`, once per fetch: the parameters of the fetch as singles, buckets and upstream's share.
+* `plan_gather`, once per model: the mode of every parameter, and the reason if upstream gathers it. All ranks must
+  make the same plan, because it decides which collectives they call.
+* `GatherPlan.split`, once per fetch: divides the parameters of the fetch into singles, buckets and upstream's part.
 """
 
 from collections import Counter
@@ -21,23 +21,23 @@ class GatherMode(Enum):
     """How a parameter is gathered."""
 
     SINGLE = "single"
-    """Its own collective, straight into its own storage."""
+    """By its own collective, directly into its own storage."""
     SHARED = "shared"
-    """Too small to be worth a collective: one with its neighbours, where the fetch has any."""
+    """Together with other small parameters of the fetch, if there are any: too small to be worth a collective."""
     UPSTREAM = "upstream"
-    """DeepSpeed's own all-gather."""
+    """By DeepSpeed's own all-gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """What the plan needs to know of one parameter."""
+    """Facts about one parameter."""
 
     parameter_id: int
     """DeepSpeed's ``ds_id``: the same on every rank, in the order of construction."""
     numel: int
     """Elements of the whole parameter, without padding."""
     num_ranks: int
-    """Ranks that the parameter is partitioned over."""
+    """Number of ranks that the parameter is partitioned over."""
     dtype: str
     is_quantized: bool = False
     is_on_nvme: bool = False
@@ -45,7 +45,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The parameters of one fetch by ``parameter_id``; ascending, so that every rank launches in the same order."""
+    """The ``parameter_id`` of the parameters of one fetch; ascending, so that all ranks launch in the same order."""
 
     singles: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
@@ -57,28 +57,29 @@ class GatherPlan:
     """The mode of every parameter of a model."""
 
     min_numel: int
-    """A parameter with fewer elements shares a bucket; a bucket closes when it holds this many."""
+    """A parameter with fewer elements shares a bucket; a bucket is complete once it has this many."""
     numels: Mapping[int, int]
     modes: Mapping[int, GatherMode]
     reasons: Mapping[int, str]
-    """Why a parameter is left to upstream; only those with mode `GatherMode.UPSTREAM`."""
+    """Why upstream gathers a parameter; only for mode `GatherMode.UPSTREAM`."""
 
     @property
     def leaves_all_to_upstream(self) -> bool:
+        """Whether upstream gathers every parameter."""
         return len(self.reasons) == len(self.modes)
 
     def split(self, parameter_ids: Iterable[int]) -> Fetch:
-        """Split one fetch.
+        """Divide the parameters of one fetch.
 
         Raises:
-            UnsupportedError: the plan does not know a parameter. Which parameter's all-gather DeepSpeed calls for a
-                fetch differs from rank to rank, so ranks could take different paths for such a fetch.
+            UnsupportedError: the plan does not contain a parameter. DeepSpeed may call the all-gather of different
+                parameters for one fetch on different ranks, so the ranks could call different collectives.
         """
         parameter_ids = sorted(parameter_ids)
         if unknown := [i for i in parameter_ids if i not in self.modes]:
             raise UnsupportedError(
-                f"parameters {unknown} (ds_id) were partitioned after deepspeed.initialize, and "
-                "stage3_allgather_single_param must know all parameters by then; add them to the model before "
+                f"parameters {unknown} (ds_id) were partitioned after deepspeed.initialize, but "
+                "stage3_allgather_single_param needs all parameters at that time. Add them to the model before "
                 "deepspeed.initialize, or set zero_optimization.stage3_allgather_single_param to false"
             )
         singles: list[int] = []
@@ -88,16 +89,18 @@ class GatherPlan:
         for parameter_id in parameter_ids:
             lists[self.modes[parameter_id]].append(parameter_id)
         buckets = self._pack(small)
-        lonely = [bucket[0] for bucket in buckets if len(bucket) == 1]
+        single_buckets = [bucket[0] for bucket in buckets if len(bucket) == 1]
         return Fetch(
-            singles=tuple(sorted(singles + lonely)),
+            singles=tuple(sorted(singles + single_buckets)),
             buckets=tuple(bucket for bucket in buckets if len(bucket) > 1),
             upstream=tuple(upstream),
         )
 
     def _pack(self, small: list[int]) -> list[tuple[int, ...]]:
-        """Neighbours into buckets of at least ``min_numel`` and less than twice that: large enough to be worth a
-        collective, small enough that the storage which they share is soon given back."""
+        """Divide small parameters, in order, into buckets of ``min_numel`` to less than twice as many elements.
+
+        That is large enough to be worth a collective, and small enough that the shared storage is soon freed.
+        """
         buckets: list[tuple[int, ...]] = []
         open_bucket: list[int] = []
         numel = 0
@@ -112,7 +115,7 @@ class GatherPlan:
         return buckets
 
     def describe(self) -> str:
-        """One line for the log and for error messages."""
+        """Describe the plan in one line, for logs and error messages."""
         counts = Counter(mode.value for mode in self.modes.values())
         modes = ", ".join(f"{count} {mode}" for mode, count in sorted(counts.items()))
         text = f"{len(self.modes)} parameters ({modes}), min_numel={self.min_numel}"
@@ -126,7 +129,7 @@ def plan_gather(parameters: Iterable[ParameterFacts], min_numel: int) -> GatherP
 
     Args:
         parameters: the facts of all parameters of the model.
-        min_numel: parameters with fewer elements share buckets; 0 = none does.
+        min_numel: parameters with fewer elements share buckets; 0: none does.
     """
     facts = sorted(parameters, key=lambda parameter: parameter.parameter_id)
     modes: dict[int, GatherMode] = {}
@@ -149,9 +152,9 @@ def plan_gather(parameters: Iterable[ParameterFacts], min_numel: int) -> GatherP
 
 def _reason_for_upstream(parameter: ParameterFacts) -> str | None:
     if parameter.num_ranks == 1:
-        return "held by a single rank, there is nothing to gather"
+        return "a single rank holds it, so there is nothing to gather"
     if parameter.is_quantized:
-        return "its weights travel quantized and are dequantized into a second tensor in any case"
+        return "its weights are communicated quantized and must be dequantized into a second tensor"
     if parameter.is_on_nvme:
-        return "its partition is on NVMe and upstream's path swaps it in"
+        return "its partition is on NVMe, and upstream swaps it in"
     return None

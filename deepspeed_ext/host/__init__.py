@@ -1,1 +1,1 @@
-"""Facts of this machine, and the one rule that splits cores. Imports nothing of the package but its errors."""
+"""Reads facts about this machine and splits a rank's cores. Imports nothing else from the package."""

@@ -1,6 +1,6 @@
-"""Limits that control groups put on this process, read from a tree that tests can supply; versions 1 and 2.
+"""Limits of this process's control groups (cgroups), versions 1 and 2. Tests supply their own directory tree.
 
-A cpuset says which CPUs, a quota says how much CPU time: they are kept apart.
+A cpuset limits which CPUs may run the process; a quota limits its CPU time. They are read separately.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ __all__ = [
     "read_throttled_count",
 ]
 
-# Groups are nested in each other a few deep; a path of thousands would be walked for minutes.
+# Real groups are nested a few levels deep; walking a path of thousands of levels would take minutes.
 _MAX_DEPTH = 128
 
 
 def own_groups(root: Path, controller: str) -> Iterator[Path]:
-    """This process's directory for ``controller`` and all its parents, version 1 then version 2; some may not exist.
+    """Yield this process's directory for ``controller`` and then its parents; some may not exist.
 
-    A container without a cgroup namespace sees the host's path in /proc/self/cgroup but only its own subtree
-    mounted: the walk up then ends at the mount's root, which is the container's own group.
+    In a container without a cgroup namespace, /proc/self/cgroup shows the host's path, but only the container's own
+    subtree is mounted. The walk then ends at the mount's root, which is the container's own group.
     """
     mounts = root / "sys/fs/cgroup"
     for controllers, group in _memberships(root) or [("", "/"), (controller, "/")]:
@@ -43,7 +43,7 @@ def own_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _memberships(root: Path) -> list[tuple[str, str]]:
-    """(controllers, path of the group) for each line of /proc/self/cgroup; version 2 names no controllers."""
+    """Return (controllers, group path) for each line of /proc/self/cgroup; controllers is "" for version 2."""
     lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
     fields = (line.split(":", 2) for line in lines)
     return [(field[1], field[2]) for field in fields if len(field) == 3]
@@ -56,7 +56,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
-    """The tightest CPU quota from this process's group up to the root, in cores; None without a quota."""
+    """Return the tightest CPU quota from this process's group up to the root, in cores; None if there is no quota."""
     quotas = []
     for group in own_groups(Path(root), "cpu"):
         fields = (read_text(group / "cpu.max") or "").split()
@@ -71,7 +71,7 @@ def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
 
 
 def read_cpuset(root: Path | str = "/") -> frozenset[int] | None:
-    """CPUs of this process's cpuset, the nearest group that states one; None without."""
+    """Return the CPUs of the nearest group with a cpuset; None if no group has one."""
     for group in own_groups(Path(root), "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             cpus = read_cpus(group, name)
@@ -81,7 +81,7 @@ def read_cpuset(root: Path | str = "/") -> frozenset[int] | None:
 
 
 def read_memory_limit_bytes(root: Path | str = "/") -> int | None:
-    """The tightest memory limit from this process's group up to the root; None without a limit."""
+    """Return the tightest memory limit from this process's group up to the root, in bytes; None if there is none."""
     limits = []
     for group in own_groups(Path(root), "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -93,7 +93,7 @@ def read_memory_limit_bytes(root: Path | str = "/") -> int | None:
 
 
 def read_throttled_count(root: Path | str = "/") -> int:
-    """How often this process's group has been stopped for using up its quota."""
+    """Return how often the kernel has stopped this process's group because its CPU quota was used up."""
     for group in own_groups(Path(root), "cpu"):
         for line in (read_text(group / "cpu.stat") or "").splitlines():
             key, _, value = line.partition(" ")
@@ -103,7 +103,7 @@ def read_throttled_count(root: Path | str = "/") -> int:
 
 
 def read_cgroup_id(root: Path | str = "/") -> str:
-    """Equal for two processes of one host exactly where they share a quota: path of the group, namespace included."""
+    """Identify this process's CPU group: two processes of one host get equal text if and only if they share a quota."""
     namespace = Path(root, "proc/self/ns/cgroup")
     try:
         inside = str(namespace.readlink())

@@ -1,4 +1,4 @@
-"""How much host memory this process may use: what the machine has, within the limits of its control groups."""
+"""Host memory that this process may use, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["available_host_bytes", "total_host_bytes"]
 
 
 def total_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process may use when nothing else runs."""
+    """Return the bytes of host memory that this process could use if nothing else ran."""
     return min(psutil.virtual_memory().total, _cgroup_limit_and_use(root)[0])
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that can be allocated without swapping and within this process's control group.
+    """Return the bytes of host memory that this process can allocate without swapping and within its control groups.
 
     Args:
-        root: where ``proc/`` and ``sys/`` are looked for; for tests.
+        root: directory that holds ``proc`` and ``sys``; tests supply their own.
     """
     limit, used = _cgroup_limit_and_use(root)
     return max(0, min(psutil.virtual_memory().available, limit - used))
 
 
 def _cgroup_limit_and_use(root: Path) -> tuple[int, int]:
-    """The tightest (limit, use) in bytes on the way from this process's control group to the root."""
+    """Return (limit, use) in bytes of the group with the least room, from this process's own up to the root."""
     found = [(1 << 62, 0)]
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in own_groups(root, "memory"):
@@ -39,6 +39,6 @@ def _cgroup_limit_and_use(root: Path) -> tuple[int, int]:
 
 
 def _reclaimable(path: Path) -> int:
-    """Page cache that the kernel drops before it refuses an allocation."""
+    """Return the bytes of page cache that the kernel drops before it refuses an allocation."""
     fields = dict(line.partition(" ")[::2] for line in (read_text(path) or "").splitlines())
     return positive(fields.get("total_inactive_file", fields.get("inactive_file", "")))

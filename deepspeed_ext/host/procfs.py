@@ -1,7 +1,7 @@
-"""The only reader of files under /sys, /proc, a user's ``--root`` and the cache: any of them may be absent or anything.
+"""Reads files under /sys, /proc, a user's ``--root`` and the cache. Any of them may be absent or malformed.
 
-A file that is no regular one (a FIFO, a device, a directory), that is too long or that cannot be read counts as absent.
-Opening a FIFO would wait for a writer and a device may be endless, so neither is ever read.
+A file counts as absent if it is not a regular file (a FIFO, a device, a directory), is too long, or cannot be read.
+Opening a FIFO would wait for a writer, and a device may be endless, so neither is ever read.
 """
 
 import os
@@ -17,7 +17,7 @@ __all__ = ["numbered", "parse_whole", "positive", "read_cpus", "read_int", "read
 
 Value = TypeVar("Value")
 
-# The kernel's own files have at most a page, lists of many ranks' CPUs in a tuning result a few.
+# Kernel files have at most one page; a tuning result, which lists the CPUs of many ranks, has a few.
 LIMIT_BYTES = 64 << 10
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,20}")  # 64 bits have at most 20 digits
@@ -25,9 +25,13 @@ _NUMBER_IN_NAME = re.compile(r"[0-9]{1,9}")
 
 
 def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str | None:
-    """The stripped content of a regular file; None if it is absent, unreadable, longer or something else.
+    """Return the stripped content of a regular file; None if it is absent, unreadable, too long or not regular.
 
-    Some sysfs files fail with EIO; bytes that are no text become replacement characters.
+    Some sysfs files fail with EIO; they count as unreadable. Bytes that are not UTF-8 become replacement characters.
+
+    Args:
+        path: the file.
+        limit_bytes: longest content that is accepted.
     """
     try:
         descriptor = os.open(path, _FLAGS)
@@ -43,7 +47,7 @@ def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str | None:
 
 
 def _read(descriptor: int, limit_bytes: int) -> bytes | None:
-    """All that is left to read, None if that is more than `limit_bytes`; procfs hands out a page at a time."""
+    """Read to the end of the file; None if that exceeds `limit_bytes`. procfs returns one page per read."""
     content = b""
     while part := os.read(descriptor, limit_bytes + 1 - len(content)):
         content += part
@@ -53,10 +57,10 @@ def _read(descriptor: int, limit_bytes: int) -> bytes | None:
 
 
 def parse_whole(text: str) -> int:
-    """The whole number of at most 20 digits that `text` is.
+    """Parse a whole number of at most 20 digits.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `text` is not such a number.
     """
     if _WHOLE.fullmatch(text) is None:
         raise ValueError(f"{text[:40]!r} is not a whole number of at most 20 digits")
@@ -64,7 +68,7 @@ def parse_whole(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """The number that `text` is; 0 for anything else, such as ``max``."""
+    """Parse a number; 0 if `text` is negative or anything else, such as ``max``."""
     try:
         return max(0, parse_whole(text))
     except ValueError:
@@ -82,12 +86,12 @@ def _parsed(path: Path, parse: Callable[[str], Value]) -> Value | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The whole number in ``path``; None where there is none."""
+    """Read a whole number from ``path``; None if there is none."""
     return _parsed(path, parse_whole)
 
 
 def read_cpus(directory: Path, list_name: str, mask_name: str | None = None) -> frozenset[int] | None:
-    """CPUs from the list file, else from the hex mask file, of ``directory``; None where neither can be read."""
+    """Read CPUs from the list file, or else the hex mask file, of ``directory``; None if neither can be read."""
     cpus = _parsed(directory / list_name, parse_cpulist)
     if cpus is None and mask_name is not None:
         cpus = _parsed(directory / mask_name, parse_cpumask)
@@ -95,7 +99,7 @@ def read_cpus(directory: Path, list_name: str, mask_name: str | None = None) -> 
 
 
 def numbered(directory: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """(number, path) of the entries ``<prefix><number>`` of ``directory``, by number; none if it cannot be listed."""
+    """Yield (number, path) of each entry ``<prefix><number>``, by number; nothing if ``directory`` cannot be listed."""
     try:
         names = os.listdir(directory)
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Doors to other libraries; each module needs the library that it is named after."""
+"""Integrations with other libraries; each module needs the library of the same name."""

@@ -1,11 +1,11 @@
-"""What our optimizers measure, in the logs of the Hugging Face ``Trainer``.
+"""Adds the measurements of our optimizers to the logs of the Hugging Face ``Trainer``.
 
     deepspeed_ext.enable()  # before TrainingArguments, which reads the config
     trainer = Trainer(args=TrainingArguments(deepspeed="configs/hf.json", ...), ...)
     log_measurements(trainer)
     trainer.train()
 
-Every value arrives as ``dsext/NAME`` in ``trainer.state.log_history`` and at every reporter (TensorBoard, W&B, ...).
+Each value appears as ``dsext/NAME`` in ``trainer.state.log_history`` and in every reporter (TensorBoard, W&B, ...).
 """
 
 from typing import Any
@@ -25,17 +25,17 @@ PREFIX = "dsext/"
 
 
 def log_measurements(trainer: Trainer) -> None:
-    """Add what the optimizer measures to every log of `trainer`.
+    """Add the optimizer's measurements to every log of `trainer`.
 
-    The callback goes before those of the reporters, which would not see the values otherwise.
+    The callback is inserted before those of the reporters, which would not see the values otherwise.
     """
     trainer.callback_handler.callbacks.insert(0, MeasurementsCallback())
 
 
 class MeasurementsCallback(TrainerCallback):
-    """Puts the optimizer's ``measurements()`` into a log; a value that is the same as in the last log is left out.
+    """Adds the optimizer's ``measurements()`` to a log, except values that have not changed since the last log.
 
-    Does nothing where the optimizer is not one of ours.
+    Does nothing if the optimizer is not one of ours.
     """
 
     def __init__(self) -> None:
@@ -51,16 +51,16 @@ class MeasurementsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         values = {PREFIX + name: value for name, value in _measurements(optimizer).items()}
-        news = {name: value for name, value in values.items() if self._logged.get(name) != value}
-        self._logged.update(news)
+        changed = {name: value for name, value in values.items() if self._logged.get(name) != value}
+        self._logged.update(changed)
         if logs is not None:
-            logs.update(news)
-        if state.log_history:  # the Trainer has put a copy of `logs` there before it calls
-            state.log_history[-1].update(news)
+            logs.update(changed)
+        if state.log_history:  # the Trainer appends a copy of `logs` before it calls
+            state.log_history[-1].update(changed)
 
 
 def _measurements(optimizer: Any) -> dict[str, float]:
-    """Look through the wrappers of Accelerate for an optimizer that measures."""
+    """Return the measurements of the optimizer inside Accelerate's wrappers; empty if it has none."""
     while optimizer is not None:
         if hasattr(optimizer, "measurements"):
             return optimizer.measurements()

@@ -1,1 +1,1 @@
-"""``deepspeed-ext tune``: measures how many cores the optimizer process needs. Nothing else imports this."""
+"""Measures how many cores the optimizer process needs (``deepspeed-ext tune``). Training does not import it."""

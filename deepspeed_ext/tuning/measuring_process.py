@@ -1,7 +1,7 @@
-"""One measuring process of ``deepspeed-ext tune``: a rank's optimizer or its training, on the cores it is told.
+"""A measuring process of ``deepspeed-ext tune``: runs a rank's optimizer or training steps on given cores.
 
-`main` is given a connection's file descriptor, a place, a role, the local rank and the number of elements; it answers
-the requests on the connection: ``Move`` to other cores, ``Steps`` to take, end-of-file to end.
+`main` takes the file descriptor of a connection, a placement, a role, the local rank and the number of elements. It
+answers requests on the connection: `Move` to other cores, or take `Steps`. It ends at end-of-file.
 """
 
 import ctypes
@@ -23,17 +23,17 @@ PR_SET_PDEATHSIG = 1
 TRAINING_LAYERS, TRAINING_WIDTH, TRAINING_BATCH = 24, 128, 8
 
 BYTES_PER_ELEMENT = {"zenflow-adam-pass": 28, "torch-fused-adamw": 28}
-"""Memory traffic of each kernel. The pass: fp32 p, m, v and a 16-bit gradient are read, p, m, v and 16-bit weights
-written. Torch's: fp32 p, g, m, v are read, p, m, v written."""
+"""Memory traffic per element, by kernel. The Adam pass reads fp32 p, m, v and a 16-bit gradient; it writes fp32 p, m, v
+and 16-bit weights. Torch's AdamW reads fp32 p, g, m, v and writes fp32 p, m, v."""
 PASS_BLOCK_SIZE = 32
 
 Step = Callable[[int], None]
-"""Takes one step on the given number of threads, which torch is set to already."""
+"""Takes one step with the given number of threads; torch is already set to this number."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Run on these CPUs with this many threads; ``reallocate`` touches all buffers anew from there."""
+    """Request: run on these CPUs with this many threads. ``reallocate``: allocate all buffers again from there."""
 
     cpus: frozenset[int]
     threads: int
@@ -42,14 +42,18 @@ class Move:
 
 @dataclass(frozen=True)
 class Steps:
-    """Take steps until both are reached; answered with the seconds of each step."""
+    """Request: take at least ``count`` steps, for at least ``seconds``. The answer is the seconds of each step."""
 
     count: int
     seconds: float = 0.0
 
 
 def optimizer_step(kernel: str, elements: int) -> Step:
-    """The optimizer's step over ``elements`` fp32 parameters, as the optimizer process runs it."""
+    """Return an optimizer step over ``elements`` fp32 parameters, as the optimizer process runs it.
+
+    Raises:
+        ValueError: the kernel is unknown.
+    """
     import torch
 
     if kernel == "zenflow-adam-pass":
@@ -63,7 +67,7 @@ def optimizer_step(kernel: str, elements: int) -> Step:
 
 
 def adam_pass_step(elements: int) -> Step:
-    """ZenFlow's pass at interval 1: a bf16 gradient in, bf16 weights out; native where that kernel can be had."""
+    """Return ZenFlow's Adam pass at interval 1: bf16 gradients in, bf16 weights out; native if it can be built."""
     import torch
 
     from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array, Publish, library_path, load_kernel
@@ -80,18 +84,18 @@ def adam_pass_step(elements: int) -> Step:
     exact = Publish.exact(adam.bias_correction2_sqrt, adam.eps)
     work = AdamPass(p, m, v, (g,), (adam,), y, block_means, PASS_BLOCK_SIZE, exact)
     owners = (*state, gradient, published, means)
-    # One kernel for each number of threads, as the optimizer process has it: the reference starts a pool of them.
+    # Load one kernel per thread count, as the optimizer process does: the reference kernel starts a pool of threads.
     kernel_of = functools.lru_cache(maxsize=1)(functools.partial(load_kernel, library))
 
     def step(threads: int) -> None:
-        assert owners, "the arrays are addresses; their memory must live as long as the step"
+        assert owners, "the arrays hold addresses: the tensors must live as long as the step"
         kernel_of(threads).run(work)
 
     return step
 
 
 def training_step(rank: int) -> Step:
-    """Forward and backward of many small layers: bound by how fast the host launches them, not by arithmetic."""
+    """Return forward and backward of many small layers; limited by launches on the host, not by arithmetic."""
     import torch
     from torch import nn
 
@@ -142,17 +146,17 @@ class _Worker:
 
 
 def main() -> None:
-    """Serve requests until the other end closes."""
+    """Serve requests until the tuner closes the connection."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptor, place, role, rank, elements = sys.argv[1:]
+    descriptor, placement_text, role, rank, elements = sys.argv[1:]
     connection = Connection(int(descriptor))
-    seat = WorkerPlacement.parse(place)
-    seat.take()
+    placement = WorkerPlacement.parse(placement_text)
+    placement.bind_process()
     worker = _Worker(
         (lambda: training_step(int(rank)))
         if role == "training"
         else (lambda: optimizer_step(role.removeprefix("optimizer:"), int(elements))),
-        len(seat.cpus),
+        len(placement.cpus),
     )
     connection.send("ready")
     while True:

@@ -1,4 +1,4 @@
-"""The tuning result as a picture."""
+"""Draws the tuning result."""
 
 import io
 from pathlib import Path
@@ -10,11 +10,11 @@ __all__ = ["plot_format", "plot_result"]
 
 
 def plot_format(path: str) -> str:
-    """The format that the name of a picture asks for, PNG without an ending. To be asked before anything is measured.
+    """Return the format for the file name of a picture; PNG if it has no ending. Call it before measuring.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
-        ConfigError: the ending names no format that it can write.
+        ConfigError: matplotlib cannot write the format of this ending.
     """
     try:
         import matplotlib  # noqa: F401
@@ -24,12 +24,17 @@ def plot_format(path: str) -> str:
     ending = Path(path).suffix.removeprefix(".").lower() or "png"
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if ending not in known:
-        raise ConfigError(f"--plot {path!r}: the format {ending!r} is not supported; known are {', '.join(known)}")
+        raise ConfigError(f"--plot {path!r}: the format {ending!r} is not supported; use one of {', '.join(known)}")
     return ending
 
 
 def plot_result(result: dict[str, Any], format: str) -> bytes:
-    """A picture, in a format of `plot_format`: bandwidth against cores, the chosen point, and what it costs PyTorch."""
+    """Draw bandwidth against cores, the chosen point, and the step time of PyTorch beside the optimizer.
+
+    Args:
+        result: as `Tuner.run` returns it.
+        format: as `plot_format` returns it.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -42,11 +47,13 @@ def plot_result(result: dict[str, Any], format: str) -> bytes:
     bandwidth.errorbar(cores, values, yerr=errors, marker="o", capsize=3, label="median, interquartile range")
     noisy = [point for point in points if point["noise"]]
     if noisy:
-        where = [point["cores"] for point in noisy]
-        bandwidth.plot(where, [point["gb_per_s"] for point in noisy], "o", mfc="white", zorder=5, label="noisy")
+        noisy_cores = [point["cores"] for point in noisy]
+        bandwidth.plot(noisy_cores, [point["gb_per_s"] for point in noisy], "o", mfc="white", zorder=5, label="noisy")
     chosen = result["opt_cores_per_rank"]
     bandwidth.axvline(chosen, color="tab:green", linestyle="--", label=f"chosen: {chosen}")
-    bandwidth.set(xlabel="optimizer cores a rank", ylabel="GB/s a rank", title=f"CPU Adam, {result['ranks']} rank(s)")
+    bandwidth.set(
+        xlabel="optimizer cores per rank", ylabel="GB/s per rank", title=f"CPU Adam, {result['ranks']} rank(s)"
+    )
     bandwidth.set_xlim(0, max(cores) + 1)
     bandwidth.set_ylim(0, 1.15 * max(values, default=1.0))
     bandwidth.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -56,7 +63,9 @@ def plot_result(result: dict[str, Any], format: str) -> bytes:
     times = [result["training"]["alone_seconds"], *(split["step_seconds"] for split in splits)]
     colours = ["tab:gray", *("tab:green" if split["optimizer_cores"] == chosen else "tab:blue" for split in splits)]
     training.bar(labels, [seconds * 1e3 for seconds in times], color=colours)
-    training.set(xlabel="PyTorch + optimizer cores", ylabel="ms a training step", title="PyTorch beside it")
+    training.set(
+        xlabel="PyTorch + optimizer cores", ylabel="ms per training step", title="PyTorch beside the optimizer"
+    )
     content = io.BytesIO()
     figure.savefig(content, format=format, dpi=120)
     return content.getvalue()

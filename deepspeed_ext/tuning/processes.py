@@ -1,4 +1,4 @@
-"""The measuring processes of the tuner, and who else is on their cores."""
+"""Starts the tuner's measuring processes and detects other load on their cores."""
 
 import os
 import subprocess
@@ -16,24 +16,30 @@ from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.host.cgroup import read_throttled_count
 from deepspeed_ext.tuning.measuring_process import Move, Steps
 
-__all__ = ["Crew", "Quiet"]
+__all__ = ["MeasuringProcesses", "ForeignLoad"]
 
 ANSWER_TIMEOUT_SECONDS = 120.0
 FOREIGN_LOAD_FRACTION = 0.05
-# Not with -m: the requests' classes must be those of the module, not of __main__.
+# Not started with -m: requests must unpickle to the classes of the module, not of __main__.
 START_WORKER = "from deepspeed_ext.tuning.measuring_process import main; main()"
 
 
-class Crew:
-    """One measuring process a rank, all asked at once."""
+class MeasuringProcesses:
+    """One measuring process per rank; a context manager that ends them.
 
-    def __init__(self, role: str, places: Sequence[WorkerPlacement], elements: int) -> None:
+    Args:
+        role: ``training``, or ``optimizer:`` and the name of the kernel.
+        placements: where each rank's process starts, in rank order.
+        elements: number of fp32 parameters that an optimizer step updates; 0 for training.
+    """
+
+    def __init__(self, role: str, placements: Sequence[WorkerPlacement], elements: int) -> None:
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._nodes: list[int | None] = [None] * len(places)
-        for rank, place in enumerate(places):
+        self._nodes: list[int | None] = [None] * len(placements)
+        for rank, placement in enumerate(placements):
             ours, theirs = Pipe()
-            arguments = [str(theirs.fileno()), str(place), role, str(rank), str(elements)]
+            arguments = [str(theirs.fileno()), str(placement), role, str(rank), str(elements)]
             command = [sys.executable, "-c", START_WORKER, *arguments]
             self.processes.append(
                 subprocess.Popen(
@@ -43,7 +49,7 @@ class Crew:
             theirs.close()
             self.connections.append(ours)
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "MeasuringProcesses":
         try:
             self.collect()
         except BaseException:
@@ -60,10 +66,11 @@ class Crew:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids, in rank order."""
         return [process.pid for process in self.processes]
 
     def move(self, plan: HostPlan, role: str) -> None:
-        """Move each rank's process to its cores in ``plan``; buffers follow to another node."""
+        """Move each rank's process to its cores in ``plan``; on another NUMA node it allocates its buffers again."""
         for index, (rank, connection) in enumerate(zip(plan.ranks, self.connections, strict=True)):
             cpus = frozenset(getattr(rank, role))
             node = rank.optimizer_node if role == "optimizer" else rank.numa_node
@@ -73,19 +80,20 @@ class Crew:
         self.collect()
 
     def ask(self, request: Steps) -> list[Any]:
-        """Send ``request`` to all and return their answers, in rank order."""
+        """Send ``request`` to all processes and return their answers, in rank order."""
         self.send(request)
         return self.collect()
 
     def send(self, request: Steps) -> None:
+        """Send ``request`` to all processes; `collect` waits for the answers."""
         for connection in self.connections:
             send(connection, request)
 
     def collect(self) -> list[Any]:
-        """One answer of each process.
+        """Receive one answer from each process, in rank order.
 
         Raises:
-            WorkerError: a process has ended or does not answer.
+            WorkerError: a process has ended or does not answer in time.
         """
         answers: dict[Connection, Any] = {}
         deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
@@ -93,7 +101,9 @@ class Crew:
             pending = [connection for connection in self.connections if connection not in answers]
             ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise WorkerError(f"a measuring process did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s")
+                raise WorkerError(
+                    f"a measuring process did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s; check this host's load"
+                )
             for connection in ready:
                 answers[connection] = self._receive(connection)  # type: ignore[index,arg-type]
         return [answers[connection] for connection in self.connections]
@@ -104,7 +114,9 @@ class Crew:
         except (EOFError, ConnectionError):
             process = self.processes[self.connections.index(connection)]
             status = process.wait(timeout=10)
-            raise WorkerError(f"a measuring process ended with status {status} (out of memory?)") from None
+            raise WorkerError(
+                f"a measuring process ended with status {status}; if memory was short, lower --elements"
+            ) from None
 
 
 def send(connection: Connection, request: Move | Steps) -> None:
@@ -114,13 +126,14 @@ def send(connection: Connection, request: Move | Steps) -> None:
         raise WorkerError("a measuring process has ended") from None
 
 
-class Quiet:
-    """Was anybody else on the CPUs under test?"""
+class ForeignLoad:
+    """Detects load of other processes, and throttling by a CPU quota, on the CPUs under test."""
 
     def __init__(self, cpus: set[int]) -> None:
         self.cpus = cpus
 
     def begin(self, pids: Sequence[int]) -> None:
+        """Start watching; ``pids`` and this process do not count as other load."""
         self.processes = [psutil.Process(pid) for pid in (*pids, os.getpid())]
         self.start, self.busy, self.own = time.monotonic(), self._busy(), self._own()
         self.throttled = read_throttled_count()
@@ -134,12 +147,12 @@ class Quiet:
         return sum(sum(process.cpu_times()[:2]) for process in self.processes)
 
     def verdict(self) -> str:
-        """Why the measurement is doubtful; empty if it is not."""
+        """Say why the measurement since `begin` is doubtful; empty if it is not."""
         if read_throttled_count() > self.throttled:
-            return "stopped by the CPU quota"
+            return "throttled by the CPU quota"
         elapsed = (time.monotonic() - self.start) * len(self.cpus)
         foreign = (self._busy() - self.busy - (self._own() - self.own)) / elapsed
-        # Kernel clocks tick every 10 ms: a short measurement proves nothing.
+        # Kernel clocks tick every 10 ms, so a short measurement is too coarse.
         if elapsed > 0.2 and foreign > FOREIGN_LOAD_FRACTION:
             return f"other processes used {foreign:.0%} of the cores under test"
         return ""

@@ -1,7 +1,7 @@
-"""Which numbers of cores to try, when to stop and which to choose: the tuner without its measurements.
+"""Decides which numbers of cores the tuner measures, when it stops, and which number it chooses.
 
-CPU Adam is bound by memory bandwidth: with more cores it gets faster until a node's memory is used up. The choice is
-the smallest number of cores within 3 % of the best bandwidth; every further core is better left to PyTorch.
+Memory bandwidth limits CPU Adam: it gets faster with more cores until a node's bandwidth is used up. The choice is the
+smallest number of cores within 3 % of the best bandwidth; PyTorch makes better use of any further core.
 """
 
 import random
@@ -13,7 +13,7 @@ __all__ = ["Point", "Sweep", "choose", "ladder", "relative_spread", "training_ch
 
 SATURATED_FRACTION = 0.97
 NOISY_SPREAD = 0.10
-# A smaller optimizer must make PyTorch at least this much faster to be preferred.
+# Fewer optimizer cores are chosen only if they make PyTorch faster by at least this fraction.
 WORTHWHILE_FRACTION = 0.03
 REMEASURED_POINTS = 3
 
@@ -24,17 +24,17 @@ class Point:
 
     cores: int
     step_seconds: float
-    """Median step of the slowest rank; infinite if the measurement failed."""
+    """Median step time of the slowest rank; infinite if the measurement failed."""
     spread: float
-    """Interquartile range over median, of that rank."""
+    """Interquartile range divided by median, for that rank."""
     gb_per_s: float
-    """Memory traffic of the slowest rank, in 1e9 bytes a second; 0 if the measurement failed."""
+    """Memory traffic of the slowest rank, in 1e9 bytes per second; 0 if the measurement failed."""
     noise: str = ""
     """Why the point is doubtful; empty if it is not."""
 
 
 def ladder(maximum: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ... and ``maximum`` itself."""
+    """Return 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ... up to and including ``maximum``."""
     steps = {1, 2, 3, 4, maximum}
     power = 4
     while power < maximum:
@@ -44,18 +44,18 @@ def ladder(maximum: int) -> list[int]:
 
 
 def relative_spread(seconds: Iterable[float]) -> float:
-    """Interquartile range over median of at least two values."""
+    """Return the interquartile range divided by the median, for at least two values."""
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return (high - low) / middle if middle > 0 else 0.0
 
 
 def choose(points: Iterable[Point], hidden_seconds: float | None = None) -> int:
-    """The smallest number of cores within 3 % of the best bandwidth.
+    """Choose the smallest number of cores within 3 % of the best bandwidth.
 
     Args:
-        points: at least one.
-        hidden_seconds: time that the accelerator gives the optimizer for one step; fewer cores suffice if the step
-            still ends within it.
+        points: the measurements, at least one.
+        hidden_seconds: time that the accelerator leaves the optimizer for one step. Fewer cores are chosen if the step
+            still fits into it.
     """
     by_cores = sorted(points, key=lambda point: point.cores)
     best = max(point.gb_per_s for point in by_cores)
@@ -67,7 +67,11 @@ def choose(points: Iterable[Point], hidden_seconds: float | None = None) -> int:
 
 
 def training_choice(slowdowns: dict[int, float]) -> int:
-    """Optimizer cores at which PyTorch is fast enough: the most of those measured unless fewer help it by over 3 %."""
+    """Choose the most optimizer cores measured, unless fewer make PyTorch faster by over 3 %.
+
+    Args:
+        slowdowns: optimizer cores -> slowdown of PyTorch as a fraction.
+    """
     chosen = max(slowdowns)
     for cores in sorted(slowdowns, reverse=True):
         if slowdowns[cores] < slowdowns[chosen] - WORTHWHILE_FRACTION:
@@ -76,12 +80,12 @@ def training_choice(slowdowns: dict[int, float]) -> int:
 
 
 class Sweep:
-    """Climb the ladder until more cores gain nothing, narrow the choice down, and look at the best again.
+    """Measures rising numbers of cores until more gain nothing, narrows the choice down, and repeats the best.
 
     Args:
-        maximum: largest number of optimizer cores a rank may have.
+        maximum: most optimizer cores per rank.
         measure: measures one number of cores.
-        out_of_time: asked before each further measurement.
+        out_of_time: called before each further measurement; True ends the sweep.
     """
 
     def __init__(
@@ -94,11 +98,11 @@ class Sweep:
 
     @property
     def points(self) -> list[Point]:
-        """All points so far, by number of cores."""
+        """All points so far, by rising number of cores."""
         return [self._points[cores] for cores in sorted(self._points)]
 
     def run(self) -> list[Point]:
-        """Measure what is needed, and return all points by number of cores."""
+        """Measure what is needed, and return all points by rising number of cores."""
         for cores in ladder(self.maximum):
             if self._points and (self._saturated() or self._out_of_time()):
                 break
@@ -109,11 +113,11 @@ class Sweep:
         return self.points
 
     def _saturated(self) -> bool:
-        """Whether two successive larger numbers of cores have gained nothing over a smaller one."""
+        """Whether two larger numbers of cores gained nothing over the chosen one."""
         return sum(point.cores > choose(self.points) for point in self.points) >= 2
 
     def _look_around_the_best(self) -> None:
-        """The peak may lie between the best point and a neighbour: halve both gaps as long as it pays."""
+        """Halve the gaps between the best point and its neighbours, where the peak may lie, as long as it improves."""
         best = None
         while not self._out_of_time() and (now := max(self.points, key=lambda point: point.gb_per_s)) != best:
             best = now
@@ -124,7 +128,7 @@ class Sweep:
                     self._points[middle] = self._measure(middle)
 
     def _bisect(self) -> None:
-        """Close the gap between the chosen number and the largest one that was too slow."""
+        """Narrow the gap between the chosen number and the largest one that was too slow."""
         while not self._out_of_time():
             chosen = choose(self.points)
             rejected = max((cores for cores in self._points if cores < chosen), default=chosen)
@@ -134,7 +138,7 @@ class Sweep:
             self._points[middle] = self._measure(middle)
 
     def _look_again(self) -> None:
-        """Measure the best once more in random order, and keep the faster: noise only ever slows a step down."""
+        """Measure the best points again, in random order, and keep the faster result: noise only slows a step down."""
         best = sorted(self.points, key=lambda point: -point.gb_per_s)[:REMEASURED_POINTS]
         for point in random.sample(best, len(best)):
             if self._out_of_time():

@@ -1,8 +1,8 @@
-"""``deepspeed-ext tune``: measure how many cores the optimizer of a rank needs on this host.
+"""Measures how many cores each rank's optimizer needs on this host.
 
 All local ranks run at once, as real processes on the cores that the plan would give them, because they share memory
-channels. First the optimizer alone is measured for more and more cores; then a launch-bound training step runs beside
-the optimizer, to see whether the cores left for PyTorch are enough.
+channels. The tuner first measures the optimizer alone with a rising number of cores. It then runs a launch-bound
+training step beside the optimizer, to see whether the cores left for PyTorch are enough.
 """
 
 import json
@@ -26,7 +26,7 @@ from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.host.cgroup import read_memory_limit_bytes
 from deepspeed_ext.tuning.measuring_process import BYTES_PER_ELEMENT, Steps
 from deepspeed_ext.tuning.plot import plot_format, plot_result
-from deepspeed_ext.tuning.processes import Crew, Quiet
+from deepspeed_ext.tuning.processes import ForeignLoad, MeasuringProcesses
 from deepspeed_ext.tuning.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
 
 __all__ = ["TuneSettings", "Tuner", "local_host"]
@@ -44,32 +44,39 @@ class TuneSettings:
     """How much to measure."""
 
     elements: int
-    """Parameters of a rank that each measured step updates."""
+    """Number of fp32 parameters per rank that each measured step updates."""
     kernel: str = tuning_results.DEFAULT_KERNEL
     warm_up_steps: int = 2
     minimum_steps: int = 7
     maximum_steps: int = 25
     training_seconds: float = 3.0
-    """How long PyTorch is watched for each split."""
+    """Duration of the training measurement for each split."""
     deadline_seconds: float | None = None
-    """After this long only what has begun is finished."""
+    """No measurement starts after this time; None: no limit."""
     hidden_seconds: float | None = None
-    """Time that the accelerator gives the optimizer for a step over ``elements`` parameters."""
+    """Time that the accelerator leaves the optimizer for a step over ``elements`` parameters; None: unknown."""
 
     @classmethod
-    def for_host(cls, ranks: int, *, quick: bool, elements: int | None = None, **others: Any) -> "TuneSettings":
-        """Buffers eight times the caches (quick: four), but at most a quarter of the host's memory.
+    def for_host(cls, ranks: int, *, quick: bool, elements: int | None = None) -> "TuneSettings":
+        """Choose buffers of eight times the cache size (quick: four times), but at most a quarter of free host memory.
+
+        Args:
+            ranks: number of local ranks.
+            quick: measure less, in under 20 seconds.
+            elements: parameters per rank; None: chosen from the cache size.
 
         Raises:
-            OutOfMemoryError: that is nothing.
+            OutOfMemoryError: free memory does not suffice for one element per rank.
         """
         cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT[tuning_results.DEFAULT_KERNEL]
         wanted = max(8 << 20, min(4 * cache_elements, 32 << 20)) if quick else max(64 << 20, 8 * cache_elements)
         memory = min(psutil.virtual_memory().available, read_memory_limit_bytes() or sys.maxsize)
         fitting = int(HOST_MEMORY_FRACTION * memory) // (ranks * STATE_BYTES_PER_ELEMENT)
         if fitting < 1:
-            raise OutOfMemoryError(f"{memory} bytes of free memory are too few to measure {ranks} rank(s)")
-        settings = cls(min(elements or wanted, fitting), **others)
+            raise OutOfMemoryError(
+                f"{memory} bytes of free host memory are too few to measure {ranks} rank(s); free some memory"
+            )
+        settings = cls(min(elements or wanted, fitting))
         if quick:
             settings = replace(settings, maximum_steps=11, training_seconds=1.0, deadline_seconds=12.0)
         return settings
@@ -78,11 +85,18 @@ class TuneSettings:
 def local_host(
     ranks: int | None, allowed: Sequence[str] | None, accelerator_nodes: Sequence[int | None] | None
 ) -> HostFacts:
-    """This host with the given local ranks; by default one for each accelerator, next to it, and at least one."""
+    """Read this host; by default with one local rank per accelerator, on its NUMA node, and at least one rank.
+
+    Raises:
+        ConfigError: the arguments contradict each other or the host.
+        UnsupportedError: the host does not describe its cores.
+    """
     if allowed or accelerator_nodes:
         host = read_host("/", allowed, accelerator_nodes)
         if ranks not in (None, len(host.ranks)):
-            raise ConfigError(f"--ranks {ranks}, but --allowed or --gpu-node was given for {len(host.ranks)}")
+            raise ConfigError(
+                f"--ranks {ranks}, but --allowed or --gpu-node was given {len(host.ranks)} time(s): give it per rank"
+            )
         return host
     number = ranks or max(1, accelerators.count())
     host = read_host("/", None, [None] * number)
@@ -95,12 +109,12 @@ def local_host(
 
 
 class Tuner:
-    """Measures one host. A context manager: its processes end with it.
+    """Measures one host; a context manager that ends its processes.
 
     Args:
         host: the host and its ranks.
         settings: how much to measure.
-        report: called with a line of progress before each measurement.
+        report: called with a line of text before each measurement.
     """
 
     def __init__(self, host: HostFacts, settings: TuneSettings, report: Report = lambda text: None) -> None:
@@ -108,9 +122,9 @@ class Tuner:
         self.settings = settings
         self.report = report
         self.records: list[dict[str, object]] = []
-        """One record for each point and rank."""
+        """One record per point and rank."""
         self._start = time.monotonic()
-        self._optimizers: Crew | None = None
+        self._optimizers: MeasuringProcesses | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "Tuner":
@@ -120,21 +134,25 @@ class Tuner:
         self._stack.close()
 
     def plan(self, optimizer_cores: int) -> HostPlan:
-        """The plan with this many optimizer cores a rank."""
+        """Plan the host with this many optimizer cores per rank."""
         return plan_host(self.host.topology, self.host.ranks, PlanRequest(optimizer_cores=optimizer_cores))
 
     @property
     def maximum(self) -> int:
-        """The most optimizer cores that every rank could have."""
+        """The most optimizer cores that every rank can have."""
         return min(len(rank.optimizer) for rank in self.plan(len(self.host.topology.cores)).ranks)
 
     @property
     def fingerprint(self) -> tuning_results.Fingerprint:
-        """What the result will depend on."""
+        """Everything that the result depends on."""
         return tuning_results.Fingerprint.of(self.host.topology, self.host.ranks, self.settings.kernel)
 
     def run(self) -> dict[str, object]:
-        """Measure, choose, and return the result as it is written to disk."""
+        """Measure, choose, and return the result as it is stored.
+
+        Raises:
+            WorkerError: no number of cores could be measured.
+        """
         points = Sweep(self.maximum, self.measure, self._out_of_time).run()
         if not any(point.gb_per_s for point in points):
             raise WorkerError(f"no number of cores could be measured: {points[0].noise}")
@@ -164,22 +182,22 @@ class Tuner:
         return deadline is not None and time.monotonic() - self._start > deadline
 
     def measure(self, cores: int) -> Point:
-        """Step time of all ranks' optimizers at once on ``cores`` cores each."""
+        """Measure the step time of all ranks' optimizers at once, on ``cores`` cores each."""
         self.report(f"optimizer on {cores} core(s)")
         plan = self.plan(cores)
-        quiet = Quiet({cpu for rank in plan.ranks for cpu in rank.optimizer})
+        foreign_load = ForeignLoad({cpu for rank in plan.ranks for cpu in rank.optimizer})
         try:
-            crew = self._optimizer_crew(plan)
+            optimizers = self._start_or_move_optimizers(plan)
             for _ in range(self.settings.warm_up_steps):
-                crew.ask(Steps(1))
-            quiet.begin(crew.pids)
-            taken = self._timed_steps(crew)
+                optimizers.ask(Steps(1))
+            foreign_load.begin(optimizers.pids)
+            taken = self._timed_steps(optimizers)
         except WorkerError as error:
-            self._drop_crew()
+            self._end_optimizers()
             return Point(cores, float("inf"), 0.0, 0.0, str(error))
         slowest = max(taken, key=statistics.median)
         median, spread = statistics.median(slowest), relative_spread(slowest)
-        noise = quiet.verdict() or (f"steps vary by {spread:.0%}" if spread > NOISY_SPREAD else "")
+        noise = foreign_load.verdict() or (f"steps vary by {spread:.0%}" if spread > NOISY_SPREAD else "")
         traffic = self.settings.elements * BYTES_PER_ELEMENT[self.settings.kernel] / 1e9
         for rank, seconds in zip(plan.ranks, taken, strict=True):
             self.records.append(
@@ -195,11 +213,11 @@ class Tuner:
             )
         return Point(cores, median, spread, traffic / median, noise)
 
-    def _timed_steps(self, crew: "Crew") -> list[list[float]]:
-        """Steps of each rank, started together one by one, until all are steady or the limit is reached."""
+    def _timed_steps(self, optimizers: "MeasuringProcesses") -> list[list[float]]:
+        """Take steps on all ranks together until all are steady or the limit is reached; seconds by rank and step."""
         taken: list[list[float]] = [[] for _ in self.host.ranks]
         while len(taken[0]) < self.settings.maximum_steps:
-            for mine, (seconds,) in zip(taken, crew.ask(Steps(1)), strict=True):
+            for mine, (seconds,) in zip(taken, optimizers.ask(Steps(1)), strict=True):
                 mine.append(seconds)
             steady = all(relative_spread(mine) <= STEADY_SPREAD for mine in taken) if len(taken[0]) > 1 else False
             if steady and len(taken[0]) >= self.settings.minimum_steps:
@@ -207,15 +225,20 @@ class Tuner:
         return taken
 
     def measure_training(self, tried: Sequence[int]) -> tuple[float, list[dict[str, float]]]:
-        """Slowdown of a launch-bound training step beside the optimizer, from the largest of ``tried`` cores down.
+        """Measure a launch-bound training step beside the optimizer, with the most optimizer cores first.
+
+        Args:
+            tried: numbers of optimizer cores.
 
         Returns:
-            Seconds of the step alone on all cores but one, and a record for each split that was measured.
+            Seconds of the training step alone, on all cores but one, and a record per measured split.
         """
         self.report("training alone")
         seconds = self.settings.training_seconds
         first = self.plan(1)
-        with Crew("training", [_place(rank.pytorch) for rank in first.ranks], 0) as training:
+        with MeasuringProcesses(
+            "training", [WorkerPlacement(frozenset(rank.pytorch)) for rank in first.ranks], 0
+        ) as training:
             training.move(first, "pytorch")
             training.ask(Steps(5))
             alone = max(statistics.median(taken) for taken in training.ask(Steps(20, seconds)))
@@ -225,7 +248,7 @@ class Tuner:
                     break
                 self.report(f"training beside the optimizer on {cores} core(s)")
                 plan = self.plan(cores)
-                optimizers = self._optimizer_crew(plan)
+                optimizers = self._start_or_move_optimizers(plan)
                 training.move(plan, "pytorch")
                 optimizers.send(Steps(1, seconds + 0.5))
                 training.ask(Steps(3))
@@ -244,40 +267,42 @@ class Tuner:
                     break
         return alone, splits
 
-    def _optimizer_crew(self, plan: HostPlan) -> "Crew":
-        """The ranks' optimizer processes, moved to their cores in ``plan``."""
+    def _start_or_move_optimizers(self, plan: HostPlan) -> "MeasuringProcesses":
+        """Return the ranks' optimizer processes, moved to their cores in ``plan``; start them if necessary."""
         if self._optimizers is None:
-            places = [WorkerPlacement.of(rank) for rank in plan.ranks]
+            placements = [WorkerPlacement.of(rank) for rank in plan.ranks]
             role = f"optimizer:{self.settings.kernel}"
-            self._optimizers = self._stack.enter_context(Crew(role, places, self.settings.elements))
+            self._optimizers = self._stack.enter_context(MeasuringProcesses(role, placements, self.settings.elements))
         self._optimizers.move(plan, "optimizer")
         return self._optimizers
 
-    def _drop_crew(self) -> None:
+    def _end_optimizers(self) -> None:
         self._stack.close()
         self._optimizers = None
 
 
-def _place(cpus: Sequence[int]) -> WorkerPlacement:
-    return WorkerPlacement(frozenset(cpus))
-
-
 @dataclass(frozen=True)
 class _Outputs:
-    """Where the results go; all of it is looked at before anything is measured."""
+    """The output files, checked before anything is measured."""
 
     result: OutputFile
     records: OutputFile | None
-    """Beside `result`, unless that is a device or the like."""
+    """Beside `result`; None if that is not a regular file, such as a device."""
     picture: OutputFile | None
     picture_format: str = ""
 
     @classmethod
     def check(cls, output: str | None, plot: str | None, key: str) -> "_Outputs":
-        """
+        """Check that every file can be written.
+
+        Args:
+            output: ``--output``; None: the cache.
+            plot: ``--plot``; None: no picture.
+            key: the fingerprint's key.
+
         Raises:
-            ConfigError: one of them cannot be written, or two are the same file.
-            UnsupportedError: a picture is asked for and matplotlib is not installed.
+            ConfigError: a file cannot be written, or two names mean the same file.
+            UnsupportedError: ``plot`` is given and matplotlib is not installed.
         """
         picture_format = plot_format(plot) if plot is not None else ""
         if output is None:
@@ -291,7 +316,7 @@ class _Outputs:
             beside = beside if beside != result.path else result.path.with_suffix(".records.jsonl")
             records = OutputFile.check(beside, "the records beside --output")
         if picture is not None and picture in (result, records):
-            raise ConfigError(f"--plot {plot!r} is where the result or its records go: give another name")
+            raise ConfigError(f"--plot {plot!r} is also the file of the result or its records; choose another name")
         return cls(result, records, picture, picture_format)
 
     def write(self, result: dict[str, Any], records: Sequence[dict[str, object]]) -> None:
@@ -303,24 +328,27 @@ class _Outputs:
 
 
 def run_from_cli(arguments: Any) -> Iterator[str]:
-    """Tune as the command line asks; yields what to print, the result before it is written.
+    """Tune as the command line asks, and yield the text to print: the result, before it is written, and its path.
+
+    Args:
+        arguments: as `deepspeed_ext.cli` parses them.
 
     Raises:
-        ConfigError: the arguments contradict each other or the host, or the result cannot be written where they say.
-        UnsupportedError: a picture is asked for and matplotlib is not installed.
-        OutOfMemoryError: there is no memory to measure in.
-        WorkerError: nothing could be measured.
+        ConfigError: the arguments contradict each other or the host, or the result cannot be written.
+        UnsupportedError: ``--plot`` is given and matplotlib is not installed.
+        OutOfMemoryError: too little host memory is free.
+        WorkerError: no number of cores could be measured.
     """
     from tqdm import tqdm
 
     if arguments.gpu_step_ms is not None and arguments.elements is None:
-        raise ConfigError("--gpu-step-ms needs --elements, the number of parameters that a rank updates")
+        raise ConfigError("--gpu-step-ms needs --elements, the number of parameters that each rank updates")
     if arguments.plot is not None:
-        plot_format(arguments.plot)  # needs nothing of the host
+        plot_format(arguments.plot)  # fail early: this needs no measurement
     host = local_host(arguments.ranks, arguments.allowed, arguments.gpu_node)
     settings = TuneSettings.for_host(len(host.ranks), quick=arguments.quick, elements=arguments.elements)
     if arguments.gpu_step_ms is not None:
-        # The measured step may be smaller than the real one; both take time in proportion to their elements.
+        # The measured step may be smaller than the real one. Time is proportional to the number of elements.
         seconds = arguments.gpu_step_ms / 1e3 * arguments.update_interval
         settings = replace(settings, hidden_seconds=seconds * settings.elements / arguments.elements)
     with tqdm(disable=None, unit="point", leave=False) as bar:
@@ -340,9 +368,9 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
 
 
 def as_text(result: Any) -> str:
-    """The result for people, with the lines to paste into a config."""
+    """Describe the result for people, with the lines to paste into a config."""
     lines = [f"{result['ranks']} local rank(s) at once, {result['elements']:,} parameters each"]
-    lines.append("cores   GB/s a rank   ms a step   spread")
+    lines.append("cores GB/s per rank ms per step   spread")
     for point in result["points"]:
         mark = "  <- chosen" if point["cores"] == result["opt_cores_per_rank"] else ""
         doubt = f"  ({point['noise']})" if point["noise"] else ""
@@ -357,7 +385,7 @@ def as_text(result: Any) -> str:
             f"{split['step_seconds'] * 1e3:.2f} ms, {split['slowdown']:+.1%}"
         )
     if not result["saturated"]:
-        lines.append("not saturated: the optimizer might use more cores than a rank has here")
-    lines.append("found by training on this host by itself; to fix it in a config instead:")
+        lines.append("not saturated: the optimizer could use more cores than each rank has here")
+    lines.append("Training on this host finds this result by itself. To set it in a config instead:")
     lines.append(f'  "zenflow": {{ "pt_reserved_cores": {result["pt_cores_per_rank"]} }}')
     return "\n".join(lines)

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import DeepSpeedExtError
 from deepspeed_ext.affinity.exchange import agree, report_rank
 from deepspeed_ext.affinity.host_facts import HostFacts, read_host
@@ -154,9 +155,9 @@ def run(parts: Parts, folder: Path) -> None:
         *(read_cgroup_id, available_host_bytes),
     ):
         read(root)
-    report, topology = report_rank(0, 0, PlanRequest(), pci_address=PCI, root=root)
     try:
-        agree(report, topology, lambda item: [item])
+        report, topology = report_rank(0, 0, PlanRequest(), pci_address=PCI, root=root)
+        agree(report, topology, RankGroup.alone())
     except DeepSpeedExtError as error:
         require(str(error))
     try:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.exchange import RankReport, agree
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
@@ -54,7 +55,7 @@ def run(parts: Parts, folder: Path) -> None:
     found = tuning_results.load_all()
     assert all(isinstance(cores, int) and cores >= 1 for cores in found.values())
     report = RankReport(0, "host", FACTS, TOPOLOGY.digest(), PlanRequest(), tuned=found)
-    agreement = agree(report, TOPOLOGY, lambda item: [item])
+    agreement = agree(report, TOPOLOGY, RankGroup.alone())
     assert agreement.mine is not None
     assert agreement.mine.optimizer
 

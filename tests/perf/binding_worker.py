@@ -35,12 +35,15 @@ def bind_as_upstream_does(cpus: frozenset[int]) -> None:
 
 def bind_trainer(rank: int, *, separate: bool) -> None:
     """Ours: all ranks agree on a plan and every thread is confined to it."""
+    import torch
+
+    from deepspeed_ext._agreement import RankGroup
     from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.config import CoreBindingConfig
 
-    binding = CoreBinding.start(
-        CoreBindingConfig(use_tuning_result=False), rank=rank, local_rank=rank, separate=separate
-    )
+    is_group = torch.distributed.is_initialized()
+    ranks = RankGroup.of(None, torch.device("cpu")) if is_group else RankGroup.alone()
+    binding = CoreBinding.start(CoreBindingConfig(use_tuning_result=False), ranks, local_rank=rank, separate=separate)
     if not binding.verify().ok:
         raise RuntimeError(f"threads outside their set: {binding.verify()}")
 
@@ -75,7 +78,7 @@ def offloaded_step(rank: int, ranks: int, folder: str, bind: Callable[[], None])
 def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, folder: str) -> Step:
     if load == "adam":
         if way == "ours":
-            WorkerPlacement(cpus).take()
+            WorkerPlacement(cpus).bind_process()
         elif way == "upstream":
             bind_as_upstream_does(cpus)
         return partial(optimizer_step("torch-fused-adamw", ADAM_ELEMENTS), len(cpus))
@@ -94,7 +97,7 @@ def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, 
 
 
 def main() -> None:
-    initial_mask.take()
+    initial_mask.record()
     descriptor, way, cpus, load, rank, ranks, folder = sys.argv[1:]
     connection = Connection(int(descriptor))
     step = make_step(way, parse_cpulist(cpus), load, int(rank), int(ranks), folder)

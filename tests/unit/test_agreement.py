@@ -47,7 +47,7 @@ def test_every_rank_has_the_same_error(errors: dict[int, Exception], kind: str, 
 class Alone:
     """A process group of one rank, without torch.distributed."""
 
-    ranks = RankGroup(None, 0, 1, torch.device("cpu"))
+    ranks = RankGroup.alone()
 
 
 def test_one_rank_keeps_its_own_error() -> None:
@@ -92,7 +92,7 @@ def test_memory_of_the_failed_code_is_given_back() -> None:
 
     self_id = 0
     seen = []
-    group = RankGroup(None, 0, 1, torch.device("cpu"))
+    group = RankGroup.alone()
     kept = KeptError()
     with kept.keeping():
         body()

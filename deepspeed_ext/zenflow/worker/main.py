@@ -73,7 +73,7 @@ def _watch(parent_pid: int) -> None:
 
 def _serve(channel: Channel, arena_fd: int) -> None:
     plan: WorkerPlan = _next(channel)
-    warning = WorkerPlacement.parse(plan.placement).take() if plan.placement is not None else None
+    warning = WorkerPlacement.parse(plan.placement).bind_process() if plan.placement is not None else None
     kernel = load_kernel(plan.library, plan.threads)
     arena = Arena.attach(arena_fd, plan.layout)
     arena.close()  # the mapping is enough

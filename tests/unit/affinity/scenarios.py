@@ -89,10 +89,11 @@ def _idle_thread() -> threading.Event:
 
 
 def _start(**config: Any) -> Any:
+    from deepspeed_ext._agreement import RankGroup
     from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.config import CoreBindingConfig
 
-    return CoreBinding.start(CoreBindingConfig(**config), rank=0, local_rank=0)
+    return CoreBinding.start(CoreBindingConfig(**config), RankGroup.alone(), local_rank=0)
 
 
 def life_of_a_binding() -> dict[str, Any]:
@@ -261,7 +262,7 @@ def worker_process(place: str) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
     from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 
-    complaint = WorkerPlacement.parse(place).take()
+    complaint = WorkerPlacement.parse(place).bind_process()
     import torch
 
     _torch_work()
@@ -283,7 +284,7 @@ def trainer_with_worker() -> dict[str, Any]:
     binding = _start()
     code = (
         "import sys; from deepspeed_ext.affinity.worker_placement import WorkerPlacement;"
-        "WorkerPlacement.parse(sys.argv[1]).take();"
+        "WorkerPlacement.parse(sys.argv[1]).bind_process();"
         "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(binding.worker_placement)]

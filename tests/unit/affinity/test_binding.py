@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.affinity import binding
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.exchange import Agreement
@@ -191,7 +192,7 @@ def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.Monke
         raise AttributeError("no such symbol")
 
     monkeypatch.setattr(binding.ThreadCount, "change", fail)
-    answer = CoreBinding.start(CoreBindingConfig(), rank=0, local_rank=0, gather=lambda item: [item])
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "no such symbol" in heard[-1]
 
@@ -204,7 +205,7 @@ stop = threading.Event()
 threading.Thread(target=stop.wait).start()
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-print(WorkerPlacement(frozenset({int(sys.argv[1])})).take(), sorted(set(map(tuple, thread_masks().values()))))
+print(WorkerPlacement(frozenset({int(sys.argv[1])})).bind_process(), sorted(set(map(tuple, thread_masks().values()))))
 stop.set()
 """
     command = [sys.executable, "-c", code, str(CPUS[-1])]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.config import CoreBindingConfig
@@ -29,7 +30,9 @@ CONFIG = {
 def train_bound() -> dict[str, Any]:
     rank = dist.get_rank()
     before = set(thread_masks().values())
-    binding = CoreBinding.start(CoreBindingConfig(), rank=rank, local_rank=rank, separate=False)
+    binding = CoreBinding.start(
+        CoreBindingConfig(), RankGroup.of(None, torch.device("cpu")), local_rank=rank, separate=False
+    )
     model = OddModel()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
     for batch in batches(3, rank):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.affinity.fair_shares import Sharing, share_cores, usable_cores
+from deepspeed_ext.affinity.fair_shares import CoreDivision, divide_cores, usable_cores
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, plan_host
 from deepspeed_ext.affinity.topology import Core, Topology
 
@@ -92,14 +92,14 @@ def hosts(
     return Host(topology, ranks, request)
 
 
-def shares_of(host: Host) -> Sharing:
+def shares_of(host: Host) -> CoreDivision:
     usable = [usable_cores(host.topology, rank.allowed) for rank in host.ranks]
-    return share_cores(host.topology, usable, [rank.accelerator_node for rank in host.ranks])
+    return divide_cores(host.topology, usable, [rank.accelerator_node for rank in host.ranks])
 
 
-def core_counts(sharing: Sharing, number: int) -> list[int]:
+def core_counts(division: CoreDivision, number: int) -> list[int]:
     """Cores of each rank; 0 for a rank that has none to itself."""
-    owned = {rank: sum(share.values()) for pool in sharing.pools for rank, share in pool.shares.items()}
+    owned = {rank: sum(share.values()) for pool in division.pools for rank, share in pool.shares.items()}
     return [owned.get(rank, 0) for rank in range(number)]
 
 
@@ -122,11 +122,11 @@ def test_no_core_has_two_users_unless_flagged(host: Host) -> None:
         for role in (rank.pytorch, rank.optimizer):
             for core in {core_of[cpu] for cpu in role}:
                 users.setdefault(core, []).append(rank.local_rank)
-    for sharing in users.values():
-        if len(sharing) > 1:
-            flags = [set(plan.ranks[rank].flags) for rank in sharing]
+    for division in users.values():
+        if len(division) > 1:
+            flags = [set(plan.ranks[rank].flags) for rank in division]
             assert all(mine & ONE_CORE_FLAGS for mine in flags)
-            assert len(set(sharing)) == 1 or all("shared" in mine for mine in flags)
+            assert len(set(division)) == 1 or all("shared" in mine for mine in flags)
 
 
 @planned
@@ -156,12 +156,12 @@ def test_overlapping_masks_get_max_min_fair_shares(host: Host) -> None:
     cores = sorted({core for mine in usable for core in mine}, key=lambda core: core.order)
     choices = [[rank for rank, mine in enumerate(usable) if core in mine] for core in cores]
     best = max(sorted(Counter(owners)[rank] for rank in range(len(ranks))) for owners in itertools.product(*choices))
-    sharing = share_cores(host.topology, usable, [rank.accelerator_node for rank in ranks])
-    counts = core_counts(sharing, len(ranks))
+    division = divide_cores(host.topology, usable, [rank.accelerator_node for rank in ranks])
+    counts = core_counts(division, len(ranks))
     # A rank that shares its only core counts that core; where a core is shared nobody had two to give.
-    crowded_cores = len(set(sharing.crowded.values()))
+    crowded_cores = len(set(division.oversubscribed.values()))
     assert sum(counts) + crowded_cores == sum(best)
-    if not sharing.crowded:
+    if not division.oversubscribed:
         assert sorted(counts) == best
     else:
         assert best[0] == 0

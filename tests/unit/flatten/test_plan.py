@@ -80,4 +80,4 @@ def test_impossible_forced_tier_is_an_error_with_field_value_and_remedy(tier: st
         choose_tier(facts, tier)
     assert f'zero_optimization.flatten_tier = "{tier}"' in str(error.value)
     assert says in str(error.value)
-    assert "leave the field out" in str(error.value)
+    assert "remove the field" in str(error.value)

@@ -15,7 +15,7 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError, PlanMismatchError
 from deepspeed_ext._upstream import OffloadDeviceEnum
 from deepspeed_ext.gather.all_gather import SingleParameterGather, attach, detach
-from deepspeed_ext.gather.launch import Arrival, gather_singles, gather_together
+from deepspeed_ext.gather.launch import PendingParameter, gather_singles, gather_together
 from deepspeed_ext.gather.plan import GatherMode, ParameterFacts, plan_gather
 from deepspeed_ext.zero_config import ZeroConfig
 from tests.support.collectives import Collectives
@@ -92,7 +92,7 @@ def bits_body() -> int:
     return checked
 
 
-def arrival_of(whole: torch.Tensor, ranks: RankGroup) -> Arrival:
+def arrival_of(whole: torch.Tensor, ranks: RankGroup) -> PendingParameter:
     """This rank's part of `whole`, padded with NaN, as ZeRO-3 would hold it."""
     part_numel = -(-whole.numel() // ranks.size)
     padded = torch.full((part_numel * ranks.size,), float("nan"), dtype=whole.dtype)
@@ -100,7 +100,7 @@ def arrival_of(whole: torch.Tensor, ranks: RankGroup) -> Arrival:
     parameter = torch.nn.Parameter(torch.empty(0, dtype=whole.dtype), requires_grad=False)
     parameter.ds_numel = whole.numel()  # type: ignore[attr-defined]
     part = padded[part_numel * ranks.rank :][:part_numel].clone()
-    return Arrival(parameter, part, whole.dtype)
+    return PendingParameter(parameter, part, whole.dtype)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -156,7 +156,7 @@ def fallback_body() -> tuple[list[str], dict[str, int]]:
     assert {p.ds_status.name for p in parameters} == {"AVAILABLE"}
     for name, parameter in engine.module.named_parameters():
         assert torch.equal(parameter, before[name]), name
-    with pytest.raises(RuntimeError, match="while it is partitioned"):
+    with pytest.raises(RuntimeError, match="expected a partitioned parameter"):
         mixed(parameters[1:2])
     return collectives.names, {mode.value: list(mixed.plan.modes.values()).count(mode) for mode in GatherMode}
 
@@ -203,8 +203,8 @@ def reasons_body() -> list[str]:
 
 def test_nvme_and_quantized_parameters_are_left_to_upstream_for_a_reason() -> None:
     for on_nvme, quantized in run_ranks(2, reasons_body):
-        assert on_nvme == "its partition is on NVMe and upstream's path swaps it in"
-        assert quantized.startswith("its weights travel quantized")
+        assert on_nvme == "its partition is on NVMe, and upstream swaps it in"
+        assert quantized.startswith("its weights are communicated quantized")
 
 
 def off_body() -> None:

@@ -25,7 +25,7 @@ from deepspeed_ext.affinity.topology import Topology, read_cache_bytes
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.tuning import measuring_process
 from deepspeed_ext.tuning.measuring_process import Steps
-from deepspeed_ext.tuning.processes import Crew, Quiet
+from deepspeed_ext.tuning.processes import ForeignLoad, MeasuringProcesses
 from deepspeed_ext.tuning.sweep import Point, Sweep, choose, ladder, relative_spread, training_choice
 from deepspeed_ext.tuning.tuner import Tuner, TuneSettings
 from deepspeed_ext.zenflow.kernel import load_kernel
@@ -164,7 +164,7 @@ def test_a_failing_worker_is_one_failed_point() -> None:
 
 
 def test_foreign_load_is_noticed() -> None:
-    quiet = Quiet({CPUS[0]})
+    quiet = ForeignLoad({CPUS[0]})
     code = "import time; end = time.time() + 1.0\nwhile time.time() < end: pass"
     with subprocess.Popen(["taskset", "-c", str(CPUS[0]), sys.executable, "-c", code]) as other:
         quiet.begin([])
@@ -174,9 +174,9 @@ def test_foreign_load_is_noticed() -> None:
 
 def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
     place = WorkerPlacement(frozenset(CPUS[:1]))
-    with Crew("optimizer:torch-fused-adamw", [place, place], 1 << 16) as crew:
-        answers = crew.ask(Steps(3))
-        pids = crew.pids
+    with MeasuringProcesses("optimizer:torch-fused-adamw", [place, place], 1 << 16) as processes:
+        answers = processes.ask(Steps(3))
+        pids = processes.pids
         masks = [os.sched_getaffinity(pid) for pid in pids]
     assert [len(seconds) for seconds in answers] == [3, 3]
     assert masks == [set(CPUS[:1])] * 2
