@@ -221,7 +221,7 @@ def test_the_launchers_word_counts_on_the_live_host(monkeypatch: pytest.MonkeyPa
 
 
 def test_snapshot_is_taken_at_import_and_only_before_torch() -> None:
-    code = "import {}; from deepspeed_ext.affinity import snapshot; print(snapshot.initial())"
+    code = "import {}; from deepspeed_ext.affinity import initial_mask; print(initial_mask.initial())"
     answers = [
         subprocess.run([sys.executable, "-c", code.format(first)], capture_output=True, text=True, check=True).stdout
         for first in ("deepspeed_ext", "torch")
