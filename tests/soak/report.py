@@ -115,7 +115,7 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         "loss, including replayed steps, and the final weights and masters must match an uninterrupted run without",
         f"checkpoints bitwise. Rule: {settings.rule}. Every {settings.save_every} steps the run saves twice: a",
         "checkpoint with a number as its tag, and half-way to the next one a checkpoint with the tag `rolling`, which",
-        f"replaces the one before. A pause of {1e3 * settings.pace_seconds:.0f} ms per step stands in for a device.",
+        f"replaces the one before. A pause of {1e3 * settings.pace_seconds:.0f} ms per step stands in for a device (a simulation).",
         *([f"Left out: {', '.join(settings.without)}."] if settings.without else []),
         "",
         "```bash",
