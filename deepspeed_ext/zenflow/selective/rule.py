@@ -5,7 +5,8 @@ Hot are the blocks with the largest gradients. Their p, m, v (fp32) and update c
 there and back when blocks are selected anew; nothing is reset or rounded. Once per interval the worker makes one exact
 Adam step of the cold blocks with the mean of the clipped gradients. Every block counts its own updates.
 
-Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns; this one selects blocks.
+Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns, this
+one blocks.
 """
 
 from __future__ import annotations
