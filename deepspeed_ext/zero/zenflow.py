@@ -243,7 +243,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         state = state_dict_list[self.zenflow_adam.ranks.rank]
         if not isinstance(state, Mapping):
             raise CheckpointError(
-                f"the optimizer's state is a {type(state).__name__}, expected a dict: load another checkpoint by its tag"
+                f"the optimizer's state is a {type(state).__name__}, expected a dict: load another checkpoint"
             )
         if checkpoint.SECTION not in state:
             return None
