@@ -34,7 +34,7 @@ from deepspeed_ext.gather.plan import GatherPlan, ParameterFacts, plan_gather
 __all__ = ["SingleParameterGather", "attach", "detach"]
 
 UNGROUPED_MIN_NUMEL = 262144
-"""Where a backend cannot group launches, smaller parameters share a bucket; measured, docs/single_param_gather.md."""
+"""Where a backend cannot group launches, smaller parameters share a bucket; measured, see docs/lab/gather.md."""
 
 
 class SingleParameterGather:
