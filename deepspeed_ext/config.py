@@ -148,7 +148,7 @@ class ZenFlowConfig(_Section):
     selected only once."""
 
     select_interval: Steps | None = None
-    """``selective``: how often hot blocks are selected anew, rounded up to whole update intervals. At a selection
+    """``selective``: how often hot blocks are selected again, rounded up to whole update intervals. At a selection
     their state moves between host and accelerator, and the step waits for the worker. Not given: 16 steps, but at
     least four update intervals (``auto``), or one epoch (``epoch``)."""
 

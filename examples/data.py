@@ -45,7 +45,7 @@ def standard_library_text() -> ByteText:
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in sorted(root.rglob("*.py")) if not SKIPPED_FOLDERS.intersection(f.relative_to(root).parts)]
     if len(files) < 2 * HELD_OUT_EVERY:
-        raise FileNotFoundError(f"the standard library at {root} holds {len(files)} .py files; cannot train on that")
+        raise FileNotFoundError(f"the standard library at {root} has {len(files)} .py files: use a complete Python")
     held_out, train = bytearray(), bytearray()
     for position, file in enumerate(files):
         (held_out if position % HELD_OUT_EVERY == 0 else train).extend(file.read_bytes())

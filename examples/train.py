@@ -249,16 +249,16 @@ def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: ar
 
 def report_overlap(lines: list[dict[str, float]]) -> None:
     """Print how much of the optimizer's time overlapped with the model, and the error of the prediction."""
-    beside = [line for line in lines if line.get("worker_ms")]
-    if not beside:
+    overlapped = [line for line in lines if line.get("worker_ms")]
+    if not overlapped:
         return
-    worker, wait = (statistics.fmean(line[name] for line in beside) for name in ("worker_ms", "wait_ms"))
-    step = 1e3 * statistics.fmean(line["seconds"] for line in beside)
+    worker, wait = (statistics.fmean(line[name] for line in overlapped) for name in ("worker_ms", "wait_ms"))
+    step = 1e3 * statistics.fmean(line["seconds"] for line in overlapped)
     print(
         f"overlap: the optimizer process worked {worker:.1f} ms per step, and the model waited {wait:.1f} ms for it, "
         f"{wait / step:.1%} of the step"
     )
-    if errors := [line["prediction_error"] for line in beside if "prediction_error" in line]:
+    if errors := [line["prediction_error"] for line in overlapped if "prediction_error" in line]:
         print(f"prediction error: {statistics.median(errors):.3f} of an update (median)")
 
 

@@ -105,7 +105,7 @@ class AdamBlocks:
             `p`: that may be page-locked host memory which the asynchronous copy back has not reached. If the host reads
             it, or converts it in a copy, it may see the previous step or a mixture.
         """
-        home, device = self.p.device, grad.device
+        state_device, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
         g = grad.float() * grad_scale
         if step.weight_decay and not step.decoupled:
@@ -120,7 +120,7 @@ class AdamBlocks:
             p.mul_(1.0 - step.lr * step.weight_decay)
         denominator = v.sqrt().div_(correction2.sqrt_()).add_(step.eps)
         p.addcdiv_(m / correction1, denominator, value=-step.lr)
-        if home != device:
+        if state_device != device:
             for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
                 own.copy_(new, non_blocking=True)
         return p

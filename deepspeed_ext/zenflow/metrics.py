@@ -30,7 +30,9 @@ class Metrics:
     overlap: float = 0.0
     """Fraction of the worker's total time for which the trainer did not wait; since the start."""
     bytes_down: int = 0
+    """Bytes copied from the accelerator to the arena in this step."""
     bytes_up: int = 0
+    """Bytes copied from the arena to the accelerator in this step."""
     _total_wait: float = 0.0
     _total_worker: float = 0.0
     _worker: list[float] = field(default_factory=list)

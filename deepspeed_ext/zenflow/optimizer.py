@@ -124,8 +124,8 @@ class OffloadedAdam:
                     tasks = [rule.task(plan, partition) for partition in self.partitions]
                     self.link.send(tasks, gradients=plan.handed_over)
                 else:
-                    # The next all-gather reads the weights copied from the arena on this stream. It runs on DeepSpeed's
-                    # stream, which does not wait for this one. `send` includes the same wait.
+                    # This stream copies weights from the arena. The next all-gather reads them on DeepSpeed's stream,
+                    # which does not wait for this one. `send` includes the same wait.
                     self.link.transfers.finish()
                 rule.end_step(plan)
             rule.schedule.advance(plan)
@@ -187,7 +187,7 @@ class OffloadedAdam:
 
     @property
     def _current_plan(self) -> StepPlan:
-        assert self._plan is not None, "outside of a step"
+        assert self._plan is not None, "valid only inside a step"
         return self._plan
 
     # -- state ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StepPlan(ABC):
-    """What one optimizer step does; the part that does not depend on the rule."""
+    """Describes one optimizer step, as far as it does not depend on the rule."""
 
     handed_over: int
     """Gradients handed over in this step: 0, 1 or the interval."""

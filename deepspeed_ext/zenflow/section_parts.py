@@ -52,7 +52,7 @@ class SavedSchedule(SavedValues):
 
 
 class PartitionValues(SavedValues, ABC):
-    """What both rules save of one partition of `numel` elements."""
+    """The part of a partition's saved state that does not depend on the rule; `numel` is its number of elements."""
 
     numel: Count
     collected: list[StepValues]

@@ -1,8 +1,7 @@
 """Refuses every combination of settings that ZenFlow does not support.
 
 It checks three things, each as soon as it is known: the ``zero_optimization`` section, DeepSpeed's reading of the rest
-of the config, and the user's optimizer. Contradictions between fields of one section are checked where the section is
-read.
+of the config, and the user's optimizer. Contradictions between fields of one section are found when it is read.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def stand_ins(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[
 
     Returns:
         Usually one tensor per gradient, with padding passed through. If the accelerator fuses the norms, padding is
-        dropped; if DeepSpeed would also count all parameters alike, a single tensor stands for all gradients, which
-        saves DeepSpeed's own launches.
+        dropped; if DeepSpeed would also count all parameters in the same way, a single tensor replaces all gradients,
+        which saves DeepSpeed's own launches.
     """
     real = [grad for grad in gradients if not getattr(grad, "_zero_padding", False)]
     if not real or not _fuses(real[0].device):

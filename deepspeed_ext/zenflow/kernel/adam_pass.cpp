@@ -51,7 +51,7 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
     float *__restrict v = a.v;
     Published *__restrict published = static_cast<Published *>(a.published);
     const bool l2 = a.l2_factor != 0.0f;
-    // The last step publishes as it goes, unless y needs the block's mean of v.
+    // The last step publishes in the same loop, unless y needs the block's mean of v.
     const int32_t last_step = l2 ? -1 : a.steps_count - 1;
     const int32_t plain_steps = l2 ? a.steps_count : last_step;
     for (int32_t k = 0; k < plain_steps; ++k) {

@@ -151,7 +151,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         """Let the worker recompute y and the block means from p, m, v, as each partition's `publish` says."""
         passes = []
         for index, state in enumerate(self.states):
-            assert state.publish is not None, "a step has been made"
+            assert state.publish is not None, "publishing again needs a first step"
             passes.append(PartitionPass(index, (), (), state.publish))
         self._link.send(passes, gradients=0)
 
@@ -161,7 +161,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             return
         self._link.phase = UpdatePhase.READ
         for partition, state in zip(self._partitions, self.states, strict=True):
-            assert state.publish is not None, "what has arrived was published"
+            assert state.publish is not None, "a result has arrived, so a pass published it"
             means = partition.per_block.to(partition.device, copy=True)
             state.estimator = Estimator(means, self.block_size, state.publish.bias_correction2_sqrt, state.publish.eps)
         self._probe.arrived(self._partitions[0].master)

@@ -34,7 +34,7 @@ class WeightSource(enum.Enum):
 
 @dataclass(frozen=True)
 class PredictivePlan(StepPlan):
-    """What one optimizer step does."""
+    """Describes one optimizer step."""
 
     source: WeightSource
     position: int

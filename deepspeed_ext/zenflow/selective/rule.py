@@ -2,7 +2,7 @@
 per interval on the host.
 
 Hot are the blocks with the largest gradients. Their p, m, v (fp32) and update counts live outside the arena and move
-there and back when blocks are selected anew; nothing is reset or rounded. Once per interval the worker makes one exact
+there and back at each selection; nothing is reset or rounded. Once per interval the worker makes one exact
 Adam step of the cold blocks with the mean of the clipped gradients. Every block counts its own updates.
 
 Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns, this
@@ -144,7 +144,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     @torch.no_grad()
     def _select(self, partition: Partition) -> None:
-        """Choose a partition's hot blocks anew from all ranks' scores. Nothing may be in flight."""
+        """Select a partition's hot blocks again from all ranks' scores. Nothing may be in flight."""
         state = self.states[partition.index]
         assert state.scores is not None
         assert state.everyones_scores is not None

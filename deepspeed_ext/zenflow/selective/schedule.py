@@ -2,7 +2,7 @@
 
 During warm-up every step is an exact step of all blocks. After it, hot blocks step on the accelerator at every step,
 and gradients of cold blocks are collected. At the end of an interval the worker makes one step with their mean. Its
-result is applied at once (no overlap) or `lag` steps later. A step that selects hot blocks anew waits for everything.
+result is applied at once (no overlap) or `lag` steps later. A step that selects hot blocks again waits for everything.
 
 Example with one warm-up step, interval 3, lag 1 and a selection every 6 steps; ``>`` hands over, ``<`` applies::
 
@@ -24,7 +24,7 @@ __all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState"]
 
 @dataclass(frozen=True)
 class SelectivePlan(StepPlan):
-    """What one optimizer step does."""
+    """Describes one optimizer step."""
 
     exact: bool
     """True: all blocks step on the host. False: hot blocks step on the accelerator."""
@@ -33,7 +33,7 @@ class SelectivePlan(StepPlan):
     waits: bool
     """The result of this step's hand-over is awaited and applied in this step."""
     selects: bool
-    """The hot blocks are chosen anew, from this step's gradient."""
+    """Hot blocks are selected again, from this step's gradient."""
 
     @property
     def waits_first(self) -> bool:
