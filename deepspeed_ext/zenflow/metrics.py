@@ -102,9 +102,9 @@ class PredictionProbe:
     def errors(self) -> dict[str, float]:
         """The newest sample, by name; NaN before the first sample.
 
-        ``prediction_error`` is ``||W - p|| / ||p - p_before||``. ``rounding_error`` is ``||round(p) - p|| / ||p -
-        p_before||``, where round() converts to the model's dtype: the cost of low-precision weights without any
-        prediction.
+        ``prediction_error`` is ``||W - p||`` and ``rounding_error`` is ``||round(p) - p||``, both over ``||p -
+        p_before||``. round() converts to the model's dtype, so the second is the cost of low-precision weights without
+        any prediction.
         """
         return {"prediction_error": self._prediction_error, "rounding_error": self._rounding_error}
 
