@@ -1,4 +1,4 @@
-"""Checkpoint files that all ranks write and read together, or none does."""
+"""Writes and reads checkpoint files on all ranks together: all succeed or none does."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _LATEST_BYTES = 4096
 class JointCheckpointEngine(TorchCheckpointEngine):
     """DeepSpeed's checkpoint files, saved by all ranks or by none.
 
-    DeepSpeed calls `create`, `makedirs` and `save` between collectives of its own, then `commit` on every rank. So an
-    error is kept until `commit`, which raises it on all ranks. Until then the files lie in a staging folder; `commit`
-    puts that in place of an older save under the same tag (see `checkpoint_folder`), and names it in ``latest`` last.
-    Whatever `commit` has returned for is on the disk.
+    DeepSpeed calls `create`, `makedirs` and `save` between its own collectives, then `commit` on every rank. So an
+    error is kept until `commit`, which raises it on all ranks. Until then the files lie in a staging folder. `commit`
+    puts that folder in the place of an older save under the same tag (see `checkpoint_folder`) and updates ``latest``
+    last. When `commit` returns, the checkpoint is on disk.
 
-    Every file holds the id of its save, and `load` refuses a mixture.
+    Every file holds the id of its save, and `load` refuses files of different saves.
 
     Args:
-        config_params: as DeepSpeed's.
-        ranks: every rank that saves and loads; each calls `load` equally often.
-        leads: whether this rank makes and renames the folders: one rank, or one per node if nodes have disks of their
-            own.
+        config_params: as for DeepSpeed's class.
+        ranks: all ranks that save and load; each calls `load` equally often.
+        leads: whether this rank creates and renames folders: one rank, or one rank per node if checkpoints are on
+            node-local storage.
 
     Attributes:
-        names_latest: whether the next `commit` is to name its checkpoint ``latest``; DeepSpeed itself then must not.
+        names_latest: whether the next `commit` updates ``latest``; DeepSpeed must then not do it itself.
         kept: the first error of this rank since `create`.
     """
 
@@ -56,11 +56,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def create(self, info: Any) -> None:
-        """A save begins. A collective.
+        """Begin a save. A collective.
 
         Raises:
-            CheckpointError: on every rank, if the folders cannot be made; nothing has changed.
-            PlanMismatchError: on every rank, if they give different tags.
+            CheckpointError: on every rank, if the folders cannot be created; nothing has changed.
+            PlanMismatchError: on every rank, if the ranks give different tags.
         """
         super().create(info)
         require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
@@ -68,7 +68,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._folder = None
         what = f"checkpoint {info.tag!r} was not saved"
         with self._all(what, "save elsewhere"):
-            self.kept.raise_here()  # it was noted when the folder of all tags was made
+            self.kept.raise_here()  # kept when the folder of all tags was created
             folder = CheckpointFolder(info.save_dir, info.tag)
             folder.require_savable()
         self._recover(folder)
@@ -94,11 +94,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         return path if self._folder is None else self._folder.aside(path)
 
     def commit(self, info: Any) -> bool:
-        """Let the files that were saved be the checkpoint, on all ranks.
+        """Make the saved files the checkpoint, on all ranks. A collective.
 
         Raises:
-            CheckpointError: on every rank, if any could not write. Training can go on; checkpoints that were there
-                are as before.
+            CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
+                are unchanged.
         """
         folder, self._folder = self._folder, None
         assert folder is not None, "DeepSpeed calls create first"
@@ -116,7 +116,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 folder.give_up(self._save_id)
             raise
         names_latest, self.names_latest = self.names_latest, False
-        with self._all(f"checkpoint {info.tag!r} was saved, and not everything around it", "load it by its tag"):
+        with self._all(f"checkpoint {info.tag!r} was saved, but finishing the save failed", "load it by its tag"):
             if self._leads:
                 folder.end()
             if names_latest and self._ranks.rank == 0:
@@ -125,7 +125,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     @contextmanager
     def _all(self, what: str, remedy: str) -> Iterator[None]:
-        """`together`, with more words."""
+        """`together`, with a longer message."""
         try:
             with together(self._ranks, CheckpointError):
                 yield
@@ -135,17 +135,17 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     # -- loading --------------------------------------------------------------------------------------------------
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
-        """Find the checkpoint to load, and finish what a crash has interrupted. A collective.
+        """Find the checkpoint to load, and finish a save that a crash has interrupted. A collective.
 
         Args:
             load_dir: the folder of all tags.
-            tag: the tag; None: the one that the file ``latest`` names.
+            tag: the tag; None: the one named by the file ``latest``.
 
         Returns:
-            The tag, None if there is no ``latest``.
+            The tag; None if there is no ``latest``.
 
         Raises:
-            CheckpointError: on every rank; ``latest`` cannot be read, or there is no complete save under the tag.
+            CheckpointError: on every rank, if ``latest`` cannot be read or there is no complete save under the tag.
         """
         with together(self._ranks, CheckpointError):
             tag = _latest(load_dir) if tag is None else str(tag)
@@ -161,7 +161,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         return tag
 
     def _recover(self, folder: CheckpointFolder) -> str | None:
-        """Let every node have the same save under the tag; returns its id."""
+        """Give every node the same save under the tag; returns its id."""
         with together(self._ranks, CheckpointError):
             if self._leads:
                 folder.finish_swap()
@@ -174,28 +174,30 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         return save_id
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file.
+        """Read one file. A collective.
 
         Raises:
-            CheckpointError: on every rank, if any could not read its file, or one is of another save. Load another
-                checkpoint before training on.
+            CheckpointError: on every rank, if any rank could not read its file, or a file belongs to another save. Load
+                another checkpoint before training on.
         """
         save_id = None
         with together(self._ranks, CheckpointError):
             try:
                 content = super().load(path, map_location)
-            except Exception as error:  # torch and pickle raise nearly anything
+            except Exception as error:  # torch and pickle can raise almost anything
                 said = " ".join(str(error).split())
                 raise CheckpointError(
-                    f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint, by its tag"
+                    f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
                 ) from error
             if isinstance(content, dict):
                 save_id = content.pop(SAVE_ID, None)
         found = self._ranks.gather(save_id)
         expected = self._loaded_id or found[0]
         if any(each != expected for each in found):
-            message = f"{os.path.dirname(path)} holds files of different saves: {path} and what the other ranks read "
-            message += f"with it are of the saves {found}, expected {expected}. Load another checkpoint, by its tag"
+            message = f"{os.path.dirname(path)} holds files of different saves: {path} and the files that other ranks "
+            message += (
+                f"read with it have the save ids {found}, expected {expected}. Load another checkpoint by its tag"
+            )
             raise agreed(CheckpointError(message))
         self._loaded_id = expected
         return content
@@ -208,5 +210,5 @@ def _latest(load_dir: str) -> str | None:
     with open(path, encoding="utf-8") as file:
         tag = file.read(_LATEST_BYTES).strip()
     if not tag:
-        raise CheckpointError(f"{path} is empty: give the tag of a checkpoint to load")
+        raise CheckpointError(f"{path} is empty, expected a tag: pass the tag of a checkpoint to load")
     return tag

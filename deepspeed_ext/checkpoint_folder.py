@@ -1,10 +1,10 @@
-"""The folder of one checkpoint tag, which holds one whole save at any moment, also after a crash at any moment.
+"""Manages the folder of one checkpoint tag so that it always holds one complete save, even after a crash.
 
-A save writes into a staging folder beside it. When every rank has written its files, two renames put the staging folder
-in place of the older save, which stays under a third name until every node has got that far:
+A save writes to a staging folder beside the tag's folder. Once every rank has written its files, two renames put the
+staging folder in the place of the older save. The older save is kept under a third name until every node has done this:
 
 ======================= ==================== =============================================
-moment of a crash       names on a node      what `choose_save` and `settle` make of it
+time of the crash       names on a node      result of `choose_save` and `settle`
 ======================= ==================== =============================================
 while writing           tag, staging         the older save; the next save removes staging
 between the renames     staging, replaced    the new save: all ranks had written their files
@@ -29,7 +29,7 @@ from deepspeed_ext._errors import CheckpointError
 __all__ = ["CheckpointFolder", "FolderState", "choose_save"]
 
 UNKNOWN = ""
-"""Save id of a folder that DeepSpeed alone has written."""
+"""Save id of a folder written by plain DeepSpeed."""
 _MARKER = "deepspeed_ext_save.json"
 _STAGING = ".dsext-saving"
 _REPLACED = ".dsext-replaced"
@@ -38,7 +38,7 @@ _STATES = "_states.pt"
 
 @dataclass(frozen=True)
 class FolderState:
-    """Save ids of what a node has under the three names of a tag; None: nothing."""
+    """Save ids of what a node has under the three names of a tag; None: nothing there."""
 
     saved: str | None
     staged: str | None
@@ -46,13 +46,13 @@ class FolderState:
 
 
 def choose_save(states: Sequence[FolderState]) -> str | None:
-    """The save that every node has, the newest if there are two; None: there is no checkpoint.
+    """Choose the save that every node has, the newest if there are two; None: there is no checkpoint.
 
     Args:
-        states: one for each node, after `CheckpointFolder.finish_swap`.
+        states: one per node, taken after `CheckpointFolder.finish_swap`.
 
     Raises:
-        CheckpointError: no save is complete.
+        CheckpointError: no save is complete on all nodes.
     """
     saved = {state.saved for state in states}
     if len(saved) == 1:
@@ -63,11 +63,13 @@ def choose_save(states: Sequence[FolderState]) -> str | None:
     for wanted in sorted({state.replaced for state in states if state.replaced is not None}):
         if all(wanted in (state.saved, state.replaced) for state in states):
             return wanted
-    raise CheckpointError("the nodes have parts of different saves, and none of them has all parts")
+    raise CheckpointError(
+        "the nodes have parts of different saves, and no save is complete: load another checkpoint by its tag"
+    )
 
 
 class CheckpointFolder:
-    """One tag's folder on one node.
+    """The folder of one tag on one node.
 
     Args:
         save_dir: the folder of all tags.
@@ -88,35 +90,35 @@ class CheckpointFolder:
         """Refuse a tag whose folder cannot be replaced as a whole.
 
         Raises:
-            CheckpointError: it is not a folder of its own inside `save_dir`.
+            CheckpointError: the tag does not name a separate folder inside `save_dir`.
         """
         inside = os.path.relpath(self.path, self.save_dir)
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
             raise CheckpointError(
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder {self.save_dir}: "
-                "give a tag without '..'"
+                "use a tag without '..'"
             )
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
 
     def require_loadable(self) -> None:
-        """Refuse a tag under which nothing was saved, as after a first save that was interrupted.
+        """Refuse a tag without a save, such as after a first save that was interrupted.
 
         Raises:
-            CheckpointError: its folder is absent, or has no file with the model.
+            CheckpointError: the folder does not exist, or has no model file.
         """
         if not os.path.isdir(self.path) or not any(map(_is_of_model, os.listdir(self.path))):
-            raise CheckpointError(f"{self.path} holds no checkpoint: load another one, by its tag")
+            raise CheckpointError(f"{self.path} holds no checkpoint: load another one by its tag")
 
     def aside(self, path: str) -> str:
-        """Where a file of this checkpoint is written."""
+        """Path to which a file of this checkpoint is written."""
         inside = os.path.relpath(path, self.path)
         return os.path.normpath(path) if inside.startswith(os.pardir) else os.path.normpath(f"{self.staging}/{inside}")
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Make an empty staging folder; remove what interrupted saves have left here."""
+        """Create an empty staging folder; remove what interrupted saves have left."""
         self._drop_replaced()
         parent = os.path.dirname(self.path)
         os.makedirs(parent, exist_ok=True)
@@ -132,21 +134,21 @@ class CheckpointFolder:
         other._drop_replaced()
 
     def mark(self, save_id: str) -> None:
-        """Write the id of the save into the staging folder."""
+        """Write the save's id to the staging folder."""
         _files.replace_file(os.path.join(self.staging, _MARKER), json.dumps({"save_id": save_id}) + "\n")
 
     def swap(self) -> None:
-        """Put the staging folder in place. Every rank of every node has written its files."""
+        """Put the staging folder in place. Call it when every rank of every node has written its files."""
         if os.path.lexists(self.path):
             os.rename(self.path, self._replaced)
         _files.rename(self.staging, self.path)
 
     def end(self) -> None:
-        """Remove the older save. Every node has swapped."""
+        """Remove the older save. Call it when every node has swapped."""
         self._drop_replaced()
 
     def give_up(self, save_id: str) -> None:
-        """Undo what was done for the save `save_id`, as far as it can be; the next save or load does the rest."""
+        """Undo the save `save_id` as far as possible; the next save or load does the rest."""
         with contextlib.suppress(OSError, CheckpointError):
             if _save_id(self.path) == save_id:
                 os.rename(self.path, self.staging)
@@ -155,7 +157,7 @@ class CheckpointFolder:
             _files.remove_tree(self.staging)
 
     def _drop_replaced(self) -> None:
-        """Remove the older save; what others have put beside its files moves into the new one."""
+        """Remove the older save; files that others have added to it move to the new one."""
         if not os.path.lexists(self._replaced):
             return
         for name in os.listdir(self._replaced) if not os.path.islink(self._replaced) else ():
@@ -168,24 +170,24 @@ class CheckpointFolder:
     # -- after a crash --------------------------------------------------------------------------------------------
 
     def finish_swap(self) -> None:
-        """If a crash came between the two renames of `swap`, make the second."""
+        """Complete a swap that was interrupted between its two renames."""
         if not os.path.lexists(self.path) and os.path.lexists(self._replaced):
             complete = os.path.lexists(self.staging)
             _files.rename(self.staging if complete else self._replaced, self.path)
 
     def state(self) -> FolderState:
-        """What is there."""
+        """The save ids under the tag's three names."""
         return FolderState(_save_id(self.path), _save_id(self.staging), _save_id(self._replaced))
 
     def settle(self, save_id: str | None) -> None:
-        """Let the save `save_id`, which `choose_save` has found here, be the one under the tag's name."""
+        """Put the save `save_id`, chosen by `choose_save`, under the tag's name."""
         state = self.state()
         if state.saved == save_id:
             return
         if state.staged == save_id:
             self.swap()
         else:
-            assert state.replaced == save_id, "choose_save takes what every node has"
+            assert state.replaced == save_id, "choose_save chooses a save that every node has"
             _files.remove_tree(self.path)
             _files.rename(self._replaced, self.path)
 
@@ -204,5 +206,5 @@ def _save_id(folder: str) -> str | None:
         return UNKNOWN
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{os.path.join(folder, _MARKER)} is damaged ({error}): load another checkpoint"
+            f"{os.path.join(folder, _MARKER)} is damaged ({error}): load another checkpoint by its tag"
         ) from None

@@ -1,9 +1,9 @@
-"""Every field that a user may write, one model a system; all live under ``zero_optimization``.
+"""Defines every field that a user may write, with one model per system; all live under ``zero_optimization``.
 
-The models are plain pydantic: they know neither torch nor DeepSpeed. `deepspeed_ext.engine` mixes them into
-DeepSpeed's own. A unit is part of a field's name. Every number has an upper bound, so that no value overflows further
-inside or takes gigabytes by a slip of the pen. The value "auto" means that a field is not given, as in DeepSpeed's own
-sections, and no default is "auto" unless DeepSpeed's is: Accelerate refuses it when unresolved.
+The models are plain pydantic and import neither torch nor DeepSpeed. `deepspeed_ext.zero_config` mixes them into
+DeepSpeed's own. Field names include the unit. Every number has an upper bound, so that a typo cannot overflow later or
+take gigabytes. The value "auto" means that a field is not given, as in DeepSpeed's own sections. No default is "auto"
+unless DeepSpeed's is, because Accelerate refuses an unresolved "auto".
 """
 
 from typing import Annotated, Any, Literal
@@ -40,20 +40,21 @@ FlattenTier = Literal["accelerator", "distributed", "host"]
 UpdateRule = Literal["predictive", "selective"]
 
 ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(_few_enough), AfterValidator(check_reserved_cores)]
-"""Cores to keep for PyTorch: an int is a count of at least 1, a float a fraction between 0 and 1, both excluded."""
+"""Cores to keep for PyTorch: an int is a count of at least 1, a float is a fraction strictly between 0 and 1."""
 
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""A number of optimizer steps or epochs. It is counted and costs nothing, but travels between ranks as an integer."""
+"""A number of optimizer steps or epochs. Large values cost nothing, but ranks exchange it as an integer."""
 
 Interval = Annotated[int, Field(ge=1, le=1024)]
-"""Optimizer steps of one hand-over. With the predictive rule there is a 16-bit gradient for each."""
+"""Optimizer steps per hand-over. The predictive rule keeps a gradient for each of them."""
 
 BlockSize = Annotated[int, Field(ge=1, le=2**16)]
-"""Elements of a block. Partitions are padded to whole blocks, and the worker holds one per thread in its cache."""
+"""Elements per block; the last block of a partition may be shorter. Bounded because a thread of the worker processes
+whole blocks, which should fit its cache."""
 
 
 class _Section(BaseModel):
-    """A section of the config: unknown fields are errors, values do not change once read, "auto" is left out."""
+    """A section of the config. Unknown fields are errors, values are immutable, and "auto" means not given."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -64,112 +65,114 @@ class _Section(BaseModel):
 
 
 class CoreBindingConfig(_Section):
-    """Which CPU cores PyTorch and the optimizer process may use."""
+    """Chooses the CPU cores of PyTorch and of the optimizer process."""
 
     enabled: bool | None = None
-    """Bind the threads of this rank to its share of the cores. Not given: on when ZenFlow is on.
+    """Bind this rank's threads to its share of the host's cores. Not given: true if ZenFlow is on.
 
-    With ZenFlow, PyTorch and the optimizer process get cores apart from each other; with plain ZeRO-Offload, where the
-    optimizer runs on PyTorch's threads, each rank keeps to its own share of the host's cores."""
+    With ZenFlow, PyTorch and the optimizer process get disjoint cores. With plain ZeRO-Offload, where the optimizer
+    runs on PyTorch's threads, each rank is bound to its share of the host's cores.
+    """
 
     optimizer_cores: Annotated[int, Field(ge=1, le=MOST_CORES)] | None = None
-    """Cores of a rank for its optimizer process. Not given: what ``deepspeed-ext tune`` has found for exactly this
-    host and these ranks, else what ``zenflow.pt_reserved_cores`` leaves, by default half."""
+    """Cores per rank for the optimizer process. Not given: the result of ``deepspeed-ext tune`` for exactly this
+    host and these ranks; otherwise what ``zenflow.pt_reserved_cores`` leaves, by default half."""
 
     use_tuning_result: bool = True
-    """Look for a result of ``deepspeed-ext tune`` in the cache of the user who runs the training."""
+    """Use a result of ``deepspeed-ext tune`` from the cache of the user who runs the training."""
 
     dry_run: bool = False
-    """Log the plan and bind nothing."""
+    """Log the core plan without binding anything."""
 
 
 class ZenFlowConfig(_Section):
-    """The ``zenflow`` section: CPU offload whose optimizer runs in a process of its own, beside the accelerator.
+    """The ``zenflow`` section: CPU offload with the optimizer in a separate process that overlaps with the accelerator.
 
-    All fields of DeepSpeed's own ZenFlow are here under their names.
+    It has all fields of DeepSpeed's own ZenFlow, under the same names.
     """
 
     update_rule: UpdateRule | None = None
-    """``predictive``: exact AdamW for every step on the host, and on the accelerator weights that foresee the update
-    still in flight. ``selective``: ZenFlow as published. Not given: ``selective`` if ``topk_ratio`` or a ``select_*``
-    field is given, else ``predictive``."""
+    """``predictive``: exact Adam or AdamW on the host for every step; the weights on the accelerator include an
+    estimate of the update in flight. ``selective``: ZenFlow as published. Not given: ``selective`` if ``topk_ratio``
+    or a ``select_*`` field is given, otherwise ``predictive``."""
 
     update_interval: Interval | None = None
-    """``predictive``: optimizer steps whose gradients the worker carries out in one pass. Not given: the smallest that
-    the worker keeps up with, measured at the start. 1 follows AdamW most closely; more need less of the host's memory
-    bandwidth, and room for ``2 x interval - 1`` 16-bit gradients. ``selective``: optimizer steps whose mean gradient
-    makes one step of the cold blocks. Not given: chosen at the first selection (see ``auto_ratio``). Never changes
-    ``gradient_accumulation_steps``."""
+    """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given: the smallest
+    interval at which the worker keeps up, measured at the start. 1 follows AdamW most closely. Larger intervals need
+    less memory bandwidth on the host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer steps
+    whose mean gradient makes one step of the cold blocks. Not given: chosen at the first selection (see
+    ``auto_ratio``). Never changes ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
-    """Let the worker step while the accelerator runs the next step. False: wait for it, every step. Not given: true
-    for ``predictive``, false for ``selective``."""
+    """Let the worker step while the accelerator runs the next step. False: wait for the worker in every step. Not
+    given: true for ``predictive``, false for ``selective``."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Synchronous optimizer steps at the start, each of them an exact one of all parameters. At least one is made.
-    ``predictive``: at least an interval when that is longer, and five intervals when this is not given."""
+    """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is at least one.
+    ``predictive``: at least one interval; five intervals if the field is not given and the interval is above 1."""
 
     block_size: BlockSize = 32
-    """``predictive``: elements over which the second moment is averaged; costs 4/block_size bytes a parameter."""
+    """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes per parameter."""
 
     predict_clip: Literal["current", "previous"] = "current"
-    """``predictive``: whose clip factor the prediction uses: this step's, or the one before. ``previous`` needs nothing
-    of the whole gradient, whose parts then leave for the host while backward still runs; slightly worse. Gradients must
-    not be changed between backward and step (``safe_set_full_grad``)."""
+    """``predictive``: clip factor used by the prediction: this step's (``current``) or the previous step's.
+    ``previous`` allows gradients to be copied to the host during backward, but is slightly less accurate. Gradients
+    must then not be changed between backward and step (``safe_set_full_grad``)."""
 
     publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What the worker's weights are sent as. Not given: the model's dtype, which rounds once more than float32 and
-    takes half of its host memory and link traffic."""
+    """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more than float32 but
+    needs half the host memory and link traffic if it has 16 bits."""
 
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
-    """The longest that a start of the worker, or a wait for it, may take before it counts as an error. While one rank
-    waits for its worker, the others wait for that rank in a collective. So this must be below the timeout of the
-    process group (DeepSpeed's default: 600, see ``DEEPSPEED_TIMEOUT``), or the communication library ends the job first
-    and does not say why; otherwise it is an error at ``initialize``. Not given: 240, or half of a shorter group
-    timeout."""
+    """Longest time that the worker's start, or a wait for it, may take before it is an error. While one rank waits
+    for its worker, the others wait for that rank in a collective. So the value must be below the process group's
+    timeout (DeepSpeed's default: 600, see ``DEEPSPEED_TIMEOUT``); otherwise the communication library would end the
+    job first, without the reason, and ``initialize`` raises an error. Not given: 240, or half of the group's timeout
+    if that is not above 240."""
 
     pt_reserved_cores: ReservedCores | None = None
-    """Cores kept for PyTorch, the rest is the worker's: a count, or a fraction of this rank's cores. Not given: what
-    was tuned for this machine, else half."""
+    """Cores kept for PyTorch; the worker gets the rest. A count, or a fraction of this rank's cores. Not given: the
+    tuning result for this host, otherwise half."""
 
     pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = DEFAULT_RESERVED_FRACTION
-    """DeepSpeed's name for the fraction; used if ``pt_reserved_cores`` is not given and this is."""
+    """DeepSpeed's name for the fraction, from 0 to 1. Used if it is given and ``pt_reserved_cores`` is not."""
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every step: those with
-    the largest sum of absolute gradients over all ranks, of which no rank takes more than twice its share. Costs about
-    12 bytes for each hot parameter in accelerator memory (see ``offload``)."""
+    """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every step. Hot are
+    the blocks with the largest sum of absolute gradients over all ranks, but no rank gets more than twice its share.
+    Costs about 12 bytes of accelerator memory per hot parameter (see ``offload``)."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """``selective``: whether ``select_interval`` counts optimizer steps or epochs. ``auto`` counts steps. ``epoch``
-    needs ``training_data`` at ``deepspeed.initialize``, which says how long an epoch is; without, hot blocks are
-    selected once."""
+    """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps. ``epoch`` needs
+    ``training_data`` at ``deepspeed.initialize``, which gives the length of an epoch; without it, hot blocks are
+    selected only once."""
 
     select_interval: Steps | None = None
-    """``selective``: how often hot blocks are chosen anew, rounded up to whole update intervals; their state then moves
-    between host and accelerator, and the step waits for the worker. Not given: 16 steps, at least four update intervals
-    (``auto``), or one epoch (``epoch``)."""
+    """``selective``: how often hot blocks are selected again, rounded up to whole update intervals. At a selection
+    their state moves between host and accelerator, and the step waits for the worker. Not given: 16 steps, but at
+    least four update intervals (``auto``), or one epoch (``epoch``)."""
 
     select_block_size: BlockSize = 256
-    """``selective``: contiguous elements that are selected together, a block."""
+    """``selective``: elements per block. A block is a run of contiguous elements that are selected together."""
 
     overlap_lag: Interval = 1
-    """``selective`` with ``overlap_step``: optimizer steps between handing gradients over and taking the result; at
-    most the update interval. More gives the worker more time, and costs loss."""
+    """``selective`` with ``overlap_step``: optimizer steps between handing gradients over and applying the result;
+    at most the update interval. A larger lag gives the worker more time, but increases the loss."""
 
     offload: bool = False
-    """``selective``: keep the state of hot blocks on the host between steps, for a transfer of it both ways in each."""
+    """``selective``: keep the state of hot blocks on the host between steps. Costs one transfer each way per step."""
 
     auto_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.99
-    """``selective`` without ``update_interval``: cold blocks are updated as soon as their collected gradients come to
-    this share of a hot block's gradient of one step, by their means at the first selection (1 to 8 steps)."""
+    """``selective`` without ``update_interval``: update cold blocks as soon as their collected gradients reach this
+    share of a hot block's gradient of one step. Computed from mean gradients at the first selection; gives an
+    interval of 1 to 8 steps."""
 
     steps_per_epoch: Steps | None = Field(default=None, exclude=True)
-    """``selective``: filled in at run time."""
+    """``selective``: set at run time."""
 
     @property
     def rule(self) -> UpdateRule:
-        """The update rule in force."""
+        """The update rule in use."""
         return self.update_rule or ("selective" if CHOOSES_SELECTIVE & self.model_fields_set else "predictive")
 
     @property
@@ -179,12 +182,12 @@ class ZenFlowConfig(_Section):
 
     @property
     def warm_up_steps(self) -> int | None:
-        """Synchronous steps that were asked for; None: as the schedule sees fit."""
+        """Synchronous steps requested by the user; None: the schedule chooses."""
         return self.full_warm_up_rounds if "full_warm_up_rounds" in self.model_fields_set else None
 
     @property
     def reserved_cores(self) -> int | float | None:
-        """What the user reserves for PyTorch, under our name or DeepSpeed's; None if nothing was said."""
+        """Cores that the user reserves for PyTorch, under our field name or DeepSpeed's; None: not given."""
         if self.pt_reserved_cores is not None:
             return self.pt_reserved_cores
         fraction = self.pt_reserved_cores_perc
@@ -194,17 +197,17 @@ class ZenFlowConfig(_Section):
 CHOOSES_SELECTIVE = frozenset(
     name for name in ZenFlowConfig.model_fields if name == "topk_ratio" or name.startswith("select_")
 )
-"""Without ``update_rule``, any of these fields chooses the selective rule."""
+"""Fields that select the selective rule if ``update_rule`` is not given."""
 
 OF_ONE_RULE: dict[UpdateRule, frozenset[str]] = {
     "predictive": frozenset({"block_size", "predict_clip"}),
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio", "steps_per_epoch"},
 }
-"""The fields that only one rule reads."""
+"""Fields that only one rule reads."""
 
 
 def given_of_the_other_rule(zenflow: ZenFlowConfig) -> list[str]:
-    """The fields that the user set although the update rule in force does not read them."""
+    """Names of the fields that the user set but the update rule in use does not read."""
     other: UpdateRule = "selective" if zenflow.rule == "predictive" else "predictive"
     return [name for name in type(zenflow).model_fields if name in OF_ONE_RULE[other] & zenflow.model_fields_set]
 
@@ -215,36 +218,37 @@ class ZeroFields(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     flatten_tier: FlattenTier | None = None
-    """How ZeRO-1/2 builds its flat parameter buffers: ``accelerator`` (needs a second copy of a group's parameters
-    in accelerator memory), ``distributed`` (needs 1/N of it, N > 1 data-parallel ranks) or ``host`` (needs none).
-    Not given: the first of the three that fits the free memory of every rank."""
+    """How ZeRO-1/2 builds its flat parameter buffers: ``accelerator`` (needs accelerator memory for a second copy of
+    a group's parameters), ``distributed`` (needs 1/N of that, with N > 1 data-parallel ranks) or ``host`` (needs
+    none). Not given: the first of the three that fits into the free memory of every rank."""
 
     flatten_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.05
-    """Share of the accelerator's total memory that flattening must leave free."""
+    """Fraction of the accelerator's total memory that flattening must leave free."""
 
     stage3_allgather_single_param: bool = False
-    """ZeRO-3: gather every parameter straight into its own storage instead of through a bucket, which needs a second,
-    temporary copy of what is gathered. Prefetching stays as configured. Excludes ``stage3_allgather_sequential`` and
-    ``stage3_use_all_reduce_for_fetch_params``, which ask for other ways of gathering."""
+    """ZeRO-3: gather every parameter directly into its own storage instead of through a bucket, which needs a
+    second, temporary copy of the gathered data. Prefetching stays as configured. Cannot be combined with
+    ``stage3_allgather_sequential`` or ``stage3_use_all_reduce_for_fetch_params``, which gather in other ways."""
 
     stage3_single_param_min_numel: Annotated[int, Field(ge=0, le=2**30)] | None = None
     """With ``stage3_allgather_single_param``: parameters with fewer elements share one collective and its storage;
-    0 = none does. Not given: 0 where the backend groups launches (NCCL), else the measured 262144."""
+    0: none do. Not given: 0 if the backend groups launches (NCCL), otherwise 262144 (measured)."""
 
     core_binding: CoreBindingConfig = CoreBindingConfig()
-    """Core separation between PyTorch and the optimizer's threads."""
+    """Separate the cores of PyTorch from those of the optimizer."""
 
     zenflow: ZenFlowConfig | None = None
-    """Step the optimizer in a process of its own, beside the accelerator; implies CPU offload of the optimizer."""
+    """Run the optimizer in a separate process that overlaps with the accelerator. Implies CPU offload of the
+    optimizer."""
 
 
 def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[str]:
-    """The fields that the user set although they have no effect in this run.
+    """Names of the fields that the user set but that have no effect in this run.
 
     Args:
         settings: the config.
-        flattens: the optimizer builds flat buffers (ours for ZeRO-1/2).
-        gathers: parameters are gathered (ZeRO-3).
+        flattens: whether the optimizer builds flat buffers (ours for ZeRO-1/2).
+        gathers: whether parameters are gathered (ZeRO-3).
     """
     matters = {
         "flatten_tier": flattens,

@@ -1,4 +1,4 @@
-"""The engines that `deepspeed.initialize` builds when the extension is on."""
+"""Defines the engines that `deepspeed.initialize` builds while the extension is on."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
 
 class WeakEngine:
-    """An engine as hooks see it that would keep it alive: the module's, and those of gradients, which nothing but
-    `destroy` removes. Once the engine is gone they do nothing."""
+    """Represents an engine in hooks that would otherwise keep it alive: hooks on the module and on gradients, which
+    only `destroy` removes. After the engine is gone, they do nothing."""
 
     def __init__(self, engine: Engine) -> None:
         self.module = engine.module
@@ -64,12 +64,15 @@ class WeakEngine:
 
 
 class Engine(DeepSpeedEngine):
-    """DeepSpeed's engine; its ZeRO optimizers are ours. With ZenFlow, one that is forgotten without `destroy` ends its
-    optimizer process all the same, and one whose constructor fails leaves none.
+    """DeepSpeed's engine with our ZeRO optimizers.
+
+    With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer process, and an engine
+    whose constructor fails leaves none.
 
     Attributes:
-        parameter_gather: at stage 3, what gathers the parameters in place of upstream's closures; None = they do.
-        core_binding: this rank's place on the host's cores; None = unbound.
+        parameter_gather: at stage 3, gathers parameters in place of upstream's closures; None: upstream's closures are
+            used.
+        core_binding: this rank's placement on the host's cores; None: unbound.
     """
 
     parameter_gather: SingleParameterGather | None = None
@@ -83,7 +86,7 @@ class Engine(DeepSpeedEngine):
         if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
             self.optimizer.unregister_grad_acc_post_hooks()
             self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
-            # At exit the optimizer process ends by itself.
+            # Not needed at exit: the optimizer process ends by itself.
             weakref.finalize(self, _destroy_optimizer, self.optimizer).atexit = False
 
     def _create_module_forward_pre_hook(self) -> Any:
@@ -93,10 +96,10 @@ class Engine(DeepSpeedEngine):
         return DeepSpeedEngine._create_module_forward_post_hook(WeakEngine(self) if self._has_own_zenflow() else self)
 
     def _do_sanity_check(self) -> None:
-        """As DeepSpeed's, which is its first look at the config.
+        """DeepSpeed's check, which is the first to see the config, plus ours.
 
         Raises:
-            ConfigError: the ``zenflow`` section cannot be built together with another setting.
+            ConfigError: the ``zenflow`` section is combined with an unsupported setting.
         """
         settings = self._config.zero_config
         if isinstance(settings, ZeroConfig):
@@ -114,11 +117,11 @@ class Engine(DeepSpeedEngine):
                 logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
             zenflow = settings.zenflow
             for field in given_of_the_other_rule(zenflow) if zenflow is not None else ():
-                logger.warning(f"zero_optimization.zenflow.{field} has no effect: the other update rule is in force")
+                logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         settings = self._config.zero_config
-        if not isinstance(settings, ZeroConfig):  # parsed while the extension was off
+        if not isinstance(settings, ZeroConfig):  # the config was parsed while the extension was off
             return super()._configure_zero_optimizer(optimizer)
         check_replicas = self.is_sanity_checks_enabled()
         self._bind_cores(settings)
@@ -139,17 +142,18 @@ class Engine(DeepSpeedEngine):
         return zero_optimizer
 
     def _with_epoch_length(self, settings: ZeroConfig) -> ZeroConfig:
-        """`settings` with the length of an epoch, in optimizer steps, where DeepSpeed made the data loader."""
+        """Add the length of an epoch, in optimizer steps, to `settings` if DeepSpeed built the data loader."""
         if self.training_dataloader is None or settings.zenflow is None:
             return settings
         steps = max(1, len(self.training_dataloader) // self.gradient_accumulation_steps())
         return settings.model_copy(update={"zenflow": settings.zenflow.model_copy(update={"steps_per_epoch": steps})})
 
     def _within_group_timeout(self, settings: ZeroConfig) -> ZeroConfig:
-        """`settings` with a wait for the worker that ends before the collectives in which other ranks wait meanwhile.
+        """Lower the default timeout of the worker if the collectives in which other ranks wait meanwhile would time out
+        first.
 
         Raises:
-            ConfigError: the user asks for a longer wait than they take.
+            ConfigError: the user asks for a timeout that is not below the collectives'.
         """
         zenflow = settings.zenflow
         if zenflow is None or dist.get_world_size() == 1:
@@ -163,7 +167,7 @@ class Engine(DeepSpeedEngine):
         return settings.model_copy(update={"zenflow": zenflow.model_copy(update=update)})
 
     def _bind_cores(self, settings: ZeroConfig) -> None:
-        """Confine this rank to its share of the cores, if asked for or if the optimizer is a process of its own."""
+        """Bind this rank to its share of the cores, if requested or if the optimizer runs in a separate process."""
         enabled, zenflow = settings.core_binding.enabled, settings.zenflow
         if enabled or (enabled is None and zenflow is not None):
             self.core_binding = CoreBinding.start(
@@ -176,7 +180,7 @@ class Engine(DeepSpeedEngine):
             on_failure(self.core_binding.restore)
 
     def destroy(self) -> None:
-        with ExitStack() as afterwards:  # even if DeepSpeed fails
+        with ExitStack() as afterwards:  # runs the callbacks even if DeepSpeed fails
             if self.core_binding is not None:
                 afterwards.callback(self.core_binding.restore)
             if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
@@ -196,7 +200,7 @@ class Engine(DeepSpeedEngine):
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
-        in_step = not isinstance(self, PipelineEngine)  # whose stages have different numbers of files
+        in_step = not isinstance(self, PipelineEngine)  # pipeline stages have different numbers of files
         if self._has_own_zenflow() and in_step and type(self.checkpoint_engine) is TorchCheckpointEngine:
             world = RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
             leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
@@ -210,11 +214,11 @@ class Engine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """As DeepSpeed's; with ZenFlow also
+        """Save as DeepSpeed does.
 
         Raises:
-            CheckpointError: on every rank, if any could not write its files; training can go on.
-            WorkerError: on every rank, if the optimizer process of any has failed.
+            CheckpointError: with ZenFlow, on every rank, if any rank could not write its files; training can continue.
+            WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._settle_zenflow()
         if isinstance(self.checkpoint_engine, JointCheckpointEngine):
@@ -231,7 +235,7 @@ class Engine(DeepSpeedEngine):
             super()._save_zero_checkpoint(*args, **kwargs)
 
     def _error_for_commit(self) -> AbstractContextManager[None]:
-        """Around what DeepSpeed does on its own before it calls `commit`, which raises this rank's error on all."""
+        """Wrap what DeepSpeed does before it calls `commit`, which raises this rank's error on all ranks."""
         joint = isinstance(self.checkpoint_engine, JointCheckpointEngine)
         return self.checkpoint_engine.kept.keeping() if joint else nullcontext()
 
@@ -242,15 +246,16 @@ class Engine(DeepSpeedEngine):
             if not isinstance(self.checkpoint_engine, JointCheckpointEngine):
                 raise
             logger.warning(
-                f"{save_path}: zero_to_fp32.py was not copied there, the checkpoint does not need it: {error}"
+                f"{save_path}: zero_to_fp32.py was not copied there ({error}); the checkpoint is complete without it"
             )
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's; with ZenFlow also
+        """Load as DeepSpeed does.
 
         Raises:
-            CheckpointError: on every rank, if any could not read its files; load another checkpoint before training on.
-            WorkerError: on every rank, if the optimizer process of any has failed.
+            CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load another checkpoint
+                before training on.
+            WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._settle_zenflow()
         if isinstance(self.checkpoint_engine, JointCheckpointEngine) and not self.load_universal_checkpoint():
@@ -258,27 +263,27 @@ class Engine(DeepSpeedEngine):
         return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _settle_zenflow(self) -> None:
-        """Wait on all ranks for updates in flight, so that no rank fails alone between DeepSpeed's collectives."""
+        """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives."""
         if (adam := self._zenflow_adam) is not None:
             adam.link.wait_together()
 
     def zenflow_config(self) -> Any:
-        """None where the section is served by us: DeepSpeed's own ZenFlow and its change of
-        ``gradient_accumulation_steps`` stay out."""
+        """None if we handle the section, which disables DeepSpeed's own ZenFlow and its change of
+        ``gradient_accumulation_steps``."""
         return None if self._has_own_zenflow() else super().zenflow_config()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         super()._take_model_step(lr_kwargs)
         adam = self._zenflow_adam
         with nullcontext() if adam is None else adam.link.keeping():
-            if self.core_binding is not None and not self._cores_refreshed:  # backends and autograd start threads late
-                self._cores_refreshed = True
+            if self.core_binding is not None and not self._cores_refreshed:
+                self._cores_refreshed = True  # backends and autograd start threads during the first step
                 self.core_binding.refresh(None if adam is None else adam.link.process.pid)
             if adam is not None:
                 self._report_zenflow(adam.measurements())
 
     def _report_zenflow(self, figures: dict[str, float]) -> None:
-        """The step's figures: to the monitor that the user has set up, and to the log if ``wall_clock_breakdown``."""
+        """Report the step's metrics to the user's monitor and, with ``wall_clock_breakdown``, to the log."""
         if self.global_rank != 0:
             return
         if self.monitor.enabled:
@@ -288,26 +293,27 @@ class Engine(DeepSpeedEngine):
             logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """True also where the section ``zenflow`` implies it; masters and moments then stay where they are in
-        ``engine.offload_states``."""
+        """Also true if ``zenflow`` implies it; ``engine.offload_states`` then leaves masters and moments where they
+        are."""
         return self._has_own_zenflow() or super().zero_use_cpu_optimizer()
 
     def zero_cpu_offload(self) -> bool:
-        """True also where the section ``zenflow`` implies it."""
+        """Also true if ``zenflow`` implies it."""
         return self._has_own_zenflow() or super().zero_cpu_offload()
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         return False if self._has_own_zenflow() else super().zero_force_ds_cpu_optimizer()
 
     def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
-        if self._has_own_zenflow():  # it holds hyperparameters and never steps: nothing needs to be compiled
+        if self._has_own_zenflow():  # it only holds hyperparameters: avoid compiling CPU Adam
             optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
             optimizer_parameters["torch_adam"] = True
         return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
 
 
 def _destroy_optimizer(optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3) -> None:
-    """The engine is gone: what holds the optimizer beside it are hooks, which it removes, and its worker."""
+    """Destroy the optimizer of an engine that is gone. Besides the engine, only hooks, which this removes, and the
+    worker refer to it."""
     try:
         optimizer.destroy()
     finally:

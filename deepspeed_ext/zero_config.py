@@ -1,4 +1,4 @@
-"""DeepSpeed's ``zero_optimization`` section with our fields: reading it, and one clear error for each mistake."""
+"""Reads DeepSpeed's ``zero_optimization`` section with our fields, and reports each mistake in one clear line."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 __all__ = ["ZeroConfig"]
 
 DEEPEST = 16
-"""Levels of nesting in ``zero_optimization``; the deepest field that there is has 3."""
+"""Maximum nesting of ``zero_optimization``; the deepest existing field has 3 levels."""
 
 
 class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
-    """Our ``zenflow`` section, which is also one of DeepSpeed's to code that asks for its type."""
+    """Our ``zenflow`` section, also an instance of DeepSpeed's class for code that checks the type."""
 
 
 class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     """DeepSpeed's ``zero_optimization`` section with our fields.
 
-    It only reads: what cannot be built is refused by `Engine`, so that tools can look at any config.
+    It only reads. `Engine` refuses combinations that are not supported, so tools can read any config.
 
     Raises:
-        ConfigError: a field of ours has a value that is not allowed, or a field is unknown to both.
+        ConfigError: one of our fields has an invalid value, a field is unknown to both, or two fields contradict each
+            other.
     """
 
     zenflow: ZenFlowSection | None = None
 
     def __init__(self, **data: Any) -> None:
         if _is_deeper_than(data, DEEPEST):
-            raise ConfigError(f"zero_optimization is nested more than {DEEPEST} levels deep; no section of it is")
+            raise ConfigError(f"zero_optimization is nested more than {DEEPEST} levels deep, but no field is")
         try:
             super().__init__(**data)
         except ValidationError as error:
             if message := self._explain(error):
                 raise ConfigError(message) from error
             raise
-        except RecursionError:  # in a check of DeepSpeed's that prints the value
-            raise ConfigError("zero_optimization: a value is nested too deep for any field") from None
+        except RecursionError:  # raised by a check of DeepSpeed that prints the value
+            raise ConfigError("zero_optimization: a value is nested too deeply for any field: remove it") from None
         if message := self._contradictions():
             raise ConfigError(message)
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
-        """One line for each mistake in our fields or in the name of a field; DeepSpeed's own checks keep their text."""
+        """One line per mistake in our fields or in a field name; empty for mistakes that only DeepSpeed's own checks
+        should report."""
         lines = []
         for mistake in error.errors():
             place = [str(part) for part in mistake["loc"]]
             path, value = ".".join(["zero_optimization", *place]), _shown(mistake["input"])
-            whole_section = place in (["zenflow"], [])  # DeepSpeed has it too, and its own error for it
+            whole_section = place in (["zenflow"], [])  # DeepSpeed has this section too, and reports it itself
             if mistake["type"] == "extra_forbidden":
                 hint = cls._meant(place) or "; remove it or see docs/config_reference.md"
                 lines.append(f"{path} is not a field (its value was {value}){hint}")
@@ -65,7 +67,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     @classmethod
     def _meant(cls, place: Sequence[str]) -> str:
-        """A guess at the field that an unknown one stands for: one of its section, else of any."""
+        """Guess the field meant by an unknown name: one of the same section, otherwise of any section."""
         sections = _sections(cls)
         *section, name = place
         here = sections.get(tuple(section), ())
@@ -77,7 +79,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         return ""
 
     def _contradictions(self) -> str:
-        """One line for each pair of settings that ask for different things."""
+        """One line per pair of contradicting settings."""
         rivals = {
             "stage3_allgather_sequential": self.allgather_sequential,
             "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
@@ -91,7 +93,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
 
 def _is_deeper_than(value: Any, levels: int) -> bool:
-    """Whether dicts and lists are nested deeper than that; without recursion, which Python bounds."""
+    """Whether dicts and lists are nested more than `levels` deep. Iterative, because Python limits recursion."""
     level = [value]
     for _ in range(levels):
         containers = [each for each in level if isinstance(each, dict | list)]
@@ -100,17 +102,17 @@ def _is_deeper_than(value: Any, levels: int) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """`value` for a message, cut where it is long."""
+    """`value` for a message, shortened if it is long."""
     short = reprlib.Repr()
     short.maxstring = short.maxlong = short.maxother = 100
     try:
         return short.repr(value)
-    except ValueError:  # Python bounds the digits of an int that it prints
-        return "an int of too many digits"
+    except ValueError:  # Python limits the digits of an int that it prints
+        return "an int with too many digits"
 
 
 def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:
-    """The names in `model` and in every section that its annotations hold, by the path to the section."""
+    """Field names of `model` and of every section in its annotations, by the path to the section."""
     found: dict[tuple[str, ...], list[str]] = {(): []}
     for name, field in model.model_fields.items():
         found[()] += [name, *([field.alias] if field.alias else [])]

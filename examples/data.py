@@ -1,4 +1,4 @@
-"""The training text: the source code of Python's standard library on this machine, one token per byte."""
+"""Provides the training text: the source code of Python's standard library on this machine, one token per byte."""
 
 import sysconfig
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ByteText:
     def batch(self, step: int, rank: int, size: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one rank's micro-batch: two int64 tensors [size, seq_len].
 
-        A batch is a function of (seed, step, rank) alone, so a resumed run sees the data of an uninterrupted one.
+        A batch depends only on (seed, step, rank), so a resumed run sees the same data as an uninterrupted one.
         """
         return _windows(self.train, step, rank, size, seq_len, seed)
 
@@ -41,11 +41,11 @@ def _windows(text: Tensor, index: int, rank: int, size: int, seq_len: int, seed:
 
 @cache
 def standard_library_text() -> ByteText:
-    """Read all ``.py`` files of the standard library except its tests, in order of name."""
+    """Read all ``.py`` files of the standard library except its tests, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in sorted(root.rglob("*.py")) if not SKIPPED_FOLDERS.intersection(f.relative_to(root).parts)]
     if len(files) < 2 * HELD_OUT_EVERY:
-        raise FileNotFoundError(f"the standard library at {root} holds {len(files)} .py files; cannot train on that")
+        raise FileNotFoundError(f"the standard library at {root} has {len(files)} .py files: use a complete Python")
     held_out, train = bytearray(), bytearray()
     for position, file in enumerate(files):
         (held_out if position % HELD_OUT_EVERY == 0 else train).extend(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Train a small Llama with the Hugging Face Trainer on the source code of Python's standard library.
+"""Trains a small Llama with the Hugging Face Trainer on the source code of Python's standard library.
 
     deepspeed --num_accelerators 2 examples/hf_trainer.py
     deepspeed --num_accelerators 2 examples/hf_trainer.py --resume
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class ByteWindows(Dataset):
-    """The text in windows; item i holds input_ids and labels, both int64 [seq_len]."""
+    """The text in windows; item i has input_ids and labels, both int64 [seq_len]."""
 
     def __init__(self, text: Tensor, seq_len: int) -> None:
         self.text, self.seq_len = text, seq_len
@@ -51,7 +51,7 @@ class ByteWindows(Dataset):
 
 
 class StopAfter(TrainerCallback):
-    """Save and stop after a step, as if the run had been interrupted."""
+    """Saves and stops after a step, as if the run had been interrupted."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -71,8 +71,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of the whole run")
     parser.add_argument("--stop-after", type=int, help="save and stop after this step, as if interrupted")
     parser.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, for comparison")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences a rank and micro-step")
-    parser.add_argument("--grad-accum", type=int, default=1, help="micro-steps an optimizer step")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-step")
+    parser.add_argument("--grad-accum", type=int, default=1, help="micro-steps per optimizer step")
     parser.add_argument("--log-every", type=int, default=10, help="optimizer steps between two logs")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)

@@ -1,4 +1,4 @@
-"""A small Llama-style language model in plain torch: RMSNorm, rotary positions, SwiGLU, tied embeddings."""
+"""Defines a small Llama-style language model in plain torch: RMSNorm, rotary positions, SwiGLU, tied embeddings."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model; `dim` is divisible by `num_heads`, and a head's size is even."""
+    """Shape of the model. `dim` must be divisible by `num_heads`, and the size of a head must be even."""
 
     vocab_size: int = 256
     dim: int = 192
@@ -25,7 +25,7 @@ def rotary_table(seq_len: int, head_dim: int, theta: float = 10_000.0) -> Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of a head by its angle. x: [batch, heads, seq, head_dim]; cos, sin: [seq, head_dim / 2]."""
+    """Rotate each pair of a head by its angle. x: [batch, heads, seq, head_dim]; cos, sin: [seq, head_dim / 2]."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next token; `forward` gives the mean cross-entropy if targets are given, else the logits."""
+    """Predicts the next token. `forward` returns the mean cross-entropy if targets are given, otherwise the logits."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class LanguageModel(nn.Module):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices decay, vectors (the norms) do not."""
+    """Apply weight decay to matrices but not to vectors (the norms)."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,11 +1,11 @@
-"""Train a byte-level language model on the source code of Python's standard library.
+"""Trains a byte-level language model on the source code of Python's standard library.
 
     deepspeed --num_accelerators 2 examples/train.py
     deepspeed --num_accelerators 2 examples/train.py --resume
     deepspeed --num_accelerators 2 examples/train.py --mode zero2
 
-The run lands in ``outputs/<mode>``: checkpoint, ``metrics.jsonl`` (one line per optimizer step) and ``run.json``.
-With the same settings a resumed run gives the losses of an uninterrupted run, to the bit.
+The run is stored in ``outputs/<mode>``: the checkpoint, ``metrics.jsonl`` (one line per optimizer step) and
+``run.json``. A run that is resumed with the same settings gives bitwise the losses of an uninterrupted run.
 """
 
 import argparse
@@ -45,9 +45,9 @@ MODES = {
     "zero3": "zero3.json",
     "zero3_single_gather": "zero3_single_gather.json",
 }
-"""The values of ``--mode`` and their files in ``configs/``."""
+"""Values of ``--mode`` and their files in ``configs/``."""
 
-# DeepSpeed calls torch by a name that torch 2.13 calls old.
+# DeepSpeed calls a torch function by a name that torch 2.13 deprecates.
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
 
 WARMUP_STEPS = 20
@@ -68,9 +68,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, for comparison")
     run.add_argument("--sample-bytes", type=int, default=240, help="length of the generated text")
-    overrides = parser.add_argument_group("in place of the config's values")
-    overrides.add_argument("--batch-size", type=int, help="sequences a rank and micro-step")
-    overrides.add_argument("--grad-accum", type=int, help="micro-steps an optimizer step")
+    overrides = parser.add_argument_group("overrides of the config")
+    overrides.add_argument("--batch-size", type=int, help="sequences per rank and micro-step")
+    overrides.add_argument("--grad-accum", type=int, help="micro-steps per optimizer step")
     overrides.add_argument("--lr", type=float, help="peak learning rate")
     overrides.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage")
     model = parser.add_argument_group("model")
@@ -89,7 +89,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The mode's DeepSpeed config, with the values given on the command line."""
+    """The mode's DeepSpeed config, with overrides from the command line."""
     config = json.loads((args.config or ROOT / "configs" / MODES[args.mode]).read_text())
     if args.batch_size is not None:
         config["train_micro_batch_size_per_gpu"] = args.batch_size
@@ -106,14 +106,15 @@ def load_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def share_cores() -> None:
-    """Divide the cores between the ranks on a machine without accelerator; otherwise each rank would use all."""
+    """Divide the cores among the ranks on a machine without an accelerator; otherwise each rank would use all of
+    them."""
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_SIZE", "1"))))
 
 
 def warmup_cosine(total_steps: int) -> Callable[[int], float]:
-    """Factor on the learning rate: linear warm-up, then half a cosine down to a tenth."""
+    """Factor of the learning rate: linear warm-up, then half a cosine period down to a tenth."""
 
     def factor(step: int) -> float:
         warmup = min(1.0, (step + 1) / WARMUP_STEPS)
@@ -161,7 +162,8 @@ def save(engine: deepspeed.DeepSpeedEngine, step: int, args: argparse.Namespace)
 
 
 def open_metrics(first: int, args: argparse.Namespace) -> TextIO:
-    """Open the metrics file, cut to the steps before `first`; on other ranks than 0, a file that discards all."""
+    """Open the metrics file, truncated to the steps before `first`; on ranks other than 0, open a file that discards
+    everything."""
     if dist.get_rank() != 0:
         return open(os.devnull, "w")
     path = args.output / "metrics.jsonl"
@@ -173,14 +175,14 @@ def open_metrics(first: int, args: argparse.Namespace) -> TextIO:
 def overlap_figures(engine: deepspeed.DeepSpeedEngine) -> dict[str, float]:
     """Metrics of the last step's overlap; empty if the optimizer does not run in a separate process."""
     measured = engine.optimizer.measurements() if hasattr(engine.optimizer, "measurements") else {}
-    figures = {name: measured.get(f"zenflow_{name}", math.nan) for name in ("wait_ms", "worker_ms", "prediction_error")}
-    return {name: float(f"{value:.4g}") for name, value in figures.items() if math.isfinite(value)}
+    metrics = {name: measured.get(f"zenflow_{name}", math.nan) for name in ("wait_ms", "worker_ms", "prediction_error")}
+    return {name: float(f"{value:.4g}") for name, value in metrics.items() if math.isfinite(value)}
 
 
 def train(
     engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: int, args: argparse.Namespace
 ) -> list[dict[str, float]]:
-    """Run optimizer steps `first` to `last` - 1, write one line of metrics per step, and save every `save_every` steps.
+    """Run optimizer steps `first` to `last` - 1; write one line of metrics per step and save every `save_every` steps.
 
     Returns:
         The metrics of each step.
@@ -231,14 +233,14 @@ def generate(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, temper
 
 
 def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: argparse.Namespace) -> int:
-    """Load the last checkpoint and return the next step. Exits if there is none or the run had other settings."""
+    """Load the last checkpoint and return the next step. Exits if there is none or if the run had other settings."""
     run_file = args.output / "run.json"
     if not run_file.is_file():
         raise SystemExit(f"--resume: no run in {args.output}; train without --resume first")
     before = json.loads(run_file.read_text())
     changed = [f"{name}: was {before.get(name)}, is {now}" for name, now in settings.items() if before.get(name) != now]
     if changed:
-        raise SystemExit(f"--resume: the run in {args.output} has other settings ({'; '.join(changed)})")
+        raise SystemExit(f"--resume: the run in {args.output} had other settings ({'; '.join(changed)})")
     path, client_state = engine.load_checkpoint(str(args.output))
     if path is None:
         raise SystemExit(f"--resume: no checkpoint in {args.output}; train without --resume first")
@@ -246,22 +248,22 @@ def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: ar
 
 
 def report_overlap(lines: list[dict[str, float]]) -> None:
-    """Print how much of the optimizer's time was hidden behind the model's, and the error of its prediction."""
-    beside = [line for line in lines if line.get("worker_ms")]
-    if not beside:
+    """Print how much of the optimizer's time overlapped with the model, and the error of the prediction."""
+    overlapped = [line for line in lines if line.get("worker_ms")]
+    if not overlapped:
         return
-    worker, wait = (statistics.fmean(line[name] for line in beside) for name in ("worker_ms", "wait_ms"))
-    step = 1e3 * statistics.fmean(line["seconds"] for line in beside)
+    worker, wait = (statistics.fmean(line[name] for line in overlapped) for name in ("worker_ms", "wait_ms"))
+    step = 1e3 * statistics.fmean(line["seconds"] for line in overlapped)
     print(
-        f"overlap: the optimizer worked {worker:.1f} ms a step beside the model and was waited for {wait:.1f} ms, "
+        f"overlap: the optimizer process worked {worker:.1f} ms per step, and the model waited {wait:.1f} ms for it, "
         f"{wait / step:.1%} of the step"
     )
-    if errors := [line["prediction_error"] for line in beside if "prediction_error" in line]:
+    if errors := [line["prediction_error"] for line in overlapped if "prediction_error" in line]:
         print(f"prediction error: {statistics.median(errors):.3f} of an update (median)")
 
 
 def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> None:
-    """Print memory and the optimizer's measurements; the log already shows the start-up."""
+    """Print memory and the optimizer's metrics; the log already shows the start-up."""
     report_overlap(lines)
     print(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
     if get_accelerator().device_name() != "cpu":
@@ -271,7 +273,7 @@ def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> 
 
 
 def run(args: argparse.Namespace) -> float:
-    """Train, save, evaluate and sample; needs the process group. Returns the held-out loss in nats per byte."""
+    """Train, save, evaluate and sample. Needs the process group. Returns the held-out loss in nats per byte."""
     is_first_rank = dist.get_rank() == 0
     say = print if is_first_rank else lambda *_: None
     text = standard_library_text()
@@ -285,7 +287,7 @@ def run(args: argparse.Namespace) -> float:
         (args.output / "run.json").write_text(json.dumps(settings, indent=2))
     last = min(args.steps, args.stop_after or args.steps)
     if first >= last:
-        say(f"trained {first} steps already; --steps {first + 100} trains on")
+        say(f"already trained {first} steps; use --steps {first + 100} to continue")
     lines = train(engine, text, first, last, args)
 
     loss = held_out_loss(engine, text, args)

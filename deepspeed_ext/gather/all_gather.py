@@ -34,7 +34,7 @@ from deepspeed_ext.gather.plan import GatherPlan, ParameterFacts, plan_gather
 __all__ = ["SingleParameterGather", "attach", "detach"]
 
 UNGROUPED_MIN_NUMEL = 262144
-"""Without grouped launches, smaller parameters share a bucket. Measured: docs/single_param_gather.md."""
+"""Without grouped launches, smaller parameters share a bucket. Measured: docs/lab/gather.md."""
 
 
 class SingleParameterGather:

@@ -1,36 +1,52 @@
-"""ZenFlow: an optimizer process of its own, overlapped with the accelerator.
+"""Runs Adam in a separate optimizer process that overlaps with the accelerator.
 
-Glossary (sizes in elements of one partition of ``n`` elements; host tensors live in one arena per rank):
+Glossary. Sizes are in elements of one partition with ``n`` elements; b is the block size. What the trainer
+and the worker share lies in one arena per rank (`worker.arena`), under the kind given in quotes.
 
-=============  ================  ==========  ===============================================================
-name           dtype             where       what, written by -> read by
-=============  ================  ==========  ===============================================================
-partition      -                 -           this rank's flat slice of a parameter group (stages 1 and 2) or
-                                             sub-group (stage 3), in the natural row-major order
-weights  W     16 bit            device      what the model computes with: trainer -> model
-master   p     fp32 [n]          host        the weights AdamW works on: worker -> checkpoint
-moments  m, v  fp32 [n]          host        Adam's moments: worker -> checkpoint
-gradient g     16 bit [n]        host ring   reduced gradient of one optimizer step, not unscaled: trainer -> worker
-factor   c     float             command     unscale and clip factor of that gradient: trainer -> worker
-published y    16 bit or fp32    host [n]    p after the update, extrapolated to where the estimate starts:
-                                             worker -> trainer
-block means    fp32 [n / block]  host        mean of v over each block of contiguous elements: worker -> trainer
-drift    D     16 bit [n]        device      effect of the gradients in flight (interval > 1): trainer only
-=============  ================  ==========  ===============================================================
+=============  ===============  ==============  ==============================================================
+name           dtype, shape     location        meaning, writer -> reader
+=============  ===============  ==============  ==============================================================
+partition      -                -               this rank's flat slice of a parameter group (stages 1 and 2)
+                                                or sub-group (stage 3), in the natural row-major order
+weights  W     model's, [n]     accelerator     what the model computes with: trainer -> model
+master   p     fp32 [n]         arena "p"       the weights that Adam updates: worker -> checkpoint
+moments  m, v  fp32 [n]         arena "m", "v"  Adam's moments: worker -> checkpoint
+gradient g     see below, [n]   arena "g"       reduced gradient of one optimizer step, before unscaling and
+                                                clipping, in one slot of the gradient ring: trainer -> worker
+factor   c     float            command         unscale and clip factor of that gradient: trainer -> worker
+published y    model's or fp32  arena "y"       p after the update. For a prediction, p extrapolated to the
+               [n]                              point where the estimate starts: worker -> trainer
+per block      [ceil(n / b)]    arena           one entry per block; each rule has its own array (below)
+=============  ===============  ==============  ==============================================================
 
-Of the selective rule alone (blocks of ``select_block_size`` elements):
+Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are handed over in the
+accumulation dtype, which is fp32 when gradients are accumulated (see `deepspeed_ext.zero.zenflow.grad_dtype`).
 
-=============  ================  ==========  ===============================================================
-hot blocks     fp32 [k, block]   device      p, m, v of the blocks that step on the accelerator, moved there and
-                                             back where blocks are selected
-updates        int32 [blocks]    host        how many updates each block has had; negative: the block is hot
-=============  ================  ==========  ===============================================================
+The predictive rule adds:
 
-*Optimizer step*: a boundary of the user's gradient accumulation. *Interval* S: optimizer steps handed over together.
-*Hand-over*: an interval's gradients, in the ring, become the worker's. *In flight*: handed over, result not applied.
+=============  ===============  =====================  =======================================================
+block means    fp32 [blocks]    arena "block_means"    mean of v over each block: worker -> trainer
+drift    D     model's, [n]     accelerator            effect of the gradients in flight; only at intervals
+                                                       above 1: trainer -> trainer
+=============  ===============  =====================  =======================================================
 
-Rooms: the schedules (which step does what), `predict` (the arithmetic of the estimate) and `blocks` (that of hot
-blocks) know nothing of processes; `arena` is the shared memory, `worker` the optimizer process, `process` the trainer's
-end of it, `link` what is handed over and awaited, `kernel` the pass over memory; `offloaded_adam` is what both rules
-share, `predictive` and `selective` are the rules; `checkpoint` is what is saved of them.
+The selective rule adds:
+
+=============  ===============  =====================  =======================================================
+hot blocks     fp32 [k, b]      accelerator, or        p, m, v of the k blocks that step on the accelerator;
+                                pinned host memory     moved there and back when blocks are selected
+                                (``offload``)
+updates        int32 [blocks]   arena "updates"        updates of each block so far; negative for a hot block
+=============  ===============  =====================  =======================================================
+
+*Block*: a run of b contiguous elements of a partition; the last one may be shorter. *Optimizer step*: a boundary of the
+user's gradient accumulation, not a micro-step. *Update*: one Adam update of p, m and v. *Interval* S: optimizer steps
+whose gradients are handed over together. *Hand over*: give the worker an interval's gradients, which lie in the slots
+of the ring. *In flight*: handed over, with the result not applied yet.
+
+Rooms: `optimizer` collects gradients, hands them over and waits; `rule` is the interface of an update rule, and
+`predictive` and `selective` implement it. `worker` holds the optimizer process, the shared memory and the connection;
+`kernel` the arithmetic over host memory. `schedule` says what each step does, `partition` and `blocks` describe the
+data, and `metrics` measures. `start` builds all of this from the config, which `supported` checks. `checkpoint` saves
+and restores it, and `section` checks what a checkpoint holds.
 """

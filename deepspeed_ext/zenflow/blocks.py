@@ -1,7 +1,7 @@
-"""Blocks of a flat partition, and Adam on some of them.
+"""Selects blocks of a flat partition and runs Adam on them.
 
-A partition of n elements is cut into blocks of `block_size` contiguous elements; the last may be shorter. No shapes of
-parameters come into it: blocks select as well as columns do, in the loss that a run reaches.
+A partition of n elements is divided into blocks of `block_size` contiguous elements; the last may be shorter. Parameter
+shapes play no role: selecting blocks reaches the same loss as selecting columns.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CHUNK_BLOCKS = 1 << 14
 
 
 class BlockSet:
-    """Some blocks of partitions of n elements.
+    """A set of blocks, applicable to any partition of n elements.
 
     Args:
-        ids: numbers of the blocks, 1-D int64, ascending, on the device where the blocks are used.
+        ids: block numbers, 1-D int64, ascending, on the device where the blocks are used.
         numel: n.
-        block_size: elements of a block.
+        block_size: elements per block.
     """
 
     def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
@@ -38,7 +38,14 @@ class BlockSet:
         return self.ids.numel()
 
     def take(self, flat: torch.Tensor) -> torch.Tensor:
-        """The blocks of `flat` (1-D, n elements), a row each, on its device; a short block is padded with zeros."""
+        """Gather the set's blocks from a flat tensor.
+
+        Args:
+            flat: 1-D [n], any dtype, any device.
+
+        Returns:
+            [len(self), block_size], on the device of `flat`, one row per block; a short block is padded with zeros.
+        """
         whole, ids = self._split(flat)
         rows = whole.index_select(0, ids)
         if not self._has_tail:
@@ -47,7 +54,12 @@ class BlockSet:
         return torch.cat([rows, tail.view(1, -1)])
 
     def put(self, flat: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write `rows`, of `take`'s shape and any dtype and device, into `flat`."""
+        """Scatter blocks into a flat tensor, in place.
+
+        Args:
+            flat: 1-D [n], any dtype, any device.
+            rows: [len(self), block_size], any dtype and device.
+        """
         rows = rows.to(flat.device, flat.dtype)
         whole, ids = self._split(flat)
         whole.index_copy_(0, ids, rows[: ids.numel()])
@@ -55,19 +67,19 @@ class BlockSet:
             flat[whole.numel() :] = rows[-1, : self._tail]
 
     def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`flat`'s whole blocks as rows, and the numbers of those that are in the set, on `flat`'s device."""
+        """View the whole blocks of `flat` as rows; also return the set's whole-block numbers, on `flat`'s device."""
         ids = self.ids[:-1] if self._has_tail else self.ids
         return flat[: self._whole * self.block_size].view(-1, self.block_size), ids.to(flat.device)
 
 
 @dataclass
 class AdamBlocks:
-    """Adam's state of a `BlockSet`, away from the partition's own arrays.
+    """Adam's state of a `BlockSet` of k blocks, outside the partition's own arrays.
 
     Attributes:
-        blocks: which.
-        p, m, v: fp32, a row a block.
-        updates: how many each block has had; int32, one a block.
+        blocks: the set.
+        p, m, v: fp32 [k, block_size], one row per block.
+        updates: int32 [k], number of updates each block has had.
     """
 
     blocks: BlockSet
@@ -78,17 +90,22 @@ class AdamBlocks:
 
     @torch.no_grad()
     def step(self, grad: torch.Tensor, grad_scale: float, step: AdamStep) -> torch.Tensor:
-        """One Adam step with ``grad_scale * grad``, a row per block, any float dtype, on whatever device.
+        """Take one Adam step with ``grad_scale * grad``.
 
-        Computed in fp32 on grad's device, as `kernel.adam_pass` defines it, with each block's own update count; state
-        that lives elsewhere is copied there and back. ``step.step`` and ``step.grad_scale`` are not used.
+        Computed in fp32 on grad's device as `kernel.adam_pass` defines it, with each block's own update count. State
+        that lives on another device is copied there and back. ``step.step`` and ``step.grad_scale`` are not used.
+
+        Args:
+            grad: [k, block_size], any float dtype, any device.
+            grad_scale: multiplies the gradient.
+            step: the hyperparameters.
 
         Returns:
-            The new p on grad's device: fp32, a row per block. Weights are to be written from this one. The attribute
-            `p` may be page-locked host memory that the copy back reaches only later; a read of it by the host, and a
-            copy from it that converts on the host, would see the step before or a mixture.
+            The new p, fp32 [k, block_size], on grad's device. Compute weights from this tensor, not from the attribute
+            `p`: that may be page-locked host memory which the asynchronous copy back has not reached. If the host reads
+            it, or converts it in a copy, it may see the previous step or a mixture.
         """
-        home, device = self.p.device, grad.device
+        state_device, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
         g = grad.float() * grad_scale
         if step.weight_decay and not step.decoupled:
@@ -96,14 +113,14 @@ class AdamBlocks:
         updates.add_(1)
         m.lerp_(g, 1.0 - step.beta1)
         v.mul_(step.beta2).addcmul_(g, g, value=1.0 - step.beta2)
-        # 1 - beta^t, exact also for small t where 1 - beta**t would cancel in fp32.
+        # 1 - beta^t by expm1: for small t, 1 - beta**t would lose digits to cancellation in fp32.
         times = updates[:, None].float()
         correction1, correction2 = (-torch.expm1(times * math.log(beta)) for beta in (step.beta1, step.beta2))
         if step.decoupled:
             p.mul_(1.0 - step.lr * step.weight_decay)
         denominator = v.sqrt().div_(correction2.sqrt_()).add_(step.eps)
         p.addcdiv_(m / correction1, denominator, value=-step.lr)
-        if home != device:
+        if state_device != device:
             for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
                 own.copy_(new, non_blocking=True)
         return p
@@ -118,13 +135,13 @@ def step_blocks(
     gradient: torch.Tensor,
     step: AdamStep,
 ) -> None:
-    """One Adam step of p, m, v in place, of all blocks but some.
+    """Take one Adam step of p, m, v in place, for all blocks except some.
 
     Args:
         state: p, m, v; 1-D fp32 [n], host.
-        block_size: elements of a block.
-        counts: updates that each block has had; 1-D int32, host.
-        without: numbers of the blocks that keep their state; 1-D int64.
+        block_size: elements per block.
+        counts: updates that each block has had; 1-D int32 [blocks], host.
+        without: numbers of the blocks that keep their state; 1-D int64. None: no exception.
         gradient: 1-D [n], any float dtype, host.
         step: the constants; its grad_scale multiplies the gradient.
     """

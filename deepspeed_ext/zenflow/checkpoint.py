@@ -1,8 +1,9 @@
-"""What a checkpoint holds beside p, m, v and the step count, so that a resumed run continues to the bit.
+"""Saves and restores the state that a bitwise resume needs besides p, m, v and the step count.
 
-The base optimizer's state dict has the masters, moments and step in DeepSpeed's own layout, readable without us. This
-module adds a section for what is not there: the schedule, gradients that are not handed over, and what the rule keeps.
-The update in flight is waited for first: it is exact and due anyway, and saving changes nothing about what follows.
+The base optimizer's state dict holds masters, moments and step in DeepSpeed's own layout, readable without this
+package. This module adds a section with the rest: the schedule, the gradients that were not handed over, and the rule's
+own state. A save waits for the update in flight first. That update is exact and due anyway, so saving does not affect
+later steps.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from deepspeed_ext.zenflow.section import VERSION, Section
 __all__ = ["SECTION", "adopt_optimizer_state", "restore", "section"]
 
 SECTION = "deepspeed_ext_zenflow"
-"""The key of our section in an optimizer's state dict."""
+"""Key of the ZenFlow section in an optimizer's state dict."""
 
 
 def section(adam: OffloadedAdam) -> dict[str, Any]:
-    """The section of this rank; its tensors are copies. Call `OffloadedAdam.drain` first."""
+    """This rank's section; its tensors are copies. Call `OffloadedAdam.drain` first."""
     rule_state, partitions = adam.rule.saved()
     return {
         "version": VERSION,
@@ -48,12 +49,16 @@ def section(adam: OffloadedAdam) -> dict[str, Any]:
 
 
 def _collected_gradients(adam: OffloadedAdam, partition: Partition) -> list[torch.Tensor]:
-    """Between steps: the gradients of a partition that are not handed over, in the arena, oldest first."""
+    """A partition's gradients in the arena that are not handed over, oldest first. Valid between steps."""
     return [partition.ring[slot] for slot in adam.rule.schedule.latest(len(partition.collected))]
 
 
 def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer) -> None:
-    """Copy moments and step count that DeepSpeed has just loaded into `optimizer` to the arena."""
+    """Copy the moments and step count that DeepSpeed has loaded into `optimizer` to the arena.
+
+    Raises:
+        CheckpointError: the partitions have different step counts.
+    """
     updates = set()
     for partition in adam.partitions:
         state = optimizer.state.get(partition.master, {})
@@ -74,16 +79,17 @@ def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer)
 
 
 def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
-    """Continue where `section` was taken; masters, moments and step count are in place already.
+    """Continue from a saved section; masters, moments and step count are already in place.
 
     Args:
-        adam: nothing may be in flight.
-        saved: this rank's section, None if the checkpoint has none (one of plain ZeRO-Offload).
-        where: names the checkpoint in messages.
+        adam: the optimizer; nothing may be in flight.
+        saved: this rank's section; None: the checkpoint has none, because plain ZeRO-Offload wrote it.
+        where: prefix of log messages, such as the rank.
 
     Returns:
-        True if the run continues to the bit. False if it begins anew from the masters, because the checkpoint has no
-        section or the settings have changed: gradients that were not handed over have then been applied.
+        True if the run continues bitwise. False if it starts over from the masters, because the checkpoint has no
+        section or a setting has changed. In the latter case gradients that were not handed over have been applied
+        first.
     """
     if saved is None:
         return False
@@ -92,12 +98,12 @@ def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
         for partition, values in zip(adam.partitions, saved.partitions, strict=True):
             values.apply_collected(partition, saved.block_size)
         adam.masters_changed(saved.updates if saved.position else None)
-        logger.warning(f"{where}: {changed} differs from the checkpoint; training goes on from the exact weights")
+        logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
         return False
     if saved.kernel != (kernel := adam.link.process.ready.kernel):
         logger.warning(
-            f"{where}: the optimizer process runs the {kernel} kernel and ran the {saved.kernel} one before: "
-            "what follows equals the uninterrupted run to rounding, not to the bit"
+            f"{where}: the optimizer process uses the {kernel} kernel, the checkpoint the {saved.kernel} kernel. "
+            "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(dict(saved.schedule), saved.position)
     adam.lock_ring()
@@ -114,7 +120,7 @@ def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
 def _changed_setting(adam: OffloadedAdam, saved: Section) -> str | None:
     rule = adam.rule
     if saved.rule != rule.name:
-        return f"zenflow.update_rule ({saved.rule} there, {rule.name} here)"
+        return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
     if saved.block_size != rule.block_size:
-        return f"the block size of zenflow ({saved.block_size} there, {rule.block_size} here)"
+        return f"the block size of zenflow ({saved.block_size} in the checkpoint, {rule.block_size} now)"
     return rule.changed_setting(dict(saved.schedule), saved.position)

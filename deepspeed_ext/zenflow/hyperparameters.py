@@ -1,4 +1,4 @@
-"""What of the user's optimizer the worker carries out: Adam or AdamW, with each group's own hyperparameters."""
+"""Reads the hyperparameters that the worker needs from the user's Adam or AdamW."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["AdamHyperparameters"]
 
 
 class AdamHyperparameters:
-    """The user's Adam as the worker needs it: hyperparameters as they stand, and the form of its state.
+    """Current hyperparameters of the user's Adam, and the format of its state.
 
     Args:
-        optimizer: holds hyperparameters and, for checkpoints, state; it never moves a weight itself.
+        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
 
     Raises:
         ConfigError: see `is_decoupled`.
@@ -25,7 +25,13 @@ class AdamHyperparameters:
         self._decoupled = is_decoupled(optimizer)
 
     def step(self, group: int, number: int, grad_scale: float) -> AdamStep:
-        """The constants of update `number` (from 1) for a parameter group, as they stand now."""
+        """The constants of one update, from the current hyperparameters.
+
+        Args:
+            group: index of the parameter group.
+            number: number of the update, from 1.
+            grad_scale: multiplies the gradient.
+        """
         values = self._optimizer.param_groups[group]
         beta1, beta2 = values["betas"]
         return AdamStep(
@@ -44,7 +50,7 @@ class AdamHyperparameters:
         return float(self._optimizer.param_groups[group]["eps"])
 
     def step_value(self, updates: int) -> torch.Tensor | int:
-        """The update count in the form in which the optimizer keeps it in its state."""
+        """The update count in the form in which the optimizer stores it: an int, or a 0-D fp32 CPU tensor."""
         if type(self._optimizer).__name__ in DEEPSPEED_ADAMS:
             return updates
         return torch.tensor(float(updates), dtype=torch.float32, device="cpu")

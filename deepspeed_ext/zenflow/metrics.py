@@ -1,4 +1,4 @@
-"""What a step cost: the figures that go to the log and the monitor, and that choose the interval."""
+"""Measures each step, for the log, the monitor and the choice of the update interval."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ class Metrics:
     """Metrics of the last optimizer step; times in seconds, sizes in bytes."""
 
     wait_seconds: float = 0.0
-    """The trainer stood waiting for the worker."""
+    """Time for which the trainer waited for the worker."""
     worker_seconds: float = 0.0
-    """The worker's newest pass, over all partitions."""
+    """Duration of the worker's newest pass, over all partitions."""
     device_seconds: float = 0.0
-    """From the end of the step before to the beginning of this one: forward, backward, everything else."""
+    """Time from the end of the previous step to the start of this one: forward, backward and everything else."""
     step_seconds: float = 0.0
-    """Inside the optimizer step, waiting included."""
+    """Time inside the optimizer step, waiting included."""
     overlap: float = 0.0
-    """Share of the worker's time since the start that the trainer did not stand waiting for it."""
+    """Fraction of the worker's total time for which the trainer did not wait; since the start."""
     bytes_down: int = 0
+    """Bytes copied from the accelerator to the arena in this step."""
     bytes_up: int = 0
+    """Bytes copied from the arena to the accelerator in this step."""
     _total_wait: float = 0.0
     _total_worker: float = 0.0
     _worker: list[float] = field(default_factory=list)
@@ -39,7 +41,7 @@ class Metrics:
     _ended: float | None = None
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
+        """Start timing an optimizer step."""
         self._begun = time.perf_counter()
         self.wait_seconds, self.bytes_down, self.bytes_up = 0.0, 0, 0
         if self._ended is not None:
@@ -47,7 +49,7 @@ class Metrics:
             self._device = [*self._device[-_REMEMBERED:], self.device_seconds]
 
     def end_step(self) -> None:
-        """The optimizer step has ended."""
+        """Stop timing the optimizer step."""
         self._ended = time.perf_counter()
         self._total_wait += self.wait_seconds
         if self._total_worker > 0:
@@ -55,7 +57,12 @@ class Metrics:
         self.step_seconds = self._ended - self._begun
 
     def note_worker(self, seconds: float, gradients: int) -> None:
-        """The worker has answered a submission with that many gradients."""
+        """Record the worker's answer to a submission.
+
+        Args:
+            seconds: duration of its passes.
+            gradients: number of gradients in the submission; 0: it only published again.
+        """
         self.worker_seconds = seconds
         self._total_worker += seconds
         if gradients:
@@ -67,7 +74,7 @@ class Metrics:
         return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
 
     def as_dict(self, interval: int) -> dict[str, float]:
-        """By name, for logs; times in milliseconds."""
+        """The metrics by name, for logs; times in milliseconds, sizes in bytes."""
         return {
             "wait_ms": self.wait_seconds * 1e3,
             "worker_ms": self.worker_seconds * 1e3,
@@ -81,7 +88,7 @@ class Metrics:
 
 
 class PredictionProbe:
-    """Compares a sample of predicted weights with what the worker made of the same gradients, now and then."""
+    """Compares, every 20 intervals, a sample of predicted weights with the worker's result for the same gradients."""
 
     EVERY_INTERVALS = 20
     SAMPLE_NUMEL = 1 << 16
@@ -93,13 +100,17 @@ class PredictionProbe:
         self._before: torch.Tensor | None = None
 
     def errors(self) -> dict[str, float]:
-        """The newest sample, by name. ``prediction_error``: ||W - p|| over ||p - p before||; ``rounding_error``:
-        ||16bit(p) - p|| over ||p - p before||, what 16-bit weights cost without any prediction. NaN before the first
-        sample."""
+        """The newest sample, by name; NaN before the first sample.
+
+        ``prediction_error`` is ``||W - p||`` and ``rounding_error`` is ``||round(p) - p||``, both over ``||p -
+        p_before||``. round() converts to the model's dtype, so the second is the cost of low-precision weights without
+        any prediction.
+        """
         return {"prediction_error": self._prediction_error, "rounding_error": self._rounding_error}
 
     def arrived(self, master: torch.Tensor) -> None:
-        """The worker's result is in `master` (1-D fp32, host): book the errors of the sample taken before, if any."""
+        """Compute the errors of the pending sample, if any, now that the worker's result is in `master` (1-D fp32,
+        host)."""
         if self._predicted is not None and self._before is not None:
             now = master[: self._before.numel()].detach()
             moved = (now - self._before).norm().clamp_min(torch.finfo(torch.float32).tiny)
@@ -108,7 +119,12 @@ class PredictionProbe:
         self._predicted = self._before = None
 
     def predicted(self, weights: torch.Tensor, master: torch.Tensor) -> None:
-        """`weights` have just been predicted and `master` is the result that they build on."""
+        """Take a sample when one is due.
+
+        Args:
+            weights: 1-D, just predicted.
+            master: 1-D fp32, host; the result on which the prediction is based.
+        """
         if self._intervals % self.EVERY_INTERVALS == 0:
             self._predicted = weights[: self.SAMPLE_NUMEL].detach().to("cpu", copy=True)
             self._before = master[: self.SAMPLE_NUMEL].detach().clone()

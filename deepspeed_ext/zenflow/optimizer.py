@@ -1,8 +1,8 @@
-"""The optimizer as the ZeRO subclasses see it: gradients of partitions go in, weights come out.
+"""Runs optimizer steps for the ZeRO subclasses: takes the gradients of partitions and writes their weights.
 
-One optimizer step is `begin_step`, `step_partition` for each partition in order, `finish_weights`, `end_step`. The
-subclass of DeepSpeed's optimizer owns parameters and communication; `OffloadedAdam` collects gradients, hands them to
-the worker and waits for it; an `UpdateRule` says when, and how weights follow.
+One optimizer step is `begin_step`, `step_partition` for each partition in order, `finish_weights`, `end_step`. The ZeRO
+subclass owns parameters and communication. `OffloadedAdam` collects gradients, hands them to the worker and waits for
+it. An `UpdateRule` decides when, and computes the weights.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = ["OffloadedAdam"]
 
 
 class OffloadedAdam:
-    """Adam in a process of its own. Made by `deepspeed_ext.zenflow.start.start_adam`.
+    """Adam in a separate process. Built by `deepspeed_ext.zenflow.start.start_adam`.
 
     Args:
-        rule: the update rule, which knows the same partitions and link.
-        partitions: of this rank; p is in place.
-        link: to the worker.
-        optimizer: holds hyperparameters and, for checkpoints, state; it never moves a weight itself.
-        hyperparameters: of `optimizer`.
-        ranks: the data-parallel ranks; all of them make one of these, with partitions in the same order.
-        metrics: take what is measured here.
+        rule: the update rule, built on the same partitions and link.
+        partitions: this rank's partitions, with p in place.
+        link: connection to the worker.
+        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
+        hyperparameters: those of `optimizer`.
+        ranks: the data-parallel ranks; each of them builds one of these, with partitions in the same order.
+        metrics: receives the measurements.
 
     Attributes:
-        rule, partitions, link, ranks: as given.
-        updates: optimizer steps whose gradient has been taken so far (t of the newest).
+        rule, partitions, link, ranks: the arguments.
+        updates: optimizer steps whose gradients have been taken so far (t of the newest).
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class OffloadedAdam:
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """An optimizer step that will be applied begins; waits for the update in flight if the weights need it. A
+        """Begin an optimizer step that will be applied; wait for the update in flight if the weights need it. A
         collective.
 
         Raises:
-            WorkerError: on every rank, if the worker of any has failed.
+            WorkerError: on every rank, if any rank's worker has failed.
         """
         with record_function("deepspeed_ext.zenflow.begin_step"):
             with self.link.keeping():
                 self._metrics.begin_step()
             if self.link.phase is UpdatePhase.EXPOSED:
-                self.link.wait()  # only this rank may have been read or written: no collective
+                self.link.wait()  # other ranks may not be exposed, so no collective
                 with self.link.keeping():
                     self.link.phase = UpdatePhase.READ
                     self.rule.resume()
@@ -86,26 +86,26 @@ class OffloadedAdam:
                 self.link.receive()
 
     def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
-        """Take the gradient of a partition, on this rank alone.
+        """Take the gradient of one partition, on this rank alone.
 
         Args:
-            index: of the partition; all of them, in order, between `begin_step` and `finish_weights`.
+            index: number of the partition; each is taken once, in order, between `begin_step` and `finish_weights`.
             grad: 1-D [n], reduced, neither unscaled nor clipped; may be reused after the call.
-            factor: what it is to be multiplied with.
+            factor: multiplies the gradient.
         """
-        # Also if the worker has failed: until all ranks wait together, weights that need nothing of it stay right.
+        # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
         with record_function("deepspeed_ext.zenflow.step_partition"), self.link.keeping():
             plan, partition = self._current_plan, self.partitions[index]
             grad = self._collect(partition, grad, factor.value)
             self.rule.step_partition(plan, partition, grad, factor)
-            if plan.waits_last:  # the worker steps this partition while the next gradient is made ready
+            if plan.waits_last:  # the worker steps this partition while the next gradient is prepared
                 self.link.send([self.rule.task(plan, partition)], gradients=plan.handed_over)
 
     def finish_weights(self) -> None:
-        """All gradients have been taken. Afterwards the new weights of all partitions are written. A collective.
+        """Write the new weights of all partitions, once all gradients have been taken. A collective.
 
         Raises:
-            WorkerError: on every rank, if the worker of any has failed.
+            WorkerError: on every rank, if any rank's worker has failed.
         """
         with record_function("deepspeed_ext.zenflow.finish_weights"):
             plan = self._current_plan
@@ -114,7 +114,8 @@ class OffloadedAdam:
             self.rule.write_weights(plan)
 
     def end_step(self) -> None:
-        """Hand over what the plan says; does not wait for the worker. A collective only while an interval is open."""
+        """Hand over what the plan says, without waiting for the worker. A collective only while the interval is
+        open."""
         with record_function("deepspeed_ext.zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             self._plan = None
@@ -123,8 +124,8 @@ class OffloadedAdam:
                     tasks = [rule.task(plan, partition) for partition in self.partitions]
                     self.link.send(tasks, gradients=plan.handed_over)
                 else:
-                    # Weights that were copied from the arena on this stream are read by the next all-gather on
-                    # DeepSpeed's own stream, which does not wait for this one. `send` ends with this wait too.
+                    # This stream copies weights from the arena. The next all-gather reads them on DeepSpeed's stream,
+                    # which does not wait for this one. `send` includes the same wait.
                     self.link.transfers.finish()
                 rule.end_step(plan)
             rule.schedule.advance(plan)
@@ -134,27 +135,29 @@ class OffloadedAdam:
                     self.lock_ring()
             self.updates += 1
             with self.link.keeping():
-                # No parameter has a gradient, so nothing moves: schedulers and step hooks see the step they wait for.
+                # No parameter has a gradient, so no weight changes; schedulers and step hooks still see a step.
                 self._optimizer.step()
                 self._metrics.end_step()
 
     def changed_blocks(self, index: int) -> Any:
-        """Inside a step: the `BlockSet` of a partition whose weights this step changes; None: all may change."""
+        """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
+        step."""
         return self.rule.changed_blocks(self._current_plan, self.partitions[index])
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def coming_slot(self, index: int) -> torch.Tensor:
-        """The slot of the step's gradient of a partition; 1-D [n], in the arena. Free after `begin_step`."""
+        """Slot of the coming step's gradient of a partition; 1-D [n], in the arena. Free after `begin_step`."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     def stream_gradient(self, index: int, offset: int, piece: torch.Tensor, wanted: int) -> None:
-        """Start copying a part of the coming step's gradient to the host during backward, if the rule takes it so.
+        """Start copying a part of the coming step's gradient to the host during backward. Call it only if the rule
+        streams gradients.
 
         Args:
-            index: of the partition.
-            offset: where the part begins in it, in elements.
-            piece: 1-D, reduced, neither unscaled nor clipped; stays as it is until the step, unless a later piece at
+            index: number of the partition.
+            offset: first element of the part within the partition.
+            piece: 1-D, reduced, neither unscaled nor clipped; must not change until the step, unless a later piece at
                 the same offset replaces it.
             wanted: elements of the partition without its padding.
         """
@@ -163,19 +166,20 @@ class OffloadedAdam:
         streamed.parts[offset], streamed.wanted = piece.numel(), wanted
 
     def forget_streamed(self) -> None:
-        """What was streamed of the coming step's gradient does not belong to it: all of it is to be sent again."""
-        self.link.transfers.finish()  # pieces on their way must not arrive in a slot that is written next
+        """Discard what was streamed: it does not belong to the coming step, whose gradient must be copied in full."""
+        self.link.transfers.finish()  # a late piece must not overwrite the slot's next gradient
         for partition in self.partitions:
             partition.streamed = Streamed()
 
     def _collect(self, partition: Partition, grad: torch.Tensor, factor: float) -> torch.Tensor:
-        """Copy `grad` to its slot unless it is there; note its constants and return it in the slot's dtype."""
+        """Copy `grad` to its slot unless it is there already, record its constants and return it in the slot's
+        dtype."""
         slot = self.coming_slot(partition.index)
         if grad.dtype != slot.dtype:
             grad = grad.to(slot.dtype)
         if not partition.streamed.is_complete and grad.data_ptr() != slot.data_ptr():
             self.link.transfers.to_host(grad, slot)
-            self.link.transfers.wait_for_older()  # else flat gradients pile up while the host runs ahead of the link
+            self.link.transfers.wait_for_older()  # else flat gradients pile up when the host runs ahead of the link
         partition.streamed = Streamed()
         self._metrics.bytes_down += slot.nbytes
         partition.collected.append(self._hyperparameters.step(partition.group, self.updates + 1, factor))
@@ -183,30 +187,31 @@ class OffloadedAdam:
 
     @property
     def _current_plan(self) -> StepPlan:
-        assert self._plan is not None, "outside of a step"
+        assert self._plan is not None, "valid only inside a step"
         return self._plan
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until p, m, v hold every gradient that was handed over. Changes nothing about what follows.
+        """Wait until p, m, v include every gradient that was handed over. Later steps are bitwise unaffected.
 
         Raises:
             WorkerError: this rank's worker has failed.
         """
         if (error := self.link.wait()) is not None:
             raise error
-        if self.link.phase is not UpdatePhase.EXPOSED:  # else the arena holds what is true
+        if self.link.phase is not UpdatePhase.EXPOSED:  # otherwise the arena is already authoritative
             self.rule.write_back()
 
     def expose(self) -> bool:
-        """p, m, v are about to be read or written from outside: `drain`, and let the next step follow from them.
+        """Prepare p, m, v for reading or writing from outside: drain, and make the next step start from their new
+        values.
 
         If nothing is written, the next step is bitwise unchanged; it costs one extra worker pass.
 
         Returns:
-            False if this rank's worker has failed, which the next step raises on every rank: the caller may be inside
-            a collective.
+            False if this rank's worker has failed. The error is raised on every rank by the next step, because the
+            caller may be inside a collective.
         """
         with self.link.keeping():
             self.drain()
@@ -214,7 +219,7 @@ class OffloadedAdam:
         return not self.link.failed
 
     def bind_state(self) -> None:
-        """Let the optimizer's state be the arena's p, m, v, under the masters as parameters."""
+        """Point the optimizer's state at the arena's p, m, v, with the masters as its parameters."""
         for partition in self.partitions:
             updates = self.updates - (0 if self.rule.shows_collected else len(partition.collected))
             self._optimizer.state[partition.master] = {
@@ -224,10 +229,10 @@ class OffloadedAdam:
             }
 
     def masters_changed(self, updates: int | None = None) -> None:
-        """p, m or v were written from outside (nothing was in flight): begin anew from them, with synchronous steps.
+        """Start over from p, m, v, which were written from outside, with synchronous steps. Nothing may be in flight.
 
         Args:
-            updates: how many updates they have had; None: as many as before.
+            updates: number of updates the new values have had; None: as many as the old ones.
         """
         self.forget_streamed()
         self.updates = self.updates if updates is None else updates
@@ -237,7 +242,7 @@ class OffloadedAdam:
         self.rule.restart(updates)
 
     def lock_ring(self) -> None:
-        """Page-lock the slots of the ring in use, which are not known before the interval is."""
+        """Page-lock the ring slots in use, whose number is known only once the interval is."""
         slots = range(min(len(self.partitions[0].ring), self.rule.schedule.ring) if self.partitions else 0)
         self.link.lock([ArrayKey("g", partition.index, slot) for partition in self.partitions for slot in slots])
 
@@ -247,5 +252,5 @@ class OffloadedAdam:
         return {f"zenflow_{name}": value for name, value in values.items()}
 
     def close(self) -> None:
-        """End the worker. Masters and moments stay readable. Idempotent."""
+        """Stop the worker. Masters and moments stay readable. Idempotent."""
         self.link.close()

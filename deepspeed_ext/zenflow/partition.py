@@ -1,4 +1,4 @@
-"""One partition as the trainer sees it, and the factor of its gradient."""
+"""Describes one partition on the trainer's side, and the factor of its gradient."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ __all__ = ["GradFactor", "Partition"]
 
 @dataclass(frozen=True)
 class GradFactor:
-    """What a gradient is multiplied with: ``c = unscale / clip``, and apart, because the clip may be the last one."""
+    """The factor of a gradient, ``c = unscale * clip``. Kept in two parts because a prediction may use the previous
+    clip factor."""
 
     unscale: float
     clip: float
 
     @property
     def value(self) -> float:
-        """c."""
+        """The product c."""
         return self.unscale * self.clip
 
 
 @dataclass
 class Partition:
-    """What the trainer holds of one partition of n elements under any rule.
+    """The trainer's data of one partition of n elements; the same for every rule.
 
     Attributes:
-        index: its number.
+        index: number of the partition.
         group: index of its parameter group.
-        weights: returns its 16-bit weights, 1-D [n], on the accelerator; they are written in place.
-        master, exp_avg, exp_avg_sq: p, m, v in the arena, 1-D fp32 [n]; the worker's while an update is in flight.
-        published: y in the arena, 1-D [n], 16-bit or fp32.
-        per_block: the rule's array with an entry for every block, in the arena, 1-D [ceil(n / block_size)].
-        ring: slots for gradients in the arena, each 1-D [n].
+        weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator; they are written in place.
+        master, exp_avg, exp_avg_sq: p, m, v in the arena, 1-D fp32 [n]; owned by the worker while an update is in
+            flight.
+        published: y in the arena, 1-D [n], in the model's dtype or fp32.
+        per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
+        ring: slots of the gradient ring in the arena, each 1-D [n].
         collected: constants of the gradients that have not been handed over, oldest first.
-        streamed: what of the coming step's gradient is on its way.
+        streamed: parts of the coming step's gradient that are already being copied to the host.
     """
 
     index: int
@@ -56,10 +58,10 @@ class Partition:
 
     @property
     def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """p, m, v without gradients."""
+        """p, m, v, detached from autograd."""
         return self.master.detach(), self.exp_avg, self.exp_avg_sq
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return self.weights().device

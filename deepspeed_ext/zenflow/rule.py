@@ -1,8 +1,8 @@
-"""What an update rule decides, and what the optimizer asks of it.
+"""Defines the interface between the optimizer and its update rule.
 
 `OffloadedAdam` collects gradients, hands them over and waits, as the plan of the step says. The rule makes that plan,
-computes weights and keeps what it needs between steps. Methods called inside a step run on this rank alone, between
-collectives of DeepSpeed, unless their text says that they are collectives.
+computes the weights and keeps its own state between steps. Methods called inside a step run on this rank alone, between
+DeepSpeed's collectives, unless their docstrings call them collectives.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from deepspeed_ext.zenflow.worker.messages import WorkerTask
 __all__ = ["RuleSettings", "UpdateRule"]
 
 CONVERTED_NUMEL = 1 << 24
-"""Elements that are converted at once on their way from the arena to the weights."""
+"""Elements converted at once while they are copied from the arena to the weights."""
 
 PlanT = TypeVar("PlanT", bound=StepPlan)
 
 
 class RuleSettings(Protocol):
-    """What must be known of a rule before there is an arena."""
+    """Settings of a rule that are needed before the arena exists."""
 
     @property
     def update_interval(self) -> int | None:
@@ -36,31 +36,32 @@ class RuleSettings(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Elements of a block; the worker cuts its work at ends of blocks."""
+        """Elements per block; the worker splits its work at block boundaries."""
 
     @property
     def slots(self) -> int:
-        """Of the gradient ring; an interval that is chosen later may need all of them."""
+        """Slots of the gradient ring. If the interval is chosen later, enough for the longest one."""
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
-        """Kind and dtype of the array with an entry for every block, and whether it goes to the accelerator."""
+        """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
 
 
 class UpdateRule(ABC, Generic[PlanT]):
-    """Decides what a step does, and computes the weights that no worker has computed yet.
+    """Decides what a step does, and computes the weights that are not simply copied from the worker.
 
     Args:
-        block_size: elements of a block.
-        schedule: which step does what.
-        partitions: of this rank, in order.
-        link: to the worker.
-        metrics: take what is measured here.
+        block_size: elements per block.
+        schedule: decides what each step does.
+        partitions: this rank's partitions, in order.
+        link: connection to the worker.
+        metrics: receives the rule's measurements.
 
     Attributes:
-        name: in configs and checkpoints.
-        shows_collected: the update count to show with p, m, v counts collected gradients too.
-        block_size, schedule: as given.
+        name: the rule's name in configs and checkpoints.
+        shows_collected: whether the update count exposed with p, m, v includes gradients that are collected but not
+            handed over.
+        block_size, schedule: the arguments.
     """
 
     name: ClassVar[str]
@@ -84,93 +85,109 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     @abstractmethod
     def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor, factor: GradFactor) -> None:
-        """Use the gradient of a partition, which is collected already; if the plan waits first, the update in flight
-        has arrived.
+        """Use the collected gradient of one partition. If the plan waits first, the update in flight has arrived.
 
         Args:
+            plan: what the step does.
+            partition: the partition; its newest constants are ``partition.collected[-1]``.
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped.
+            factor: multiplies the gradient.
         """
 
     @abstractmethod
     def task(self, plan: PlanT, partition: Partition) -> WorkerTask:
-        """The worker's task with the collected gradients of a partition, which are thereby handed over."""
+        """Build the worker's task from a partition's collected gradients; this hands them over."""
 
     @abstractmethod
     def write_weights(self, plan: PlanT) -> None:
-        """Write the weights that `step_partition` could not write; if the plan waits last, the update that it handed
-        over has arrived. A collective."""
+        """Write the weights that `step_partition` could not write. If the plan waits last, the update handed over in
+        this step has arrived. A collective."""
 
     def end_step(self, plan: PlanT) -> None:
-        """The weights are written and what was due is handed over."""
+        """Finish the step: its weights are written and its gradients, if due, are handed over."""
 
     @abstractmethod
     def measured_interval(self, plan: PlanT) -> int | None:
-        """After the step: the interval that was left open, once enough is known, the same on every rank. A collective
-        if the schedule says so; it says the same on every rank."""
+        """Choose the interval that the config left open, once enough steps were measured. Called after the step.
 
-    # -- what others must know of it ------------------------------------------------------------------------------
+        A collective if the schedule asks for it, which it does on every rank or on none.
+
+        Returns:
+            The interval, the same on every rank; None: nothing to choose, or not yet.
+        """
+
+    # -- queries --------------------------------------------------------------------------------------------------
 
     @property
     def streams_gradients(self) -> bool:
-        """Whether gradients may leave for the host during backward."""
+        """Whether gradients may be copied to the host during backward."""
         return False
 
     def changed_blocks(self, plan: PlanT, partition: Partition) -> Any:
-        """The `BlockSet` whose weights the step changes; None: all may change."""
+        """The `BlockSet` whose weights the step changes; None: all weights may change."""
         return None
 
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
-        """What the rule keeps of a partition beside its weights, on any device."""
+        """Tensors that the rule keeps for a partition besides its weights, on any device."""
         return []
 
     def measurements(self) -> dict[str, float]:
-        """Metrics of the rule alone, by name."""
+        """Metrics of the rule itself, by name."""
         return {}
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
-        """Nothing is in flight: copy state that lives on the accelerator into p, m and v."""
+        """Copy state from the accelerator into p, m and v. Nothing may be in flight."""
 
     @abstractmethod
     def resume(self) -> None:
-        """p, m, v may be others than before: let the worker publish again what is due."""
+        """Let the worker publish again what is due, because p, m or v may have changed."""
 
     @abstractmethod
     def restart(self, updates: int | None) -> None:
-        """p, m, v are others than before: forget what followed from the old ones.
+        """Discard everything derived from the old p, m, v, which were replaced.
 
         Args:
-            updates: how many updates they have had; None: as many as before.
+            updates: number of updates the new ones have had; None: as many as the old ones.
         """
 
     @abstractmethod
     def saved(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What a checkpoint holds of the rule itself, and of each partition beside p, m, v and collected gradients;
-        nothing is in flight."""
+        """Return what a checkpoint stores of the rule. Nothing may be in flight.
+
+        Returns:
+            The rule's own state, and per partition its state besides p, m, v and the collected gradients.
+        """
 
     @abstractmethod
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
-        """The setting under which a checkpoint with this schedule cannot be continued to the bit; None: it can."""
+        """Name the setting whose change keeps a checkpoint from being continued bitwise; None: it can be continued.
+
+        Args:
+            schedule: state of the schedule in the checkpoint.
+            position: gradients in the checkpoint that were collected and not handed over.
+        """
 
     @abstractmethod
     def restore(self, values: Any, partitions: Sequence[Any]) -> None:
-        """Continue where `saved` was taken; p, m, v, schedule and collected gradients are in place."""
+        """Continue from what `saved` returned; p, m, v, schedule and collected gradients are already in place."""
 
     # -- for the rules --------------------------------------------------------------------------------------------
 
     def _slots(self, count: int) -> tuple[int, ...]:
-        """Inside a step: the slots of the last `count` gradients, this step's the last of them."""
+        """The slots of the last `count` gradients, oldest first; the last is this step's. Valid only inside a step."""
         return (*self.schedule.latest(count - 1), self.schedule.coming)
 
     def _interval_fits(self, here: int | None, there: int | None, most: int) -> bool:
-        """Whether a checkpoint at interval `there` continues where `here` is set; None: it is left open."""
+        """Whether a checkpoint at interval `there` continues with the configured interval `here`; None: not
+        configured."""
         return here == there or (here is None and (there or 1) <= most)
 
     def _take_published(self, partition: Partition) -> None:
-        """Copy what the worker has published of a partition to its weights."""
+        """Copy a partition's published weights from the arena to the accelerator."""
         published, weights = partition.published, partition.weights()
-        # A copy that converts has a temporary of the published dtype on the accelerator: a part at a time bounds it.
+        # A converting copy needs a temporary of the published dtype on the accelerator; copying in parts bounds it.
         part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
         for part, arrived in zip(weights.split(part_numel), published.split(part_numel), strict=True):
             part.copy_(arrived, non_blocking=True)

@@ -1,6 +1,6 @@
-"""What the schedules of both rules have in common, and how an interval is chosen by measurement.
+"""Defines what both rules' schedules share, and chooses an interval by measurement.
 
-A schedule is a state machine over plain values. For every optimizer step it says what is handed over, awaited and
+A schedule is a state machine over plain values. For each optimizer step it says what is handed over, awaited and
 applied. Overflowed steps neither query nor advance the schedule.
 """
 
@@ -25,20 +25,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StepPlan(ABC):
-    """What one optimizer step does, as far as it does not depend on the rule."""
+    """Describes one optimizer step, as far as it does not depend on the rule."""
 
     handed_over: int
-    """Gradients handed to the worker at this step: 0, 1 or the interval."""
+    """Gradients handed over in this step: 0, 1 or the interval."""
 
     @property
     @abstractmethod
     def waits_first(self) -> bool:
-        """The update in flight must have arrived before this step's weights are computed."""
+        """Whether the update in flight must arrive before this step's weights are computed."""
 
     @property
     @abstractmethod
     def waits_last(self) -> bool:
-        """This step waits for the update that it hands over."""
+        """Whether this step waits for the update that it hands over."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class State:
     interval: int | None = None
     """Optimizer steps handed over together; None: not yet chosen."""
     position: int = 0
-    """Gradients collected and not yet handed over."""
+    """Gradients collected and not handed over."""
     written: int = 0
     """Gradients written to the ring so far."""
 
@@ -60,31 +60,32 @@ StateT = TypeVar("StateT", bound=State)
 
 
 class Schedule(ABC, Generic[PlanT, StateT]):
-    """Walks through the steps: `plan` says what the coming step does, `advance` that it has been done."""
+    """Advances step by step: `plan` describes the coming step, `advance` records that it was carried out."""
 
     def __init__(self, state: StateT) -> None:
         self.state = state
 
     @abstractmethod
     def plan(self) -> PlanT:
-        """What the coming step does."""
+        """Describe the coming step."""
 
     @abstractmethod
     def advance(self, plan: PlanT) -> None:
-        """The step that `plan` describes has been carried out."""
+        """Record that the step described by `plan` was carried out."""
 
     @property
     @abstractmethod
     def ring(self) -> int:
-        """Slots of the gradient ring in use: the worker may read gradients in flight while others are collected."""
+        """Number of ring slots in use. It exceeds the interval when gradients are collected while others are in
+        flight."""
 
     @property
     def coming(self) -> int:
-        """The slot of the coming step's gradient; free once that step has waited."""
+        """Slot of the coming step's gradient; free once that step has waited."""
         return self.state.written % self.ring
 
     def latest(self, count: int) -> tuple[int, ...]:
-        """The slots of the last `count` gradients, oldest first."""
+        """Slots of the last `count` gradients, oldest first."""
         return tuple((self.state.written - count + k) % self.ring for k in range(count))
 
     @property
@@ -93,38 +94,39 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         return self.state.interval
 
     def choose_interval(self, interval: int) -> None:
-        """Settle the interval that was left open; the same on every rank."""
+        """Set the interval that was left open, to the same value on every rank."""
         assert self.state.interval is None
         self.state = replace(self.state, interval=interval)
 
     def restart(self) -> None:
-        """Begin anew with synchronous steps; a chosen interval stays."""
+        """Start over with synchronous steps; a chosen interval is kept."""
         self.state = type(self.state)(interval=self.state.interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values, without what the collected gradients say already."""
+        """The state as plain values, without what follows from the collected gradients."""
         return {name: value for name, value in asdict(self.state).items() if name not in ("position", "written")}
 
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
-        """Continue where `state_dict` was taken with `position` collected gradients, which begin the ring anew."""
+        """Continue from `state_dict`, with `position` collected gradients, which take the first slots of the ring."""
         self.state = type(self.state)(**state, position=position, written=position)
 
 
 MEASURED_INTERVAL_LIMIT = 8
-"""The longest interval that is chosen by measurement: the ring has slots for that many gradients."""
+"""Longest interval that measurement may choose; the ring has slots for it."""
 MEASURED_STEPS = 5
 """Synchronous steps that are timed before an interval is chosen."""
 
 
 def smallest_interval(worker_seconds: float, device_seconds: float, limit: int) -> int:
-    """The smallest interval that the worker keeps up with, at most `limit`.
+    """The smallest interval at which the worker keeps up, at most `limit`.
 
-    A pass of S steps moves 24 + 2 + 2 S bytes an element (p, m, v both ways, y, S gradients) where a pass of one step
-    moves 28, and may take as long as S steps of the accelerator; a twentieth is kept in reserve.
+    A pass over S steps moves ``24 + 2 + 2 S`` bytes per element (p, m, v both ways, y, S gradients); a pass over one
+    step moves 28. The pass may take as long as S steps of the accelerator; 5 % of that is kept in reserve.
 
     Args:
-        worker_seconds: duration of a pass of one step.
+        worker_seconds: duration of a pass over one step.
         device_seconds: duration of a step on the accelerator, without waiting for the worker.
+        limit: the longest interval to choose.
     """
     for interval in range(1, limit):
         if worker_seconds * (26 + 2 * interval) / 28 <= 0.95 * interval * device_seconds:
@@ -133,5 +135,5 @@ def smallest_interval(worker_seconds: float, device_seconds: float, limit: int) 
 
 
 def is_overloaded(worker_seconds: float, device_seconds: float, interval: int) -> bool:
-    """Whether the worker is slower than the accelerator even at `interval`."""
+    """Whether the worker is slower than the accelerator even at `interval`; arguments as for `smallest_interval`."""
     return worker_seconds * (26 + 2 * interval) / 28 > interval * device_seconds and math.isfinite(worker_seconds)

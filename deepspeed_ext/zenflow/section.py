@@ -1,7 +1,7 @@
-"""The ZenFlow section of a checkpoint: what it must look like before anything of it is used.
+"""Checks the ZenFlow section of a checkpoint before any of it is used.
 
-Files come from other versions, other jobs and broken disks. `read_section` checks all of a section at once, so that
-loading either begins with values that fit or changes nothing.
+Checkpoint files come from other versions, other jobs and broken disks. `read_section` checks the whole section at once,
+so a load either starts with values that fit or changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Section(SavedValues):
     block_size: Positive
     updates: Count
     weights: list[torch.Tensor] | None = None
-    """The 16-bit partitions, which stage 3 saves nowhere else."""
+    """The partitions in the model's dtype, which stage 3 saves nowhere else."""
 
     @property
     def position(self) -> int:
@@ -45,7 +45,7 @@ class _Section(SavedValues):
 
 
 class PredictiveSection(_Section):
-    """A section of the predictive rule."""
+    """The section of the predictive rule."""
 
     rule: Literal["predictive"]
     schedule: SavedSchedule
@@ -54,7 +54,7 @@ class PredictiveSection(_Section):
 
 
 class SelectiveSection(_Section):
-    """A section of the selective rule."""
+    """The section of the selective rule."""
 
     rule: Literal["selective"]
     schedule: SelectiveSavedSchedule
@@ -67,22 +67,22 @@ _READER: TypeAdapter[Section] = TypeAdapter(Annotated[Section, Field(discriminat
 
 
 def read_section(saved: object, numels: Sequence[int]) -> Section:
-    """Check a section and return it typed; its tensors are those of `saved`.
+    """Check a section and return it typed; its tensors are shared with `saved`, not copied.
 
     Args:
-        saved: what the checkpoint holds.
+        saved: the section as loaded.
         numels: elements of this rank's partitions, in order.
 
     Raises:
-        CheckpointError: the section is of another version, of other partitions, or damaged.
+        CheckpointError: the section has another version, belongs to other partitions, or is damaged.
     """
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the ZenFlow section is a {type(saved).__name__}, expected a dict: {_ANOTHER}")
     version = saved.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"the ZenFlow section has version {reprlib.repr(version)} and this deepspeed_ext reads {VERSION}: "
-            "load it with the version that wrote it, or convert it with DeepSpeed's ds_to_universal.py"
+            f"the ZenFlow section has version {reprlib.repr(version)}, this deepspeed_ext reads version {VERSION}: "
+            "load it with the deepspeed_ext that wrote it, or convert it with DeepSpeed's ds_to_universal.py"
         )
     try:
         section = _READER.validate_python(dict(saved))
@@ -91,15 +91,15 @@ def read_section(saved: object, numels: Sequence[int]) -> Section:
     sizes = [partition.numel for partition in section.partitions]
     if sizes != list(numels):
         raise CheckpointError(
-            f"the checkpoint's partitions have {sizes} elements and this rank's {list(numels)}: resume with the same "
-            "model, stage and number of ranks, or go through a universal checkpoint"
+            f"the checkpoint's partitions have {sizes} elements, this rank's have {list(numels)}: resume with the same "
+            "model, stage and number of ranks, or convert to a universal checkpoint"
         )
     if found := _mistakes(section):
         raise CheckpointError(f"the ZenFlow section is damaged: {'; '.join(found[:_MISTAKES_TOLD])}: {_ANOTHER}")
     return section
 
 
-_ANOTHER = "load another checkpoint, by its tag"
+_ANOTHER = "load another checkpoint by its tag"
 
 
 def _mistakes(section: Section) -> list[str]:

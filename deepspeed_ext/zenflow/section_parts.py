@@ -1,4 +1,4 @@
-"""The parts that the sections of both rules are made of: strict models of plain values and tensors."""
+"""Defines the parts shared by both rules' checkpoint sections: strict pydantic models of plain values and tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
 
 class SavedValues(BaseModel):
-    """A part of a section: unknown keys and other types than those given are errors."""
+    """A part of a section. Unknown keys and values of other types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, frozen=True)
 
@@ -40,7 +40,7 @@ class StepValues(SavedValues):
     grad_scale: FiniteFloat
 
     def make(self) -> AdamStep:
-        """The `AdamStep`."""
+        """Build the `AdamStep`."""
         return AdamStep(**dict(self))
 
 
@@ -52,7 +52,7 @@ class SavedSchedule(SavedValues):
 
 
 class PartitionValues(SavedValues, ABC):
-    """What is saved of one partition, whatever the rule."""
+    """The part of a partition's saved state that does not depend on the rule; `numel` is its number of elements."""
 
     numel: Count
     collected: list[StepValues]
@@ -64,7 +64,14 @@ class PartitionValues(SavedValues, ABC):
         return [step.make() for step in self.collected]
 
     def mistakes(self, blocks: int) -> list[str]:
-        """What does not fit together, empty strings between; the partition has that many blocks."""
+        """Describe every inconsistency.
+
+        Args:
+            blocks: number of blocks of the partition.
+
+        Returns:
+            Messages, with empty strings among them for checks that passed.
+        """
         found = [misfit(grad, self.numel, GRADIENT_DTYPES, f"gradient {i}") for i, grad in enumerate(self.gradients)]
         if len(self.gradients) != len(self.collected):
             found.append(f"{len(self.gradients)} gradients with the constants of {len(self.collected)}")
@@ -72,11 +79,11 @@ class PartitionValues(SavedValues, ABC):
 
     @abstractmethod
     def apply_collected(self, partition: Partition, block_size: int) -> None:
-        """Carry out on this process, in the arena, what was collected and not handed over, as its rule would have."""
+        """Apply the collected gradients to the partition in the arena, as the rule would have; runs in this process."""
 
 
 def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:
-    """Why `tensor` is not 1-D on the host with `numel` elements of one of `dtypes`; empty if it is."""
+    """Return why `tensor` is not a 1-D strided CPU tensor of `numel` elements in one of `dtypes`; empty if it is."""
     plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
     if plain and tuple(tensor.shape) == (numel,) and tensor.dtype in dtypes:
         return ""

@@ -1,4 +1,4 @@
-"""Starts the optimizer process of a rank and builds the optimizer around it: settings, then arrays, then the rule."""
+"""Starts a rank's optimizer process and builds `OffloadedAdam` around it."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ def start_adam(
     placement: WorkerPlacement | None,
     local_ranks: int,
 ) -> OffloadedAdam:
-    """Start the worker of this rank. A collective.
+    """Start this rank's worker. A collective.
 
     Args:
         config: the ``zenflow`` section.
-        optimizer: an Adam or AdamW.
-        masters: fp32 values to start from, one 1-D tensor per partition; copied, and may be freed afterwards.
+        optimizer: the user's Adam or AdamW.
+        masters: initial fp32 values, one 1-D tensor per partition; they are copied and may be freed afterwards.
         groups: index of the parameter group of each partition.
-        weights: returns the 16-bit weights of a partition, 1-D, on the accelerator; written in place.
-        grad_dtype: of the gradients as they are handed over.
+        weights: returns a partition's weights, 1-D, in the model's dtype, on the accelerator; they are written in
+            place.
+        grad_dtype: dtype in which gradients are handed over.
         ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
-        placement: the worker's in the core plan; None: unbound.
-        local_ranks: ranks on this host, which share its cores.
+        placement: the worker's cores and memory node from the core plan; None: unbound.
+        local_ranks: number of ranks on this host, which share its cores.
 
     Raises:
-        ConfigError: settings contradict one another, or the optimizer is not an Adam.
+        ConfigError: settings contradict each other, or the optimizer is not an Adam.
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
         WorkerError: the worker does not start, or another rank has one of these errors.
     """
@@ -90,7 +91,7 @@ def start_adam(
 
 
 def _specs(settings: RuleSettings, numels: Sequence[int], publish_dtype: str, grad_dtype: str) -> list[ArraySpec]:
-    """The arrays of all partitions. Slots for an interval that is not chosen yet take memory only once it is."""
+    """The arrays of all partitions. While the interval is open, only the first slot's memory is touched at start."""
     return [
         spec
         for index, numel in enumerate(numels)

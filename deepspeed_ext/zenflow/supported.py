@@ -1,7 +1,7 @@
-"""Every combination that ZenFlow refuses, and the error for it. Elsewhere only contradictory fields are refused.
+"""Refuses every combination of settings that ZenFlow does not support.
 
-Three things are looked at, each as soon as it is known: the ``zero_optimization`` section, what DeepSpeed makes of the
-rest of the config, and the user's optimizer.
+It checks three things, each as soon as it is known: the ``zero_optimization`` section, DeepSpeed's reading of the rest
+of the config, and the user's optimizer. Contradictions between fields of one section are found when it is read.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["is_decoupled", "require_group_timeout", "require_publishable", "requ
 
 DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 _VARIANTS = {"amsgrad": False, "maximize": False, "bias_correction": True}
-"""Fields of a parameter group and the only value that the worker knows."""
+"""Fields of a parameter group, each with the only value that the worker supports."""
 
 
 def require_section(section: Any) -> None:
-    """Look at the ``zero_optimization`` section.
+    """Check the ``zero_optimization`` section.
 
     Raises:
-        ConfigError: it has ``zenflow``, and a setting that ZenFlow is not built for.
+        ConfigError: it has ``zenflow`` together with a setting that ZenFlow does not support.
     """
     if section.zenflow is None:
         return
@@ -48,14 +48,14 @@ def require_section(section: Any) -> None:
 
 
 def require_supported(kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Look at what DeepSpeed has made of the rest of the config.
+    """Check what DeepSpeed has read from the rest of the config.
 
     Args:
-        kwargs: the keyword arguments of DeepSpeed's optimizer class.
+        kwargs: keyword arguments of DeepSpeed's optimizer class.
         groups: the parameter groups.
 
     Raises:
-        ConfigError: it has a setting that ZenFlow is not built for.
+        ConfigError: they contain a setting that ZenFlow does not support.
     """
     _refuse(
         {
@@ -63,45 +63,49 @@ def require_supported(kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, A
             "bf16_master_weights_and_grads": kwargs.get("bf16_master_weights_and_gradients"),
             "fp16_master_weights_and_grads": kwargs.get("fp16_master_weights_and_gradients"),
             "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
-            # DeepSpeed then scales the loss by a torch GradScaler, to which only the optimizer's own step would
-            # listen; its clipping and its check for overflow do not know that scaler either.
-            "torch_autocast with dtype float16 (of this engine or an earlier one of the process)": autocasts_to_fp16(),
+            # DeepSpeed then scales the loss with a torch GradScaler. Only the optimizer's own step would unscale;
+            # DeepSpeed's clipping and its overflow check ignore that scaler too.
+            "torch_autocast with dtype float16 (in this engine or an earlier one in this process)": autocasts_to_fp16(),
         }
     )
 
 
 def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
-    """Look at ``publish_dtype``, once the dtype of the weights is known.
+    """Check ``publish_dtype`` once the dtype of the weights is known.
 
     Raises:
         ConfigError: it is neither the weights' dtype nor float32.
     """
     if zenflow.publish_dtype not in (None, "float32", weights_dtype):
         raise ConfigError(
-            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" for a {weights_dtype} model: '
-            f'give "{weights_dtype}" or "float32", or leave it out'
+            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" with a {weights_dtype} model: '
+            f'set it to "{weights_dtype}" or "float32", or leave it out'
         )
 
 
 def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) -> None:
-    """Look at the longest wait for the worker, during which other ranks wait in a collective.
+    """Check the longest wait for the worker, during which the other ranks wait in a collective.
+
+    Args:
+        timeout_seconds: the longest wait for the worker.
+        group_timeout_seconds: timeout of the process group.
 
     Raises:
-        ConfigError: the collectives would end first.
+        ConfigError: the collective would time out first.
     """
     if timeout_seconds >= group_timeout_seconds:
         raise ConfigError(
             f"zero_optimization.zenflow.worker_timeout_seconds = {timeout_seconds:g} is not below "
             f"the process group's timeout of {group_timeout_seconds:g} s, after which the communication library ends "
-            "the job: give less, or a longer timeout to init_distributed or in minutes by DEEPSPEED_TIMEOUT"
+            "the job: lower it, or raise the group's timeout (init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
         )
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user's optimizer is AdamW (True) or Adam with L2 (False).
+    """Return whether the user's optimizer is AdamW (True) or Adam with L2 regularization (False).
 
     Raises:
-        ConfigError: it is neither, or uses a variant that the worker does not know.
+        ConfigError: it is neither, or uses a variant that the worker does not support.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.AdamW):
@@ -112,8 +116,8 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
         decoupled = bool(getattr(optimizer, "adam_w_mode", True))
     else:
         raise ConfigError(
-            f"zero_optimization.zenflow works with Adam and AdamW and the optimizer is {name}: "
-            "use torch.optim.AdamW or Adam (or DeepSpeed's), or remove the zenflow section"
+            f"zero_optimization.zenflow works with Adam and AdamW, but the optimizer is {name}: "
+            "use Adam or AdamW from torch.optim or DeepSpeed, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
         for variant, expected in _VARIANTS.items():
@@ -128,6 +132,6 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
 def _refuse(settings: Mapping[str, Any]) -> None:
     if found := [name for name, given in settings.items() if given]:
         raise ConfigError(
-            f"zero_optimization.zenflow is not built for {' and '.join(found)}: "
+            f"zero_optimization.zenflow does not support {' and '.join(found)}: "
             "remove that setting or the zenflow section"
         )

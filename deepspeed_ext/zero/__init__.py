@@ -1,1 +1,1 @@
-"""The subclasses of DeepSpeed's ZeRO optimizers; the work is done by the rooms that they call."""
+"""Subclasses of DeepSpeed's ZeRO optimizers; the work is done by the rooms below."""

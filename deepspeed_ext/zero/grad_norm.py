@@ -1,4 +1,4 @@
-"""Euclidean norms of gradients, as exact as in fp64, without a copy of the gradients in fp64."""
+"""Computes Euclidean norms of gradients, about as exact as in fp64, without an fp64 copy of the gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ _ROWS_ON_CPU = 2048
 
 
 def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """The Euclidean norm in one pass: of rows in fp32, of the rows' norms in fp64; 1 element, on the device.
+    """The Euclidean norm in one pass: norms of rows in fp32, then the norm of those in fp64.
 
-    As exact as fp64 throughout to the last bits of fp32, because a row is short. Infinite if an element is, or is
-    beyond 1e19; NaN if one is.
+    Rows are short, so the result is as exact as with fp64 throughout, up to the last bits of fp32. An accelerator
+    without fp64 uses fp32 for both.
+
+    Args:
+        tensor: any shape, float dtype and device.
+
+    Returns:
+        1-D, one element, fp64 (or fp32), on the same device. Infinite if an element is infinite or exceeds 1e19 in
+        magnitude; NaN if an element is NaN.
     """
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // _ROW * _ROW
     rows = flat[:whole].view(-1, _ROW)
-    # On the CPU torch converts 16-bit input before it reduces: a piece at a time stays in the cache.
+    # On the CPU torch converts 16-bit input before it reduces; pieces keep the converted copy in the cache.
     pieces = rows.split(_ROWS_ON_CPU) if flat.device.type == "cpu" else (rows,)
     norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
     norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
@@ -34,13 +41,16 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norms of many tensors, which the accelerator converts and adds up in fp64 as it reads them.
+    """The norms of many tensors, converted to fp64 and summed by the accelerator as it reads them.
+
+    Args:
+        tensors: any shapes and float dtypes, on one device.
 
     Returns:
-        0-D fp64 tensors on the tensors' device, in order. Two launches for some hundred tensors of one dtype.
+        0-D fp64 tensors on the tensors' device, in order. Takes two launches for some hundred tensors of one dtype.
     """
     norms: dict[int, torch.Tensor] = {}
-    for dtype in {tensor.dtype for tensor in tensors}:  # one dtype at a time: a mixture is not fused
+    for dtype in {tensor.dtype for tensor in tensors}:  # one dtype at a time: mixed dtypes are not fused
         indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         found = torch._foreach_norm([tensors[index].detach() for index in indices], 2, dtype=torch.float64)
         norms.update(zip(indices, found, strict=True))
@@ -48,15 +58,17 @@ def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def stand_ins(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[torch.Tensor]:
-    """Tensors of one element that have the norms of `gradients`, for DeepSpeed to take the norm of.
+    """One-element tensors with the same norms as `gradients`, so that DeepSpeed computes the total norm from them
+    cheaply.
 
     Args:
-        gradients: any shapes; zero padding that DeepSpeed has marked is passed on.
-        params: the parameters of the gradients that are no padding, in order.
+        gradients: any shapes; zero padding that DeepSpeed has marked may be among them.
+        params: the parameters of the gradients that are not padding, in order.
 
     Returns:
-        One for each of `gradients`; a single one for all of them where the accelerator takes their norms together and
-        DeepSpeed would count each of them alike: what it launches itself is then little too.
+        Usually one tensor per gradient, with padding passed through. If the accelerator fuses the norms, padding is
+        dropped; if DeepSpeed would also count all parameters in the same way, a single tensor replaces all gradients,
+        which saves DeepSpeed's own launches.
     """
     real = [grad for grad in gradients if not getattr(grad, "_zero_padding", False)]
     if not real or not _fuses(real[0].device):
@@ -69,5 +81,5 @@ def stand_ins(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[
 
 
 def _fuses(device: torch.device) -> bool:
-    """Whether `fused_l2_norms` is fused on `device`: elsewhere it is a loop with a copy of each gradient in fp64."""
+    """Whether `fused_l2_norms` is fused on `device`; elsewhere it is a loop with an fp64 copy of each gradient."""
     return device.type != "cpu" and _device_has_foreach_support(device) and get_accelerator().is_fp64_supported()

@@ -1,4 +1,4 @@
-"""ZeRO stage 1 and 2 with tiered flattening."""
+"""ZeRO stages 1 and 2 with tiered flattening."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = ["ZeroOptimizer"]
 
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's stage 1/2 optimizer, built without the detours of its constructor.
+    """DeepSpeed's stage 1/2 optimizer with a faster construction.
 
     Args:
         args, kwargs: as for DeepSpeed's own class.
-        settings: the fields of the config that belong to deepspeed_ext.
-        check_replicas: prove before flattening that the ranks' parameters are equal.
+        settings: the config fields that belong to deepspeed_ext.
+        check_replicas: verify before flattening that all ranks have equal parameters.
 
     Attributes:
-        flatten_plans: the decision for each parameter group, in order.
-        startup: seconds and bytes of each phase of construction.
+        flatten_plans: the tier chosen for each parameter group, in order.
+        startup: seconds and bytes of each phase of the construction.
     """
 
     def __init__(self, *args: Any, settings: ZeroFields, check_replicas: bool = False, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         with self.startup.phase("other"), swapped(accelerator_branch_only()), self._direct_buffers:
             super().__init__(*args, **kwargs)
         self._flatten_ranks.clear()
-        self._flattener = None  # from now on the overridden methods serve checkpoint loading and state offload
+        self._flattener = None  # later calls come from checkpoint loading and state offload
         self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
         self.startup.finish()
         self._log_startup()
@@ -67,11 +67,12 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         use_cpu_data: bool = False,
         param_padding: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """During construction the flat buffer of the next group, by the tier that fits; afterwards as upstream."""
+        """During construction, build the next group's flat buffer with the tier that fits; afterwards behave as
+        upstream."""
         if self._flattener is None or param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, param_padding)
         group_index = len(self.bit16_groups_flat)
-        if not self._flatten_ranks:  # they allocate a little: for all groups before the first flat buffer takes memory
+        if not self._flatten_ranks:  # these allocate a little memory: create them before the first flat buffer takes it
             device = torch.device(get_accelerator().current_device_name())
             self._flatten_ranks = [
                 RankGroup.of(group, device, keeps_scratch=True) for group in self.real_dp_process_group

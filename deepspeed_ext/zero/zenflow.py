@@ -1,10 +1,10 @@
-"""What the ZenFlow subclasses of both optimizers share.
+"""Implements what the ZenFlow subclasses of stages 1/2 and stage 3 share.
 
-DeepSpeed's step, with the optimizer not offloaded, does: reduced gradients -> one flat gradient -> unscale and clip ->
-`_optimizer_step` on the fp32 partition -> copy it into the 16-bit partition -> all-gather. That is the order we need,
-except that the fp32 partition is the worker's. So for the length of a step each fp32 partition is replaced by a
-`PartitionStandIn`: it takes the flat gradient in 16 bit and has the 16-bit partition as its data, which
-`OffloadedAdam` writes. No method body of DeepSpeed's is repeated.
+Without offload, DeepSpeed's step does: reduced gradients -> one flat gradient -> unscale and clip -> `_optimizer_step`
+on the fp32 partition -> copy it into the partition of the weights -> all-gather. This is the order we need, except that
+the worker owns the fp32 partition. So during a step each fp32 partition is replaced by a `PartitionStandIn`. It
+receives the flat gradient, in the dtype in which gradients are handed over, and its data is the partition of the
+weights, which `OffloadedAdam` writes. No method body of DeepSpeed is copied.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = ["ZenFlowStepping"]
 
 
 class PartitionStandIn:
-    """Stands in for an fp32 partition while DeepSpeed steps.
+    """Replaces an fp32 partition while DeepSpeed steps.
 
     Attributes:
-        data: the 16-bit partition, 1-D.
-        dtype: what DeepSpeed is to convert the flat gradient to.
-        grad: the flat gradient, 1-D.
+        data: the partition of the weights, 1-D [n], in the model's dtype.
+        dtype: dtype to which DeepSpeed converts the flat gradient.
+        grad: the flat gradient, 1-D [n].
     """
 
     def __init__(self, data: torch.Tensor, dtype: torch.dtype) -> None:
@@ -52,17 +52,22 @@ class PartitionStandIn:
         self.grad: torch.Tensor | None = None
 
     def numel(self) -> int:
-        """Elements of the partition."""
+        """Number of elements of the partition."""
         return self.data.numel()
 
 
 class StepFactor:
-    """The factor of one step's gradients, found by letting DeepSpeed unscale and clip a one."""
+    """The factor of one step's gradients, found by letting DeepSpeed unscale and clip a tensor that holds 1."""
 
     _factor: GradFactor | None = None
 
     def get(self, unscale_and_clip: Callable[[torch.Tensor], None], loss_scale: float) -> GradFactor:
-        """The step's factor; the first call of a step computes it."""
+        """The step's factor; the first call in a step computes it.
+
+        Args:
+            unscale_and_clip: DeepSpeed's method, applied in place to a 1-element fp32 tensor.
+            loss_scale: the current loss scale.
+        """
         if self._factor is None:
             one = torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
             unscale_and_clip(one)
@@ -72,21 +77,24 @@ class StepFactor:
 
     @property
     def value(self) -> GradFactor:
-        """The step's factor, once computed."""
+        """The step's factor, after it was computed."""
         assert self._factor is not None, "DeepSpeed stepped without unscaling"
         return self._factor
 
 
 def grad_dtype(weights_dtype: torch.dtype, accumulation_dtype: torch.dtype) -> torch.dtype:
-    """What gradients are handed over as: like the weights, except that fp16 cannot hold what fp32 has accumulated."""
+    """The dtype in which gradients are handed over: the weights' dtype, or for fp16 weights the accumulation dtype.
+
+    fp16 cannot represent gradients that were accumulated in fp32; bf16 has the range of fp32.
+    """
     return accumulation_dtype if weights_dtype == torch.float16 else weights_dtype
 
 
 class ZenFlowStepping(ZeROOptimizer, ABC):
-    """What both ZenFlow optimizers do in the same way; a base before DeepSpeed's optimizer of a stage.
+    """Behaviour shared by both ZenFlow optimizers; precedes DeepSpeed's optimizer of a stage among the bases.
 
     Attributes:
-        zenflow_adam: the optimizer proper.
+        zenflow_adam: the optimizer that owns the worker.
     """
 
     zenflow_adam: OffloadedAdam
@@ -99,7 +107,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         groups: Sequence[dict[str, Any]],
         kwargs: dict[str, Any],
     ) -> None:
-        """Before DeepSpeed's construction: check, and change its keyword arguments to those of CPU offload.
+        """Check the settings before DeepSpeed's construction, and change its keyword arguments to those of CPU offload.
 
         Raises:
             ConfigError: see `require_supported`.
@@ -114,7 +122,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             kwargs["gradient_accumulation_dtype"] = torch.float32
 
     def _start_adam(self, groups: Sequence[int]) -> None:
-        """Start the worker with DeepSpeed's masters; `groups` has the index of the parameter group of each."""
+        """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
         self._grad_dtype = grad_dtype(self.dtype, self.gradient_accumulation_dtype)
         weights_dtype = self._weights(0).dtype
         require_publishable(self._settings, str(weights_dtype).removeprefix("torch."))
@@ -142,7 +150,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     @abstractmethod
     def _weights(self, index: int) -> torch.Tensor:
-        """The 16-bit weights of a partition, 1-D, on the accelerator."""
+        """The weights of a partition, 1-D [n], in the model's dtype, on the accelerator."""
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -163,25 +171,25 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             self._factor = StepFactor()
 
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
-        """DeepSpeed's, of the gradients' norms, which are taken without its copy of each gradient in fp64."""
+        """As DeepSpeed's, but computed from the gradients' norms, which need no fp64 copy of each gradient."""
         if norm_type == 2:
             norms: list[torch.Tensor] | None = None
             with self.zenflow_adam.link.keeping():
                 norms = stand_ins(gradients, params)
-            # If that has failed, no rank makes this step: to DeepSpeed it is an overflow.
+            # If that failed, NaN makes every rank skip the step as an overflow.
             gradients = norms or [
                 torch.full((1,), math.nan, dtype=torch.float32, device=grad.device) for grad in gradients
             ]
         return super().get_grad_norm_direct(gradients, params, norm_type)
 
     def _update_scale(self, has_overflow: bool = False) -> None:
-        """Both stages of DeepSpeed call this once per step, when it is known whether the step will be applied."""
+        """DeepSpeed calls this once per step at every stage, as soon as it knows whether the step will be applied."""
         super()._update_scale(has_overflow)
         if not has_overflow:
             self.zenflow_adam.begin_step()
 
     def _optimizer_step(self, index: int) -> None:
-        factor = GradFactor(1.0, 1.0)  # of no use: if there is none, the step's error is kept
+        factor = GradFactor(1.0, 1.0)  # placeholder: without a factor, the step has kept an error
         with self.zenflow_adam.link.keeping():
             factor = self._factor.value
         self.zenflow_adam.step_partition(index, self._masters[index].grad, factor)
@@ -191,7 +199,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v in their usual places, and the ZenFlow section."""
+        """DeepSpeed's state dict, with p, m, v in their usual places, plus the ZenFlow section."""
         self.zenflow_adam.drain()
         self.zenflow_adam.bind_state()
         return {**super().state_dict(), checkpoint.SECTION: checkpoint.section(self.zenflow_adam)}
@@ -225,7 +233,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             self._exchange_weights(saved if exact else None)
 
     def _read_section(self, state_dict_list: Any) -> Section | None:
-        """The ZenFlow section that this rank saved, checked; None if the checkpoint has none.
+        """Return this rank's ZenFlow section, checked; None if the checkpoint has none.
 
         Raises:
             CheckpointError: it does not fit.
@@ -234,21 +242,24 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             return None
         state = state_dict_list[self.zenflow_adam.ranks.rank]
         if not isinstance(state, Mapping):
-            raise CheckpointError(f"the optimizer's state is a {type(state).__name__}, expected a dict")
+            raise CheckpointError(
+                f"the optimizer's state is a {type(state).__name__}, expected a dict: load another checkpoint"
+            )
         if checkpoint.SECTION not in state:
             return None
         return read_section(state[checkpoint.SECTION], [p.master.numel() for p in self.zenflow_adam.partitions])
 
     def _adopt_state(self) -> None:
-        """Take moments and step count that DeepSpeed has loaded over into the arena."""
+        """Copy the moments and step count that DeepSpeed has loaded to the arena."""
         checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
 
     @abstractmethod
     def _refresh_weights(self, saved: Section | None) -> None:
-        """Masters have been loaded: let this rank's weights follow, as they were saved or else from the masters."""
+        """Update this rank's weights after masters were loaded: from the section if it has them, otherwise from the
+        masters."""
 
     def _exchange_weights(self, saved: Section | None) -> None:
-        """Let the other ranks have the weights too, if they have not been loaded. May be a collective."""
+        """Send the weights to the other ranks if they were not loaded from the checkpoint. May be a collective."""
 
     def _restore_from_bit16_weights(self) -> None:
         self.zenflow_adam.link.wait_together()
@@ -264,7 +275,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
 
 def _require_same_position(saved: Section | None, ranks: RankGroup) -> None:
-    """Refuse sections of different runs or moments, which would let the ranks part later.
+    """Refuse sections of different runs or steps, with which the ranks would diverge later.
 
     Raises:
         CheckpointError: on every rank.
@@ -275,4 +286,4 @@ def _require_same_position(saved: Section | None, ranks: RankGroup) -> None:
     try:
         require_same_plan("continuing from the checkpoint", position, ranks)
     except PlanMismatchError as error:
-        raise agreed(CheckpointError(f"the ranks' ZenFlow sections do not belong together: {error}")) from None
+        raise agreed(CheckpointError(f"the ranks' ZenFlow sections do not match: {error}")) from None

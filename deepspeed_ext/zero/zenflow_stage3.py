@@ -1,4 +1,4 @@
-"""ZeRO stage 3 whose optimizer runs in a process of its own."""
+"""ZeRO stage 3 with the optimizer in a separate process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from deepspeed_ext.zero.zenflow import ZenFlowStepping
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
 _WEIGHTS = "weights"
-"""Key of the ZenFlow section: the 16-bit partitions, which stage 3 saves nowhere else."""
+"""Key in the ZenFlow section of the partitions of the weights, which stage 3 saves nowhere else."""
 
 
 class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
-    """DeepSpeed's stage 3 optimizer on top of `OffloadedAdam`; a partition is a sub-group. Else as stages 1 and 2."""
+    """DeepSpeed's stage 3 optimizer on top of `OffloadedAdam`. A partition is a sub-group; otherwise like stages 1
+    and 2."""
 
     fp32_partitioned_groups_flat: list[Any]
     inf_or_nan_tracker: torch.Tensor
@@ -43,7 +44,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_optimizer_states(self) -> None:
-        """Instead of host gradients and moments: the arena and the worker. From here on nothing is offloaded."""
+        """Start the worker, instead of allocating host gradients and moments. From here on DeepSpeed treats nothing
+        as offloaded."""
         self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
         self.fp32_partitioned_groups_flat = [p.master for p in self.zenflow_adam.partitions]
@@ -68,13 +70,13 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         return self.fp16_partitioned_groups_flat[index].data
 
     def _held_numel(self, param: Any) -> int:
-        """Elements of `param` that this rank's partition of it holds; the rest of the partition is padding."""
+        """Elements of `param` in this rank's partition of it; the rest of that partition is padding."""
         size = param.partition_numel()
         return min(max(param.ds_numel - self._get_param_partition_rank(param) * size, 0), size)
 
     def _clear_padding(self) -> None:
-        """Zero what lies behind the end of a parameter that does not divide by the ranks. DeepSpeed leaves it
-        uninitialised; a NaN there would reach the parameters that share its block through the mean of v."""
+        """Zero the padding of parameters whose size is not divisible by the number of ranks. DeepSpeed leaves it
+        uninitialized; a NaN there would spread through the mean of v to the parameters that share its block."""
         partitions = zip(self.fp16_groups, self.fp16_partitioned_groups_flat, self.zenflow_adam.partitions, strict=True)
         for group, weights, partition in partitions:
             flats = (weights, partition.master.data, partition.exp_avg, partition.exp_avg_sq)
@@ -87,7 +89,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> Any:
-        """DeepSpeed has reduced these gradients: let them leave for the host at once, if that is wanted."""
+        """Start copying the reduced gradients to the host now, if the rule streams them."""
         buffers = super().partition_grads(params_to_release, grad_partitions)
         with self.zenflow_adam.link.keeping():
             self._stream_gradients(params_to_release, buffers)
@@ -103,7 +105,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
                 adam.stream_gradient(sub_group, offset, buffer.view(-1)[: self._held_numel(param)], wanted)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        """Note the factor and leave the gradients alone: the worker and the estimate multiply as they go."""
+        """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
         upstream = super().unscale_and_clip_grads
         stand_in = self.fp32_partitioned_groups_flat[sub_group_id]
 
@@ -132,7 +134,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         section = super()._read_section(state_dict_list)
         if section is not None and section.weights is None:
             raise CheckpointError(
-                "the ZenFlow section has no weights, which stage 3 saves there: load another checkpoint"
+                "the ZenFlow section has no weights, which stage 3 needs: load another checkpoint by its tag"
             )
         return section
 
@@ -147,16 +149,16 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             flat.data.copy_(value.data)
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        """Before it is read or written, the worker must have finished. If it has failed, the next step raises that on
-        every rank; what is read until then, by all ranks together, is NaN."""
+        """Wait for the worker before the state is read or written. If the worker has failed, the state reads as NaN
+        on all ranks, and the next step raises the error on every rank."""
         exposed = self.zenflow_adam.expose()
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
         return partition if exposed else torch.full_like(partition, math.nan), sub_group
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
-        """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
-        no step may be taken inside."""
+        """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
+        collective; do not step inside."""
         self.zenflow_adam.link.wait_together()
         self.zenflow_adam.drain()
         predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
@@ -167,7 +169,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self._write_weights(predicted)
 
     def _write_weights(self, values: Sequence[torch.Tensor]) -> None:
-        """Give the 16-bit partitions `values`; what DeepSpeed keeps gathered is gathered again."""
+        """Copy `values` to the partitions of the weights, and gather again what DeepSpeed keeps gathered."""
         self._partition_all_parameters()
         for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
             flat.data.copy_(value.data)

@@ -1,4 +1,4 @@
-"""ZeRO stage 1 and 2 whose optimizer runs in a process of its own."""
+"""ZeRO stages 1 and 2 with the optimizer in a separate process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = ["ZenFlowZeroOptimizer"]
 
 @dataclass
 class MasterFragment(TensorFragment):
-    """This rank's part of a parameter's p, m and v, as DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see it.
+    """This rank's part of a parameter's p, m and v, as used by DeepSpeed's ``safe_get_*`` and ``safe_set_*``.
 
     Attributes:
-        expose: called before anything of it is read or written. False: the worker has failed, which the next step
-            raises on every rank; what is read until then, by all ranks together, is NaN.
+        expose: called before any of it is read or written. It returns False if the worker has failed: the state then
+            reads as NaN on all ranks, and the next step raises the error on every rank.
     """
 
     expose: Callable[[], bool] = field(kw_only=True)
@@ -50,12 +50,12 @@ class MasterFragment(TensorFragment):
 class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     """DeepSpeed's stage 1/2 optimizer on top of `OffloadedAdam`.
 
-    It is constructed as for CPU offload, which puts the masters on the host, and steps as without, which keeps the
-    gradient partition on the accelerator until the weights are computed.
+    It is constructed as if with CPU offload, which puts the masters on the host. It steps as if without, which keeps
+    the gradient partition on the accelerator until the weights are computed.
 
     Args:
-        args, kwargs, settings, check_replicas: as for `ZeroOptimizer`; ``settings.zenflow`` is given.
-        placement: the worker's in the core plan; None: unbound.
+        args, kwargs, settings, check_replicas: as for `ZeroOptimizer`; ``settings.zenflow`` is set.
+        placement: the worker's cores and memory node from the core plan; None: unbound.
     """
 
     _hot_exchange: HotExchange
@@ -69,7 +69,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:
-        """Instead of host gradients and moments: the arena and the worker. From here on nothing is offloaded."""
+        """Start the worker, instead of allocating host gradients and moments. From here on DeepSpeed treats nothing
+        as offloaded."""
         with self.startup.phase("optimizer process"):
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
         self._hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
@@ -101,7 +102,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return self.parallel_partitioned_bit16_groups[index][rank].data
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """DeepSpeed has reduced the gradient of `param`: let it leave for the host at once, if that is wanted."""
+        """Start copying the reduced gradient of `param` to the host now, if the rule streams gradients."""
         super().copy_grads_in_partition(param, group_idx)
         with self.zenflow_adam.link.keeping():
             self._stream_gradient(param)
@@ -126,13 +127,13 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
             super().step(closure)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Nothing: the norm that DeepSpeed takes next is invalid if any gradient is, and that is an overflow to it too.
-        Only with model parallelism does a rank's norm leave out some of its gradients."""
+        """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and counts as an
+        overflow too. With model parallelism a rank's norm may leave out some of its gradients, so the check runs."""
         if self.mpu is not None:
             super().check_overflow(partition_gradients)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
-        """The flat gradient, if DeepSpeed need not make one: laid out in its slot, if that is in reach."""
+        """The flat gradient, if DeepSpeed need not build one: its own, or one laid out in the ring slot."""
         flat = super()._get_preflattened_grad_partition(group_idx)
         if flat is None:
             with self.zenflow_adam.link.keeping():
@@ -140,7 +141,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return flat
 
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
-        """The gradient of a group in its slot, if that is in reach."""
+        """Lay out a group's gradient in its ring slot; None if the slot is not on the gradients' device."""
         slot, end = self.zenflow_adam.coming_slot(group_idx), 0
         if slot.device != torch.device(self.device):
             return None
@@ -151,7 +152,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return slot
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
-        """Note the factor and leave the gradients alone: the worker and the estimate multiply as they go."""
+        """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
         upstream = super().unscale_and_clip_grads
         with self.zenflow_adam.link.keeping():
             self._factor.get(lambda one: upstream([one], total_norm), self.loss_scale)
@@ -167,13 +168,13 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
 
     def _exchange_weights(self, saved: Section | None) -> None:
-        if saved is None:  # else DeepSpeed has loaded the weights themselves
+        if saved is None:  # otherwise DeepSpeed has loaded the weights themselves
             self.update_lp_params()
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
-        """Inside the block the model has the masters, rounded to its dtype, instead of predicted weights. A collective;
-        no step may be taken inside."""
+        """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
+        collective; do not step inside."""
         self.zenflow_adam.link.wait_together()
         self.zenflow_adam.drain()
         masters = self._masters

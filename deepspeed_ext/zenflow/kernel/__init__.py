@@ -1,8 +1,9 @@
-"""Passes over host memory: the worker's exact Adam steps, and the trainer's estimate where its gradients are there too.
+"""Computes over host memory: the worker's exact Adam steps, and the trainer's estimate if the CPU is the accelerator.
 
-`adam_pass` holds the contract (`AdamPass`, `MeanPass`), `reference` carries it out with torch operations, `native` with
-a small C++ and OpenMP library that `build` finds or makes; `estimate` likewise, with `predict` of the folder above as
-the torch operations. Importing this package imports neither torch nor DeepSpeed.
+`adam_pass` is the contract (`AdamPass`, `MeanPass`). `reference` implements it with torch operations; `native` with a
+small C++ and OpenMP library that `build` finds or compiles. `estimate` is the contract of the estimate. `native`
+implements it too, and `predictive.estimator` defines it with torch operations. Importing this package imports neither
+torch nor DeepSpeed.
 """
 
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, MeanPass, Publish
@@ -27,11 +28,14 @@ __all__ = [
 
 
 def load_kernel(library: str | None, threads: int) -> Kernel:
-    """Return the native kernel of ``library`` on ``threads`` threads, or the reference when there is no library.
+    """Return the native kernel, or the reference if there is no library.
 
     Args:
-        library: what `library_path` returned; ``None`` asks for the reference, which imports torch.
-        threads: OpenMP threads of the native kernel, torch threads of the reference.
+        library: result of `library_path`; ``None`` selects the reference, which imports torch.
+        threads: number of OpenMP threads of the native kernel, or of the reference's threads.
+
+    Raises:
+        OSError: the library cannot be loaded, or has another version.
     """
     if library is not None:
         return NativeKernel(library, threads)

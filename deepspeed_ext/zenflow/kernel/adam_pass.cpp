@@ -1,4 +1,4 @@
-// The worker's pass over memory (see adam_pass.py for the arithmetic), as one loop nest with a plain C ABI.
+// Runs the worker's pass over memory as one loop nest with a plain C ABI (formulas: adam_pass.py).
 
 #include "passes.h"
 
@@ -28,7 +28,7 @@ INLINE float inverse_of(const AdamPass &a, float v) {
 
 typedef float Lanes __attribute__((vector_size(16)));
 
-// Sums 32 at a time in a fixed order: left to itself the compiler spends as long on this as on the step.
+// Sums 32 elements at a time in a fixed order; the compiler's own code takes as long as the whole step.
 INLINE float sum(const float *x, int64_t numel) {
     float total = 0.0f;
     int64_t i = 0;
@@ -51,7 +51,7 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
     float *__restrict v = a.v;
     Published *__restrict published = static_cast<Published *>(a.published);
     const bool l2 = a.l2_factor != 0.0f;
-    // The last step publishes as it goes, unless y needs the block's mean of v.
+    // The last step publishes in the same loop, unless y needs the block's mean of v.
     const int32_t last_step = l2 ? -1 : a.steps_count - 1;
     const int32_t plain_steps = l2 ? a.steps_count : last_step;
     for (int32_t k = 0; k < plain_steps; ++k) {
@@ -133,7 +133,7 @@ extern "C" void dsext_adam_pass(const AdamPass *pass) {
     for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) { run(a, first, last); });
 }
 
-// The first write to a page decides its memory node: every thread writes the pages that it will work on.
+// The first write to a page decides its memory node, so every thread writes the pages that it will process.
 extern "C" void dsext_first_touch(char *address, int64_t bytes, int32_t threads) {
     const int64_t page = 4096;
     const int64_t into_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % page);

@@ -1,6 +1,7 @@
-"""The contract of the pass: which arrays, which constants, which arithmetic. Plain values, no torch.
+"""Defines the contract of a pass: its arrays, constants and arithmetic. Plain values, no torch.
 
-Adam and AdamW as ``torch.optim`` defines them, for every step k of a pass, elementwise in fp32::
+Adam and AdamW as in ``torch.optim`` (Kingma and Ba, 2015; Loshchilov and Hutter, 2019). Each step k of a pass computes,
+elementwise in fp32::
 
     g = c_k * gradient_k                      (+ weight_decay * p   when not decoupled)
     m = m + (1 - beta1) (g - m)
@@ -8,12 +9,12 @@ Adam and AdamW as ``torch.optim`` defines them, for every step k of a pass, elem
     d = sqrt(v) / sqrt(1 - beta2^t) + eps
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when decoupled)
 
-and after the last step, with that step's d and the values of `Publish`::
+After the last step, with that step's d and the values of `Publish`::
 
     block_means[b] = mean of v over block b, and d_b is d with it
     y = p_factor p - m_factor m / d - clamp(l2_factor p / d_b, -l2_bound, l2_bound)
 
-`MeanPass` is one such step whose gradient is a weighted sum of several, with a t for each block, and y = p.
+`MeanPass` is one such step whose gradient is a weighted sum of several, with a separate t for each block, and y = p.
 """
 
 import math
@@ -44,11 +45,11 @@ class AdamStep:
     eps: float
     weight_decay: float
     decoupled: bool
-    """True: AdamW; False: Adam with weight decay as an L2 term of the gradient."""
+    """True: AdamW. False: Adam with weight decay as an L2 term in the gradient."""
     step: int
-    """Number of this update, counted from 1 (``t`` of the bias correction)."""
+    """Number of this update, from 1 (``t`` of the bias correction)."""
     grad_scale: float
-    """``c``: what the stored gradient is multiplied with (loss scale and clipping)."""
+    """``c``: factor of the stored gradient (loss scale and clipping)."""
 
     @property
     def bias_correction1(self) -> float:
@@ -63,20 +64,20 @@ class AdamStep:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """How y follows from p, m and v."""
+    """The coefficients that compute y from p, m and v."""
 
     p_factor: float
     m_factor: float
     l2_factor: float
     l2_bound: float
-    """Of the term with `l2_factor`: that of an L2 term whose gradient is estimated with the block's d, and clamped."""
+    """Bound of the term with `l2_factor`, which estimates L2 terms with the block's d and is therefore clamped."""
     bias_correction2_sqrt: float
-    """Of the step after which y is published; 1.0 before the first step."""
+    """sqrt(1 - beta2^t) of the step after which y is published; 1.0 before the first step."""
     eps: float
 
     @classmethod
     def exact(cls, bias_correction2_sqrt: float, eps: float) -> "Publish":
-        """Publish p itself."""
+        """Coefficients that publish p itself."""
         return cls(1.0, 0.0, 0.0, 0.0, bias_correction2_sqrt, eps)
 
 
@@ -84,9 +85,9 @@ class Publish:
 class AdamPass:
     """One pass over one partition of n elements.
 
-    ``p``, ``m``, ``v`` (fp32, n elements) are read and written; ``published`` (n elements, any dtype) and
-    ``block_means`` (fp32, ceil(n / block_size) elements) are written; ``grads`` (n elements each, one dtype) are read.
-    One gradient a step; no steps at all recomputes ``published`` and ``block_means``.
+    ``p``, ``m``, ``v`` (fp32 [n]) are read and written. ``published`` ([n], any floating dtype) and ``block_means``
+    (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one dtype) are read, one per step. A pass
+    without steps recomputes ``published`` and ``block_means``.
     """
 
     p: Array
@@ -101,7 +102,7 @@ class AdamPass:
 
     def __post_init__(self) -> None:
         n = self.p.numel
-        assert len(self.grads) == len(self.steps), "one gradient a step"
+        assert len(self.grads) == len(self.steps), "one gradient per step"
         assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), "arrays of one partition"
         assert {a.dtype for a in (self.p, self.m, self.v, self.block_means)} == {"float32"}
         assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
@@ -113,32 +114,33 @@ class AdamPass:
 
 @dataclass(frozen=True, slots=True)
 class MeanPass:
-    """One Adam step of the blocks that are at home on the host, with a weighted sum of several gradients.
+    """One Adam step of the cold blocks of a partition of n elements, with a weighted sum of several gradients.
 
-    The blocks of one partition of n elements have had different numbers of updates, and some are elsewhere: a negative
-    entry of ``updates`` marks a block whose p, m, v, updates and published are not written, and whose values nothing
-    depends on. No gradients at all publishes p of the blocks at home and changes nothing else.
+    Blocks have had different numbers of updates. A negative entry of ``updates`` marks a hot block, whose state is
+    elsewhere: its p, m, v, updates and published are not written, and its values affect no result. Without gradients,
+    the pass publishes p of the cold blocks and changes nothing else.
     """
 
     p: Array
     m: Array
     v: Array
-    """As p and m fp32, n elements, read and written."""
+    """Like p and m: fp32 [n], read and written."""
     grads: tuple[Array, ...]
-    """n elements each, one dtype, read."""
+    """[n] each, all of one dtype, read."""
     scales: tuple[float, ...]
-    """The step's gradient is ``sum_k scales[k] grads[k]``, added up in fp32."""
+    """The step's gradient is ``sum_k scales[k] grads[k]``, summed in fp32."""
     step: AdamStep
-    """Hyperparameters; its ``step`` and ``grad_scale`` are not used."""
+    """The hyperparameters; its ``step`` and ``grad_scale`` are not used."""
     updates: Array
-    """int32, ceil(n / block_size): how many updates each block has had (t - 1 of its bias correction); counted up."""
+    """int32 [ceil(n / block_size)]: updates each block has had (t - 1 of its bias correction); incremented by the
+    pass."""
     published: Array
-    """n elements, any floating dtype: p after the update."""
+    """[n], any floating dtype: p after the update."""
     block_size: int
 
     def __post_init__(self) -> None:
         n = self.p.numel
-        assert len(self.grads) == len(self.scales), "one scale a gradient"
+        assert len(self.grads) == len(self.scales), "one scale per gradient"
         assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), "arrays of one partition"
         assert {a.dtype for a in (self.p, self.m, self.v)} == {"float32"}
         assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
@@ -146,13 +148,13 @@ class MeanPass:
 
 
 class Kernel(Protocol):
-    """Carries out passes."""
+    """Runs passes."""
 
     name: str
-    """What runs, for people: ``native`` or ``reference``."""
+    """``native`` or ``reference``, for logs and checkpoints."""
 
     def run(self, adam_pass: AdamPass) -> None:
-        """Carry out one pass; returns when memory holds the result."""
+        """Run one pass; returns once memory holds the result."""
 
     def run_mean(self, mean_pass: MeanPass) -> None:
-        """Carry out one pass; returns when memory holds the result."""
+        """Run one pass; returns once memory holds the result."""

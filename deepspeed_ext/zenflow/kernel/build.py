@@ -1,8 +1,8 @@
-"""Finds the native kernel, or makes it once: nothing here is ever required.
+"""Finds the native kernel, or compiles it once. The kernel is optional.
 
-Looked for in this order: the library that ``setup.py`` built beside this file, then one in the folder of
-`deepspeed_ext._cache`, compiled there on first use if a C++ compiler is on PATH. If another user could write that
-folder, the library is compiled into a temporary one for this process. ``DSEXT_NATIVE_KERNEL=0`` turns it off.
+Search order: the library that ``setup.py`` built beside this file, then one in the folder of `deepspeed_ext._cache`,
+compiled there on first use if there is a C++ compiler on PATH. If another user could write to that folder, the library
+is compiled into a temporary folder for this process. ``DSEXT_NATIVE_KERNEL=0`` disables the kernel.
 """
 
 import atexit
@@ -26,23 +26,23 @@ from deepspeed_ext.zenflow.kernel.sealed import is_whole_elf, is_whole_sealed, s
 __all__ = ["COMPILE_FLAGS", "FOLDER", "library_path"]
 
 FOLDER = Path(__file__).parent
-"""Where the sources (``*.cpp``, ``*.h``) lie, and the library that ``setup.py`` built."""
+"""Folder of the sources (``*.cpp``, ``*.h``) and of the library that ``setup.py`` built."""
 _COMPILE_TIMEOUT_SECONDS = 120
 _SCRATCH_PREFIX = "build-"
 
 
 class _BuildError(Exception):
-    """Why there is no native kernel."""
+    """Explains why there is no native kernel."""
 
 
 def library_path() -> str | None:
-    """Return the absolute path of a native kernel that loads here, or ``None`` (then the reference runs).
+    """Return the absolute path of a native kernel that loads here, or ``None`` to use the reference.
 
-    Unless it is turned off, a kernel that cannot be had is a warning that says why.
+    Unless it is disabled, a kernel that is not available causes a warning with the reason.
     """
     if os.environ.get("DSEXT_NATIVE_KERNEL", "1") == "0":
         return None
-    with contextlib.suppress(OSError):  # the folder cannot be listed: no descriptor is free, say
+    with contextlib.suppress(OSError):  # the folder cannot be listed, for example without a free descriptor
         for built in sorted(FOLDER.glob("_adam_pass*.so")):
             if is_whole_elf(built) and _loads(built):
                 return str(built)
@@ -50,7 +50,7 @@ def library_path() -> str | None:
         return str(_find_or_compile())
     except (_BuildError, OSError) as error:
         warn_once(
-            f"ZenFlow's optimizer step runs as torch operations, several times slower than the native kernel: {error}. "
+            f"ZenFlow's optimizer step uses torch operations, several times slower than the native kernel: {error}. "
             "Install a C++ compiler with OpenMP, or set DSEXT_NATIVE_KERNEL=0 to accept this"
         )
         return None
@@ -75,8 +75,8 @@ def _find_or_compile() -> Path:
     except OSError as error:
         reason = str(error)
     warn_once(
-        f"the native kernel is compiled for this process alone, since its cache cannot be used: {reason}. "
-        "Mend that, or set DSEXT_CACHE_DIR to a folder that only you can write"
+        f"the native kernel is compiled for this process only, because its cache cannot be used: {reason}. "
+        "Fix that, or set DSEXT_CACHE_DIR to a folder that only you can write to"
     )
     return _compiled(_temporary_folder(os.getpid()) / name)
 
@@ -88,7 +88,7 @@ def _compiled(library: Path) -> Path:
 
 
 def _library_name() -> str:
-    """Sources, flags and machine decide which library it is."""
+    """A file name that depends on sources, flags, ABI version and machine."""
     text = b"".join(path.read_bytes() for path in _sources("*.cpp") + _sources("*.h"))
     key = hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
     return f"adam_pass-{ABI_VERSION}-{os.uname().machine}-{key}.so"
@@ -99,10 +99,11 @@ def _sources(pattern: str) -> list[Path]:
 
 
 def _is_usable(library: Path) -> bool:
-    """Whether the cached library is there, ours, whole, and loads. Loading comes last: it runs what is in the file."""
+    """Whether the cached library exists, is trusted and complete, and loads. Loading comes last, because it executes
+    the file's code."""
     try:
         if reason := why_untrusted(library):
-            warn_once(f"a cached native kernel is not loaded but made anew: {reason}")
+            warn_once(f"a cached native kernel is compiled again instead of loaded: {reason}")
             return False
         return is_whole_sealed(library) and _loads(library)
     except OSError as error:
@@ -112,7 +113,7 @@ def _is_usable(library: Path) -> bool:
 
 @functools.cache
 def _temporary_folder(pid: int) -> Path:
-    """A folder for the process `pid` that goes when it ends; a forked child must not remove its parent's."""
+    """A folder that is removed when process `pid` ends; a forked child must not remove its parent's."""
     folder = Path(tempfile.mkdtemp(prefix="deepspeed_ext-"))
 
     def remove() -> None:
@@ -128,7 +129,7 @@ def _compiler() -> list[str]:
         try:
             return shlex.split(configured)
         except ValueError as error:
-            raise _BuildError(f"CXX={configured!r} cannot be read: {error}") from None
+            raise _BuildError(f"CXX={configured!r} cannot be parsed: {error}") from None
     found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if found is None:
         raise _BuildError("no C++ compiler is on PATH")
@@ -136,17 +137,18 @@ def _compiler() -> list[str]:
 
 
 def _compile(library: Path) -> None:
-    """Build aside and move: several ranks may do so at once, and none may see half a file, even after a power loss."""
+    """Compile in a scratch folder, then rename: ranks may compile concurrently, and none may see a partial file,
+    even after a power loss."""
     sources = _sources("*.cpp")
     if not sources:
-        raise _BuildError(f"its sources are not in {FOLDER}")
+        raise _BuildError(f"its sources are missing in {FOLDER}")
     compiler = _compiler()
     _remove_interrupted_builds(library.parent)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=_SCRATCH_PREFIX) as scratch:
         made = Path(scratch) / library.name
         _run([*compiler, *COMPILE_FLAGS, "-shared", *map(str, sources), "-o", str(made)])
         if not _loads(made):
-            raise _BuildError(f"what {shlex.join(compiler)} made does not load")
+            raise _BuildError(f"the library compiled by {shlex.join(compiler)} does not load")
         seal(made)
         made.replace(library)
     _sync_folder(library.parent)
@@ -164,7 +166,7 @@ def _run(command: list[str]) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_SECONDS)
     except subprocess.CalledProcessError as error:
         words = error.stderr.decode(errors="replace").strip()
-        raise _BuildError(f"{command[0]} ended with {error.returncode}: {words[-300:]}") from None
+        raise _BuildError(f"{command[0]} exited with status {error.returncode}: {words[-300:]}") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise _BuildError(str(error)) from None
 

@@ -1,4 +1,4 @@
-// The estimate of updates in flight where gradients are in host memory (Estimator in predict.py has the arithmetic).
+// Estimates updates in flight if gradients are in host memory (formulas: predictive/estimator.py).
 
 #include "convert.h"
 #include "passes.h"
@@ -21,7 +21,7 @@ struct alignas(64) Piece {
     float q[kTileNumel], weights[kTileNumel], drift[kTileNumel];
 };
 
-// The gradient in q becomes clamp(q factor), the factor being that of the element's block.
+// Replaces the gradient in q by clamp(q * factor); each block has its own factor.
 CLONES void normalize(const Estimate &e, int64_t first, int64_t numel, float *__restrict q) {
     int64_t block = first / e.block_size, block_end = (block + 1) * e.block_size - first;
     for (int64_t i = 0; i < numel; ++block, block_end += e.block_size) {

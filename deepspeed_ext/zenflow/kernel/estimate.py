@@ -1,7 +1,7 @@
-"""The contract of the estimate on host memory: which arrays, which constants. Plain values, no torch.
+"""Defines the contract of the estimate on host memory: its arrays and constants. Plain values, no torch.
 
-With ``q = clamp(grad_scale inverse[block] grad)``, computed in fp32 and rounded once where it is stored; `predict` has
-the meaning of it all.
+It uses ``q = clamp(grad_scale inverse[block] grad, -CLAMP, CLAMP)``, computed in fp32; results are rounded once, when
+they are stored. See `predictive.estimator` for the formulas.
 """
 
 from dataclasses import dataclass
@@ -11,19 +11,20 @@ from deepspeed_ext.zenflow.kernel.adam_pass import Array
 __all__ = ["CLAMP", "Estimate"]
 
 CLAMP = 4.5
-"""Bound on q: no Adam update can be larger by much, and a block mean says little of an element that is alone in it."""
+"""Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element that dominates
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One estimate for one partition of n elements; every array but ``inverse`` has n, in any floating dtype."""
+    """One estimate for one partition of n elements. Every array except ``inverse`` is [n], in any floating dtype."""
 
     grad: Array
     inverse: Array
-    """fp32, ceil(n / block_size)."""
+    """fp32 [ceil(n / block_size)]: 1 / d_b."""
     weights: Array
     published: Array | None
-    """What weights are predicted from; None when they move."""
+    """y, from which weights are predicted; None: weights are moved instead."""
     drift: Array | None
     block_size: int
     grad_scale: float

@@ -1,4 +1,4 @@
-// The worker's pass with a weighted sum of gradients and a step count for each block (MeanPass in adam_pass.py).
+// Runs the worker's pass with a weighted sum of gradients and a step count per block (MeanPass in adam_pass.py).
 
 #include "convert.h"
 #include "passes.h"
@@ -27,10 +27,10 @@ struct Corrections {
     float bias2_inverse = 0.0;  // 1 / sqrt(1 - beta2^t)
 };
 
-// The corrections of every t that occurs, kept from one pass to the next: two powers take longer than a block's step.
+// Bias corrections for every t that occurs, kept between passes: two powers take longer than a block's step.
 class CorrectionTable {
   public:
-    // Called before threads share the table.
+    // Call before threads share the table.
     void cover(double beta1, double beta2, int64_t largest) {
         if (beta1 != beta1_ || beta2 != beta2_) entries_.assign(1, Corrections{});
         beta1_ = beta1;
@@ -58,7 +58,7 @@ class CorrectionTable {
     std::vector<Corrections> entries_;
 };
 
-// At most a tile of elements, in L1: their gradient, and what their blocks' t make of the step.
+// Up to one tile of elements, in L1: their gradient, and the step constants that depend on their block's t.
 struct alignas(64) Piece {
     float gradient[kTileNumel], step_size[kTileNumel], bias2_inverse[kTileNumel];
 };
@@ -98,7 +98,7 @@ void fill(const MeanPass &a, const CorrectionTable &corrections, int64_t first, 
     }
 }
 
-// Elements first .. last, all of blocks at home.
+// Steps elements first .. last, all of them in cold blocks.
 void step_elements(const MeanPass &a, const CorrectionTable &corrections, int64_t first, int64_t last) {
     Piece piece;
     for (int64_t begin = first; begin < last; begin += kTileNumel) {
@@ -118,8 +118,8 @@ void touch(const void *array, int32_t dtype, int64_t first, int64_t last) {
     for (int64_t line = first * width; line < last * width; line += 64) static_cast<void>(bytes[line]);
 }
 
-// Loads a block that is elsewhere and does nothing with it. Where an array is read with gaps the hardware's prefetching
-// stops: with every tenth block of 256 left out, the pass took 1.7 times as long as with none; so, no longer.
+// Loads hot blocks and ignores them. Gaps in reading an array stop the hardware prefetcher: skipping every tenth block
+// of 256 elements made the pass take 1.7 times as long as skipping none; loading them costs no extra time.
 void pass_over(const MeanPass &a, int64_t first, int64_t last) {
     for (const float *array : {a.p, a.m, a.v}) touch(array, kFloat32, first, last);
     for (int32_t k = 0; k < a.grads_count; ++k) touch(a.grads[k], a.grad_dtype, first, last);
@@ -129,15 +129,15 @@ void pass_over(const MeanPass &a, int64_t first, int64_t last) {
 void tile(const MeanPass &a, const CorrectionTable &corrections, int64_t first, int64_t last) {
     const int64_t blocks_end = (last + a.block_size - 1) / a.block_size;
     for (int64_t block = first / a.block_size, end; block < blocks_end; block = end) {
-        const bool home = a.updates[block] >= 0;
-        for (end = block + 1; end < blocks_end && (a.updates[end] >= 0) == home;) ++end;
+        const bool cold = a.updates[block] >= 0;
+        for (end = block + 1; end < blocks_end && (a.updates[end] >= 0) == cold;) ++end;
         const int64_t from = block * a.block_size;
         const int64_t to = end * a.block_size < last ? end * a.block_size : last;
-        if (home)
+        if (cold)
             step_elements(a, corrections, from, to);
         else
             pass_over(a, from, to);
-        if (home && a.grads_count > 0)
+        if (cold && a.grads_count > 0)
             for (int64_t b = block; b < end; ++b) ++a.updates[b];
     }
 }
@@ -147,7 +147,7 @@ void tile(const MeanPass &a, const CorrectionTable &corrections, int64_t first, 
 extern "C" void dsext_mean_pass(const MeanPass *pass) {
     static thread_local CorrectionTable kept;
     const MeanPass &a = *pass;
-    CorrectionTable &corrections = kept;  // the calling thread's, for all threads
+    CorrectionTable &corrections = kept;  // the calling thread's table, shared by all threads
     int32_t largest = 0;
     for (int64_t b = 0; b < (a.numel + a.block_size - 1) / a.block_size; ++b)
         largest = a.updates[b] > largest ? a.updates[b] : largest;

@@ -1,4 +1,4 @@
-"""The passes in C++ (``*.cpp``), called through ctypes. Imports no torch: a worker that uses it stays small."""
+"""Calls the C++ passes (``*.cpp``) through ctypes. Does not import torch, which keeps the worker small."""
 
 import ctypes
 from dataclasses import replace
@@ -99,7 +99,7 @@ class _Estimate(ctypes.Structure):
 def _open_library(path: str) -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     if library.dsext_adam_pass_version() != ABI_VERSION:
-        raise OSError(f"{path} has another ABI version than {ABI_VERSION}")
+        raise OSError(f"{path} does not have ABI version {ABI_VERSION}: rebuild the native kernel")
     signatures = {
         "dsext_adam_pass": [ctypes.POINTER(_Pass)],
         "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
@@ -139,7 +139,7 @@ class NativeKernel:
     """Runs passes with the shared library at ``library`` on ``threads`` OpenMP threads.
 
     Raises:
-        OSError: the file cannot be loaded, or is of another version.
+        OSError: the file cannot be loaded, or has another version.
     """
 
     name = "native"
@@ -194,7 +194,7 @@ class NativeKernel:
                 beta1=step.beta1,
                 beta2=step.beta2,
                 lr=step.lr,
-                step=_step(replace(step, step=1)),  # the corrections of a t are the library's business here
+                step=_step(replace(step, step=1)),  # the library computes the bias corrections per block
                 grads_count=count,
                 grad_dtype=_dtype_code(mean_pass.grads),
                 published_dtype=_DTYPE_CODES[mean_pass.published.dtype],
@@ -203,26 +203,26 @@ class NativeKernel:
         )
 
     def first_touch(self, address: int, nbytes: int) -> None:
-        """Write every page of a fresh mapping, so that it lies on the memory node of this process's cores."""
+        """Touch every page of a fresh mapping, which places it on the memory node of this process's cores."""
         self._library.dsext_first_touch(address, nbytes, self._threads)
 
 
 class NativeEstimate:
-    """Carries out estimates with the shared library at ``library``, in this process and any number of threads.
+    """Runs estimates in this process with the shared library at ``library``, on any number of threads.
 
     Raises:
-        OSError: the file cannot be loaded, or is of another version.
+        OSError: the file cannot be loaded, or has another version.
     """
 
     def __init__(self, library: str) -> None:
         self._library = _open_library(library)
 
     def predict(self, estimate: Estimate, threads: int) -> None:
-        """``weights = published - drift - weights_coefficient q``; without drift where there is none."""
+        """Compute ``weights = published - drift - weights_coefficient q``; without drift if there is none."""
         self._library.dsext_predict(_estimate(estimate, threads))
 
     def move(self, estimate: Estimate, threads: int) -> None:
-        """``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``."""
+        """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``."""
         self._library.dsext_move(_estimate(estimate, threads))
 
 

@@ -1,8 +1,8 @@
-// What the passes have in common: element types, Adam's step, tiles.
+// Defines what the passes share: element types, Adam's step, tiles.
 //
-// Work is cut into tiles that end on block boundaries; threads take tiles by a static rule and share no sums, so the
-// result depends neither on the number of threads nor on where a caller cuts a partition on block boundaries. The
-// instruction set is chosen when the library is loaded, where the compiler can do that (GCC's target_clones).
+// Work is divided into tiles that end at block boundaries. Threads get tiles by a static schedule and share no sums, so
+// results depend neither on the number of threads nor on how a caller splits a partition at block boundaries. The
+// instruction set is chosen when the library is loaded, if the compiler supports that (GCC's target_clones).
 
 #pragma once
 
@@ -72,7 +72,7 @@ struct Element<kFloat16> {
         const uint32_t finite = to_bits(from_bits(magnitude) * from_bits(0x77800000u));
         return from_bits(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
     }
-    // Round to nearest, ties to even. Normals by integer arithmetic; subnormals by letting the addition of 0.5 round.
+    // Round to nearest, ties to even: normals by integer arithmetic, subnormals by the rounding of an addition of 0.5.
     INLINE uint16_t store(float x) {
         const uint32_t sign = (to_bits(x) >> 16) & 0x8000u;
         const uint32_t bits = to_bits(x) & 0x7fffffffu;
@@ -94,7 +94,7 @@ INLINE float advance(const AdamStep &s, float gradient, float &p, float &m, floa
     return inverse;
 }
 
-// Small enough for L1, and for reading memory and summing blocks to alternate quickly: 2048 took 1.15 times as long.
+// Fits L1, and small enough that reading memory and summing blocks alternate quickly: 2048 took 1.15 times as long.
 constexpr int64_t kTileNumel = 256;
 
 // Calls `work(first, last)` for every tile of `numel` elements, on `threads` threads.

@@ -1,4 +1,5 @@
-"""The passes as chunked torch operations: the definition that the native kernel is tested against, and its fallback."""
+"""Implements the passes with chunked torch operations: the definition that the native kernel is tested against, and
+its fallback."""
 
 import ctypes
 import threading
@@ -14,17 +15,22 @@ _CHUNK_NUMEL = 128 * 1024  # three fp32 arrays and the temporaries of a chunk st
 
 
 def as_tensor(array: Array) -> torch.Tensor:
-    """View ``array`` as a 1-D CPU tensor. The memory must outlive it."""
+    """View ``array`` as a 1-D CPU tensor. The memory must outlive the tensor."""
     buffer = (ctypes.c_char * (array.numel * DTYPE_BYTES[array.dtype])).from_address(array.address)
     return torch.frombuffer(buffer, dtype=getattr(torch, array.dtype), count=array.numel)
 
 
 class ReferenceKernel:
-    """Runs passes with torch on the CPU, on ``threads`` threads of its own.
+    """Runs passes with torch on the CPU, in a pool of ``threads`` threads.
 
-    Each thread takes whole chunks and does every operation alone: operations that were divided among threads would wait
-    for the slowest of them each time. Results depend neither on the threads nor on the chunk size: every operation is
-    elementwise, and chunks end on block boundaries. The calling process's number of torch threads stays as it is.
+    Each thread processes whole chunks and runs every operation alone; operations split among threads would each wait
+    for the slowest thread. Results depend neither on the number of threads nor on the chunk size, because every
+    operation is elementwise and chunks end at block boundaries. The calling process's number of torch threads does not
+    change.
+
+    Args:
+        threads: number of threads.
+        chunk_numel: elements per chunk, rounded down to whole blocks, but at least one block.
     """
 
     name = "reference"
@@ -71,32 +77,32 @@ class ReferenceKernel:
                     for grad, scale in zip(grads, mean_pass.scales, strict=True):
                         total.add_(grad[i].float(), alpha=scale)
                     _step_blocks(step, block, total, p[i], m[i], v[i], updates[i])
-                home = _elements(updates[i] >= 0, block, p[i].numel())
-                published[i][home] = p[i][home].to(published[i].dtype)
+                is_cold = _elements(updates[i] >= 0, block, p[i].numel())
+                published[i][is_cold] = p[i][is_cold].to(published[i].dtype)
 
         list(self._pool.map(work, range(len(p))))
 
 
 def _undivided_threads(number: int) -> ThreadPoolExecutor:
-    """A pool of `number` threads, all running, in each of which torch does not divide operations.
+    """A pool of `number` running threads, in each of which torch does not split operations.
 
-    OpenMP keeps the limit for each thread, but `torch.set_num_threads` also makes it the default of threads to come and
-    MKL's limit. So the old number is set again once every thread of the pool has taken its limit.
+    OpenMP keeps the limit per thread, but `torch.set_num_threads` also sets the default for future threads and MKL's
+    limit. So the old number is restored once every thread of the pool has set its limit.
     """
     before = torch.get_num_threads()
     all_limited = threading.Barrier(number + 1)
 
     def take_limit() -> None:
-        torch.get_num_threads()  # a thread's first question gives it the default; later it would undo the next line
+        torch.get_num_threads()  # a thread's first call resets it to the default; a later one would undo the next line
         torch.set_num_threads(1)
         all_limited.wait()
 
     pool = ThreadPoolExecutor(number, thread_name_prefix="dsext-pass", initializer=take_limit)
     try:
-        for _ in range(number):  # no thread is idle before all have passed the barrier, so each call starts one more
+        for _ in range(number):  # no thread is idle before all pass the barrier, so each call starts a new one
             pool.submit(int)
         all_limited.wait()
-    except RuntimeError:  # no more threads can be started: those that were must not wait for them
+    except RuntimeError:  # no more threads can be started; release those that wait at the barrier
         all_limited.abort()
         raise
     finally:
@@ -105,7 +111,7 @@ def _undivided_threads(number: int) -> ThreadPoolExecutor:
 
 
 def _elements(of_blocks: torch.Tensor, block: int, numel: int) -> torch.Tensor:
-    """Repeat what belongs to a block for each of its elements; the last block may be a part."""
+    """Repeat each block's value for each of its elements; the last block may be shorter."""
     return of_blocks.repeat_interleave(block)[:numel]
 
 
@@ -118,17 +124,17 @@ def _step_blocks(
     v: torch.Tensor,
     updates: torch.Tensor,
 ) -> None:
-    """`_step` of the blocks at home, each with its own t, on copies: what is elsewhere stays untouched."""
-    at_home = updates >= 0
-    home = _elements(at_home, block, p.numel())
+    """`_step` of the cold blocks, each with its own t, on copies, so that hot blocks stay untouched."""
+    cold_blocks = updates >= 0
+    cold = _elements(cold_blocks, block, p.numel())
     t = (updates + 1).double()
-    step_size = _elements((step.lr / (1.0 - step.beta1**t)).float(), block, p.numel())[home]
-    bias_correction2_sqrt = _elements((1.0 - step.beta2**t).sqrt().float(), block, p.numel())[home]
-    grad, new_p, new_m, new_v = grad[home], p[home], m[home], v[home]
+    step_size = _elements((step.lr / (1.0 - step.beta1**t)).float(), block, p.numel())[cold]
+    bias_correction2_sqrt = _elements((1.0 - step.beta2**t).sqrt().float(), block, p.numel())[cold]
+    grad, new_p, new_m, new_v = grad[cold], p[cold], m[cold], v[cold]
     _moments(step, grad, new_p, new_m, new_v)
     new_p.sub_(new_m.mul(step_size).div_(new_v.sqrt().div_(bias_correction2_sqrt).add_(step.eps)))
-    p[home], m[home], v[home] = new_p, new_m, new_v
-    updates[at_home] += 1
+    p[cold], m[cold], v[cold] = new_p, new_m, new_v
+    updates[cold_blocks] += 1
 
 
 def _denominator(v: torch.Tensor, bias_correction2_sqrt: float, eps: float) -> torch.Tensor:
@@ -141,7 +147,7 @@ def _step(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, 
 
 
 def _moments(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-    """All of a step but the update: decay and moments. Overwrites `grad`."""
+    """The part of a step before the update: weight decay and moments. Overwrites `grad`."""
     if step.decoupled:
         p.mul_(1.0 - step.lr * step.weight_decay)
     elif step.weight_decay:

@@ -1,7 +1,7 @@
-"""Whether a library is whole. Loading one that was cut off kills the process, so it must be known before.
+"""Checks whether a library file is complete. Loading a truncated library kills the process, so this is checked first.
 
-A library that we compile is sealed: it ends with a mark and the SHA-256 of all before. Loaders ignore what follows the
-parts of an ELF file that its headers name.
+A library that we compile is sealed: a mark and the SHA-256 of the content are appended. Loaders ignore what follows the
+parts of an ELF file that its headers describe.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
 
 
 def seal(path: Path) -> None:
-    """Append the seal to the library, and return once the file is on the disk."""
+    """Append the seal to the library; returns once the file is on disk."""
     with path.open("r+b") as file:
         content = file.read()
         file.write(_MARK + hashlib.sha256(content).digest())
@@ -27,7 +27,7 @@ def seal(path: Path) -> None:
 
 
 def is_whole_sealed(path: Path) -> bool:
-    """Whether the file ends with the seal of what is before it.
+    """Whether the file ends with a seal that matches its content.
 
     Raises:
         OSError: it cannot be read.
@@ -38,7 +38,7 @@ def is_whole_sealed(path: Path) -> bool:
 
 
 def is_whole_elf(path: Path) -> bool:
-    """Whether a library that others built, without a seal, reaches to the end of its section headers, its last part.
+    """Whether an unsealed library reaches to the end of its section headers, which come last in the file.
 
     Raises:
         OSError: it cannot be read.
@@ -47,7 +47,7 @@ def is_whole_elf(path: Path) -> bool:
         header = file.read(_ELF64_HEADER.size)
         size = os.fstat(file.fileno()).st_size
     if not header.startswith(_ELF64_LITTLE_ENDIAN):
-        return True  # unknown here: for the loader to judge
+        return True  # another format: let the loader decide
     if len(header) < _ELF64_HEADER.size:
         return False
     fields = _ELF64_HEADER.unpack(header)

@@ -1,26 +1,42 @@
-"""The estimate of updates still in flight: elementwise arithmetic on a flat partition, on any device.
+"""Estimates updates that are still in flight, by elementwise arithmetic on a flat partition, on any device.
 
-Let the worker's newest result be p, m, v after update t, and let S gradients g_1 .. g_S follow (S the interval), which
-AdamW will use in updates t_j = t + j. A gradient enters m with weight 1 - b1 and then fades by b1 an update, so that
-after n updates it has moved the weights by ``lr q_j (1 - b1) E(t_j, n)``, and what m holds now moves them by
-``lr M(t, n) m / d`` in n updates::
+This docstring is the one place where the formulas are written out. Symbols are as in the glossary of
+`deepspeed_ext.zenflow`; b1, b2 are Adam's betas, wd is the weight decay.
+
+Let p, m, v be the worker's newest result, after update t. S gradients g_1 .. g_S follow (S is the interval), which Adam
+will use in updates t_j = t + j. A gradient enters m with weight 1 - b1 and then decays by b1 per update. After n
+updates it has moved the weights by ``lr q_j (1 - b1) E(t_j, n)``. The momentum already in m moves them by
+``lr M(t, n) m / d``::
 
     E(t, n) = sum_(l=0..n-1) b1^l / (1 - b1^(t+l))        M(t, n) = sum_(i=1..n) b1^i / (1 - b1^(t+i))
 
-with d = sqrt(v / (1 - b2^t)) + eps, and q_j = c g_j / d where d uses the mean of v over the element's block (all that
-the accelerator knows of v). The second moment is taken as constant over those few updates.
+    d = sqrt(v / (1 - b2^t)) + eps            d_b = d with the mean of v over the element's block
+    q_j = clamp(c_j g_j / d_b, -K, K)         K = CLAMP = 4.5
 
-At the end of an interval the weights are to serve the next S steps, whose own result is an interval late again: they
-are extrapolated to the mean of the next interval's positions, S + k updates ahead for k = 0 .. S - 1::
+q uses d_b because the mean of v is all that the accelerator knows of v. It is clamped because that mean says little
+about an element that dominates its block, and no Adam update is much larger than K lr. v is taken as constant over
+these few updates.
 
-    y = (1 - S lr wd) p - lr mean_k M(t, S + k) m/d
-    D = sum_j lr (1 - b1) q_j mean_k E(t_j, S - j + 1 + k)
-    W = 16bit( y - D )
+At the end of an interval the weights must serve the next S steps, whose own result will again arrive one interval
+later. So they are extrapolated to the mean position of the next interval: S + k updates ahead, averaged over
+k = 0 .. S - 1::
 
-The worker makes y in one pass with the update; D is collected on the accelerator as the gradients come. Within an
-interval, after step j < S, the weights also move at once by ``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``. For S = 1
-this is y = (1 - lr wd) p - lr b1/(1 - b1^(t+1)) m/d and W = 16bit(y - lr (1 - b1)/(1 - b1^(t+1)) q): the exact update
-but for the block mean of v. Nothing of this ever enters p, m or v, so errors do not build up.
+    y = (1 - S lr wd) p - lr mean_k M(t, S + k) m / d                                        (AdamW)
+    y = p - lr mean_k M(t, S + k) m / d - A clamp(wd p / d_b, -K, K)                         (Adam with L2)
+
+    A = sum_j a_j        a_j = lr (1 - b1) mean_k E(t_j, S - j + 1 + k)
+    D = sum_j a_j q_j
+    W = round(y - D)
+
+round() converts to the dtype of the weights. The L2 term: under Adam with L2 regularization each of the S gradients in
+flight gets the addend wd p, which is known beforehand. It is estimated like a gradient, with d_b and clamped, because
+gradient and L2 term may cancel; the element's own d is then close to zero, and dividing by it would blow the term up.
+
+The worker computes y in the same pass as the update. D is accumulated on the accelerator as the gradients arrive.
+Within an interval, after step j < S, the weights also move at once, by ``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``.
+For S = 1 and AdamW, y = (1 - lr wd) p - lr b1/(1 - b1^(t+1)) m / d and W = round(y - lr (1 - b1)/(1 - b1^(t+1)) q): the
+exact update, except for the block mean of v, its age of one update, and the clamp. None of this ever enters p, m or v,
+so errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -45,7 +61,7 @@ __all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"
 _CHUNK_NUMEL = {"cpu": 1 << 18}
 _ACCELERATOR_CHUNK_NUMEL = 1 << 24
 _THREAD_NUMEL = 1 << 15
-"""Elements that are worth a thread; torch's own number."""
+"""Minimum number of elements per thread; torch uses the same."""
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,23 +70,27 @@ def _correction(beta: float, t: int) -> float:
 
 
 def _effect(beta1: float, t: int, updates: int) -> float:
-    """E(t, n) of the module's text."""
+    """E(t, n) of the module docstring."""
     return sum(beta1**i * _correction(beta1, t + i) for i in range(updates))
 
 
 def _momentum(beta1: float, t: int, updates: int) -> float:
-    """M(t, n) of the module's text."""
+    """M(t, n) of the module docstring."""
     return sum(beta1**i * _correction(beta1, t + i) for i in range(1, updates + 1))
 
 
 def publish_ahead(last: AdamStep, interval: int) -> Publish:
-    """How y follows from p, m, v after the update `last`, when `interval` steps are in flight until the next result."""
+    """How y follows from p, m, v when the next result is `interval` steps away.
+
+    Args:
+        last: constants of the newest update.
+        interval: S of the module docstring.
+    """
     ahead = range(interval)
     momentum = sum(_momentum(last.beta1, last.step, interval + k) for k in ahead) / interval
     drift = 0.0
     if not last.decoupled and last.weight_decay:
-        # The gradients in flight have an L2 term each, known already: weight_decay p. It is estimated as they are, with
-        # the block's d and clamped, because the two may cancel, and an element's own d is then next to nothing.
+        # The L2 term of the module docstring; the sum is A.
         drift = sum(drift_coefficient_of(last, last.step + j, j, interval) for j in range(1, interval + 1))
     return Publish(
         p_factor=1.0 - interval * last.lr * last.weight_decay if last.decoupled else 1.0,
@@ -83,19 +103,26 @@ def publish_ahead(last: AdamStep, interval: int) -> Publish:
 
 
 def drift_coefficient_of(step: AdamStep, t: int, position: int, interval: int) -> float:
-    """What q of the gradient of update `t` is multiplied with in D; `position` counts from 1 in the interval."""
+    """a_j of the module docstring: the coefficient of q in D.
+
+    Args:
+        step: the hyperparameters.
+        t: number of the update that uses the gradient.
+        position: j, from 1.
+        interval: S.
+    """
     ahead = range(interval)
     effect = sum(_effect(step.beta1, t, interval - position + 1 + k) for k in ahead) / interval
     return step.lr * (1.0 - step.beta1) * effect
 
 
 def drift_coefficient(step: AdamStep, position: int, interval: int) -> float:
-    """`drift_coefficient_of` for the gradient that `step` will use."""
+    """`drift_coefficient_of` for the gradient of the update ``step.step``."""
     return drift_coefficient_of(step, step.step, position, interval)
 
 
 def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
-    """What q is multiplied with to move the weights at once, after step `position` < `interval`."""
+    """Coefficient of q by which the weights move at once, after step `position` (from 1) < `interval`."""
     left = range(1, interval - position + 1)
     effect = sum(_effect(step.beta1, step.step, i) for i in left) / len(left)
     return step.lr * (1.0 - step.beta1) * effect
@@ -103,7 +130,7 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
 
 @functools.cache
 def _native() -> NativeEstimate | None:
-    """What does the estimates where everything lies in host memory; None: torch operations do."""
+    """The native kernel for tensors in host memory; None: use torch operations."""
     library = library_path()
     return None if library is None else NativeEstimate(library)
 
@@ -113,20 +140,20 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 class Estimator:
-    """Computes weights from what the worker published and from gradients in flight.
+    """Computes weights from the published y and the gradients in flight.
 
-    The torch operations are the definition, and run on accelerators. Where all tensors are contiguous in host memory
-    the native kernel does the same in one pass; a result may differ by the rounding of its last bit (only where the
-    processor has no fused multiply-add). Neither depends on the number of threads.
+    The torch operations define the result and run on accelerators. When all tensors are contiguous in host memory, the
+    native kernel computes the same in one pass; its results may differ in the last bit, and only on processors without
+    fused multiply-add. Neither depends on the number of threads.
 
     Attributes:
-        inverse: 1 / d for each block, 1-D fp32; all that the estimator remembers.
+        inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
 
     Args:
-        block_means: mean of v over blocks; 1-D fp32, ceil(n / block_size) elements, on the device of the gradients.
-        block_size: elements of a block.
-        bias_correction2_sqrt: sqrt(1 - beta2^t) of the update that the means belong to.
-        eps: Adam's.
+        block_means: mean of v over each block, 1-D fp32 [ceil(n / block_size)], on the device of the gradients.
+        block_size: elements per block.
+        bias_correction2_sqrt: sqrt(1 - beta2^t) of the update to which the means belong.
+        eps: Adam's epsilon.
     """
 
     def __init__(self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float) -> None:
@@ -135,7 +162,7 @@ class Estimator:
 
     @classmethod
     def remembering(cls, inverse: torch.Tensor, block_size: int) -> Estimator:
-        """The estimator that had this `inverse`."""
+        """Rebuild an estimator from its `inverse`."""
         estimator = cls.__new__(cls)
         estimator._block_size, estimator.inverse = block_size, inverse
         return estimator
@@ -150,9 +177,17 @@ class Estimator:
         move_coefficient: float,
         drift_coefficient: float,
     ) -> None:
-        """``weights -= move_coefficient q(grad)`` and ``drift += drift_coefficient q(grad)``.
+        """Compute ``weights -= move_coefficient q(grad)`` and ``drift += drift_coefficient q(grad)``, in place.
 
-        Computed in fp32 on grad's device and rounded once. All 1-D, n elements; `drift` on grad's device.
+        Computed in fp32 on grad's device and rounded once.
+
+        Args:
+            weights: 1-D [n], any float dtype, any device.
+            drift: D, 1-D [n], any float dtype, on grad's device.
+            grad: 1-D [n], any float dtype.
+            grad_scale: c.
+            move_coefficient: see the function of this name.
+            drift_coefficient: see the function of this name.
         """
         if self._estimated(weights, None, drift, grad, grad_scale, move_coefficient, drift_coefficient):
             return
@@ -170,11 +205,14 @@ class Estimator:
         grad_scale: float,
         coefficient: float,
     ) -> None:
-        """``weights = 16bit(published - drift - coefficient q(grad))``, computed in fp32 on grad's device.
+        """Compute ``weights = round(published - drift - coefficient q(grad))``, in fp32 on grad's device.
 
         Args:
-            weights, published: 1-D, n elements, any device; `published` is moved part by part.
-            drift: D on grad's device, or None (interval 1).
+            weights, published: 1-D [n], any float dtype, any device; `published` is copied to grad's device in parts.
+            drift: D, 1-D [n], on grad's device; None at interval 1.
+            grad: 1-D [n], any float dtype.
+            grad_scale: c.
+            coefficient: what q is multiplied with.
         """
         if self._estimated(weights, published, drift, grad, grad_scale, coefficient, 0.0):
             return
@@ -194,7 +232,7 @@ class Estimator:
         weights_coefficient: float,
         drift_coefficient: float,
     ) -> bool:
-        """Let the native kernel predict, or move if `published` is None; False if it cannot."""
+        """Run the native kernel: predict, or move if `published` is None. Returns False if it cannot run."""
         tensors = [t for t in (weights, published, drift, grad, self.inverse) if t is not None]
         if not all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in _NATIVE_DTYPES for t in tensors):
             return False
@@ -213,14 +251,14 @@ class Estimator:
         )
         threads = max(1, min(torch.get_num_threads(), grad.numel() // _THREAD_NUMEL))
         (native.move if published is None else native.predict)(estimate, threads)
-        # torch's checks of tensors saved for backward go by the version, which writing past torch does not change.
+        # The kernel writes behind torch's back; autograd checks saved tensors by version, so count it up.
         torch.autograd.graph.increment_version(weights)
         if published is None and drift is not None:
             torch.autograd.graph.increment_version(drift)
         return True
 
     def _normalized(self, grad: torch.Tensor, grad_scale: float) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ``q = clamp(c g / d)`` in fp32, part by part, so that temporaries stay small."""
+        """Yield ``q = clamp(c g / d_b)`` in fp32, in parts, to keep temporaries small."""
         n, block = grad.numel(), self._block_size
         chunk = max(1, _CHUNK_NUMEL.get(grad.device.type, _ACCELERATOR_CHUNK_NUMEL) // block) * block
         factor = self.inverse * grad_scale

@@ -1,4 +1,4 @@
-"""The predictive rule: exact Adam on the host for every step, and weights that foresee the update still in flight."""
+"""Implements the predictive rule: exact Adam on the host, and weights that anticipate the update in flight."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["PredictionState", "PredictiveRule"]
 
 @dataclass
 class PredictionState:
-    """What the rule keeps of one partition of n elements.
+    """State of the rule for one partition of n elements.
 
     Attributes:
-        publish: how y follows, or will follow, from p, m, v; None before the first step.
-        last: constants of the newest gradient handed over; None before the first.
-        estimator: made from the newest block means; None before the first result.
-        drift: D, 1-D [n], 16 bit, accelerator; None at interval 1.
+        publish: how y follows from p, m, v in the newest or coming pass; None before the first step.
+        last: constants of the newest gradient that was handed over; None before the first.
+        estimator: built from the newest block means; None before the first result.
+        drift: D, 1-D [n], dtype of the weights, accelerator; None at interval 1.
     """
 
     publish: Publish | None = None
@@ -43,10 +43,10 @@ class PredictionState:
 
 
 class PredictiveRule(UpdateRule[PredictivePlan]):
-    """Weights are what the worker published plus an estimate of what is in flight (see `estimator`).
+    """Computes weights as the published y minus an estimate of what is in flight (see `estimator`).
 
     Attributes:
-        states: what is kept of each partition, in order.
+        states: state of each partition, in order.
         last_clip: clip factor of the newest step; None before the first.
     """
 
@@ -137,31 +137,31 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         interval = -self._ranks.minimum(-mine)[0]
         if self._ranks.rank == 0:
             logger.info(
-                f"zenflow.update_interval = {interval}: a pass of the optimizer process takes {worker * 1e3:.1f} ms, "
+                f"zenflow.update_interval = {interval}: the optimizer process takes {worker * 1e3:.1f} ms per pass, "
                 f"the accelerator {device * 1e3:.1f} ms per step"
             )
             if is_overloaded(worker, device, interval):
                 logger.warning(
-                    "the optimizer process is slower than the accelerator even so, and steps will wait for it: give it "
-                    "more cores (zenflow.pt_reserved_cores), or do more work per step"
+                    "even at this interval the optimizer process is slower than the accelerator, so steps will wait: "
+                    "give it more cores (lower zenflow.pt_reserved_cores), or do more work per step"
                 )
         return interval
 
     def _publish_again(self) -> None:
-        """Let the worker recompute y and the block means from p, m, v, by each partition's `publish`."""
+        """Let the worker recompute y and the block means from p, m, v, as each partition's `publish` says."""
         passes = []
         for index, state in enumerate(self.states):
-            assert state.publish is not None, "a step has been made"
+            assert state.publish is not None, "publishing again needs a first step"
             passes.append(PartitionPass(index, (), (), state.publish))
         self._link.send(passes, gradients=0)
 
     def _read_results(self) -> None:
-        """Take the block means of the newest result into the estimators, unless that has been done."""
+        """Build the estimators from the newest block means, unless that was done."""
         if self._link.phase is not UpdatePhase.ARRIVED:
             return
         self._link.phase = UpdatePhase.READ
         for partition, state in zip(self._partitions, self.states, strict=True):
-            assert state.publish is not None, "what has arrived was published"
+            assert state.publish is not None, "a result has arrived, so a pass published it"
             means = partition.per_block.to(partition.device, copy=True)
             state.estimator = Estimator(means, self.block_size, state.publish.bias_correction2_sqrt, state.publish.eps)
         self._probe.arrived(self._partitions[0].master)
@@ -209,7 +209,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
         there, here = schedule["interval"], self._settings.update_interval
         if self._settings.overlapped and not self._interval_fits(here, there, MEASURED_INTERVAL_LIMIT):
-            return f"zenflow.update_interval ({there} there)"
+            return f"zenflow.update_interval ({there} in the checkpoint)"
         return None if self._settings.overlapped or not position else "zenflow.overlap_step"
 
     def restore(self, values: PredictiveRuleValues, partitions: Sequence[PredictivePartitionValues]) -> None:

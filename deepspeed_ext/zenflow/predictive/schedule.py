@@ -1,9 +1,10 @@
-"""Which optimizer step does what under the predictive rule: a state machine over plain values.
+"""Schedules the predictive rule: a state machine over plain values.
 
-``overlapped``: the worker carries out an interval's gradients while the accelerator runs the next interval; weights in
-between are predicted. ``synchronous`` (warm-up steps, or overlap turned off): every step waits for its own update.
+Overlapped steps: the worker processes an interval's gradients while the accelerator runs the next interval, and the
+weights in between are predicted. Synchronous steps (during warm-up, or all steps if overlap is off): every step waits
+for its own update.
 
-Example, interval 2, one warm-up step; ``>`` hands over, ``<`` waits for what was handed over before::
+Example with interval 2 and one warm-up step; ``>`` hands over, ``<`` waits for what was handed over before::
 
     step        1           2         3           4         5
     weights     exact       drifted   predicted   drifted   predicted
@@ -21,25 +22,25 @@ __all__ = ["PredictivePlan", "PredictiveSchedule", "WeightSource", "ring_of"]
 
 
 class WeightSource(enum.Enum):
-    """Where the weights of a step come from."""
+    """How a step computes its weights."""
 
     EXACT = "exact"
-    """W = 16bit(p): hand over this step's gradient, wait for its update, take it."""
+    """W = round(p): hand over this step's gradient, wait for its update and copy p."""
     DRIFTED = "drifted"
-    """W moves by the estimated effect of this step's gradient, which waits for the end of its interval."""
+    """W moves by the estimated effect of this step's gradient, which is handed over at the end of its interval."""
     PREDICTED = "predicted"
-    """W = 16bit(y - effect of the interval's gradients): wait for the update in flight, then hand over the next."""
+    """W = round(y - effect of the interval's gradients): wait for the update in flight, then hand over the next."""
 
 
 @dataclass(frozen=True)
 class PredictivePlan(StepPlan):
-    """What one optimizer step does."""
+    """Describes one optimizer step."""
 
     source: WeightSource
     position: int
-    """This step's number in its interval, from 0."""
+    """Number of this step within its interval, from 0."""
     publish_ahead: bool
-    """Steps after this one are overlapped: the worker then publishes the extrapolated y."""
+    """Whether the next step is overlapped, so that the worker publishes the extrapolated y."""
 
     @property
     def waits_first(self) -> bool:
@@ -51,22 +52,23 @@ class PredictivePlan(StepPlan):
 
 
 def ring_of(interval: int, early: bool) -> int:
-    """For how many gradients there must be room at `interval`, overlapped.
+    """Number of ring slots needed at `interval`, overlapped.
 
-    Those of an interval are in flight while the next is collected. Its last one may take the place of one in flight,
-    because its step waits for the worker first; not so if it is written `early`, before the step.
+    An interval's gradients are in flight while the next interval's are collected. The last of these may reuse a slot
+    that is in flight, because its step waits for the worker first. If gradients are written `early`, before their step,
+    it needs its own slot.
     """
     return 2 * interval - 1 + early
 
 
 class PredictiveSchedule(Schedule[PredictivePlan, State]):
-    """Walks through the steps.
+    """Advances through the steps.
 
     Args:
         interval: optimizer steps handed over together; None: the caller measures during warm-up and then calls
             `choose_interval`.
         overlap: False makes every step synchronous.
-        warm_up_steps: synchronous steps at the start; None: one, or five intervals when the interval is not 1.
+        warm_up_steps: synchronous steps at the start; None: one at interval 1, otherwise five intervals.
         early: gradients are written before their step, while the worker may still read those in flight.
     """
 
@@ -78,7 +80,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
 
     @property
     def warm_up_steps(self) -> int:
-        """Synchronous steps at the start. Never less than an interval: the estimate needs second moments."""
+        """Synchronous steps at the start; at least one interval, because the estimate needs second moments."""
         interval = self.state.interval
         if interval is None:
             return max(self._warm_up_steps or 0, MEASURED_STEPS + 1)
@@ -92,7 +94,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
         return ring_of(interval, self._early) if self._overlap and interval is not None else 1
 
     def plan(self) -> PredictivePlan:
-        """What the coming step does."""
+        """Describe the coming step."""
         state = self.state
         if not self._overlap or state.steps < self.warm_up_steps or state.interval is None:
             ahead = self._overlap and state.interval is not None and state.steps + 1 >= self.warm_up_steps
@@ -102,7 +104,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
         return PredictivePlan(state.interval if last else 0, source, state.position, True)
 
     def advance(self, plan: PredictivePlan) -> None:
-        """The step that `plan` describes has been carried out."""
+        """Record that the step described by `plan` was carried out."""
         state = self.state
         handed_over = plan.handed_over > 0
         self.state = replace(
@@ -114,5 +116,5 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
 
     @property
     def wants_interval(self) -> bool:
-        """Whether enough steps have been measured for `choose_interval`."""
+        """Whether enough steps have been measured to call `choose_interval`."""
         return self._overlap and self.state.interval is None and self.state.steps >= MEASURED_STEPS

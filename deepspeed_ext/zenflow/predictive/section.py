@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the predictive rule."""
+"""Defines what a checkpoint holds of the predictive rule."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class PublishValues(SavedValues):
     eps: FiniteFloat
 
     def make(self) -> Publish:
-        """The `Publish`."""
+        """Build the `Publish`."""
         return Publish(**dict(self))
 
 
 class PredictiveRuleValues(SavedValues):
-    """The rule itself."""
+    """State of the rule itself."""
 
     last_clip: float | None
 
 
 class PredictivePartitionValues(PartitionValues):
-    """One partition."""
+    """State of one partition."""
 
     publish: PublishValues | None
     drift: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""What the predictive rule reads of the ``zenflow`` section, as plain values."""
+"""Reads the predictive rule's settings from the ``zenflow`` section."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["PredictiveSettings"]
 
 @dataclass(frozen=True)
 class PredictiveSettings:
-    """Settings of the predictive rule; the fields of `ZenFlowConfig` of these names say more."""
+    """Settings of the predictive rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
 
     update_interval: int | None
     overlapped: bool
     warm_up_steps: int | None
-    """None: as the schedule sees fit."""
+    """None: the schedule chooses."""
     block_size: int
     uses_previous_clip: bool
-    """The estimate uses the clip factor of the step before, so gradients can be copied during backward."""
+    """The estimate uses the previous step's clip factor, so gradients can be copied during backward."""
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> PredictiveSettings:
-        """Those of a section."""
+        """Read the settings from a section."""
         return cls(
             update_interval=config.update_interval,
             overlapped=config.overlapped,
@@ -36,12 +36,12 @@ class PredictiveSettings:
 
     @property
     def slots(self) -> int:
-        """Of the gradient ring; an interval that is chosen later may need all of them."""
+        """Slots of the gradient ring. If the interval is chosen later, enough for the longest one."""
         if not self.overlapped:
             return 1
         return ring_of(self.update_interval or MEASURED_INTERVAL_LIMIT, self.uses_previous_clip)
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
-        """The arena's array per block: means of v, which go to the accelerator."""
+        """The per-block array: means of v, which are copied to the accelerator."""
         return ("block_means", "float32", True)

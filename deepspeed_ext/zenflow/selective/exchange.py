@@ -1,4 +1,4 @@
-"""Stages 1 and 2 under the selective rule: in most steps only hot blocks have changed, and only they travel."""
+"""Exchanges only the hot blocks between ranks after steps that changed nothing else (stages 1 and 2)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["HotExchange"]
 
 
 class HotExchange:
-    """Stands in for DeepSpeed's all-gather of 16-bit partitions at the end of a step.
+    """Replaces DeepSpeed's all-gather of weight partitions at the end of a step.
 
     Args:
         adam: knows which blocks of this rank's partitions a step has changed.
-        all_gather: DeepSpeed's own function, which serves the steps that may have changed everything.
+        all_gather: DeepSpeed's own function, called for steps that may have changed all blocks.
 
     Attributes:
-        bytes_received: by this rank in the newest exchange of hot blocks.
+        bytes_received: bytes received by this rank in the newest exchange of hot blocks.
     """
 
     def __init__(self, adam: OffloadedAdam, all_gather: Callable[..., None]) -> None:
@@ -60,7 +60,8 @@ class HotExchange:
 
 
 def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> list[BlockSet]:
-    """The blocks of every rank, of partitions of one size; ranks may have different numbers of them."""
+    """The hot blocks of every rank, in rank order. Partitions have one size; the number of blocks may differ per
+    rank. A collective."""
     mine = torch.tensor([len(blocks)], dtype=torch.int64, device=ranks.device)
     counts = [int(count) for count in ranks.all_gather(mine)]
     ids = ranks.all_gather(_padded(blocks.ids, max(counts)))
@@ -68,5 +69,5 @@ def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> list[BlockSet]
 
 
 def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`rows`, and zeros behind them, `count` in all: a collective wants one shape of all ranks."""
+    """`rows` followed by zeros up to `count` rows, because a collective needs one shape on all ranks."""
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])

@@ -1,8 +1,12 @@
-"""The selective rule, ZenFlow as published: hot blocks step on the accelerator at every step, cold ones now and then.
+"""Implements the selective rule, ZenFlow as published: hot blocks step on the accelerator at every step, cold ones once
+per interval on the host.
 
-Hot are the blocks with the largest gradients. Their p, m, v (fp32) and update counts live beside the weights, and move
-there and back when blocks are selected anew; nothing is reset or rounded. Once per interval the worker makes one exact
-Adam step of the cold blocks, with the mean of the clipped gradients. Every block counts its own updates.
+Hot are the blocks with the largest gradients. Their p, m, v (fp32) and update counts live outside the arena and move
+there and back at each selection; nothing is reset or rounded. Once per interval the worker makes one exact
+Adam step of the cold blocks with the mean of the clipped gradients. Every block counts its own updates.
+
+Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns, this
+one blocks.
 """
 
 from __future__ import annotations
@@ -33,17 +37,17 @@ from deepspeed_ext.zenflow.worker.messages import MeanPartitionPass
 __all__ = ["SelectionState", "SelectiveRule"]
 
 AWAY = -1
-"""Update count in the arena of a hot block: its state is on the accelerator, and the worker leaves it alone."""
+"""Update count in the arena that marks a hot block: its state lives elsewhere, and the worker skips it."""
 
 
 @dataclass
 class SelectionState:
-    """What the rule keeps of one partition of n elements.
+    """State of the rule for one partition of n elements.
 
     Attributes:
-        hot: p, m, v and update counts of the hot blocks; None before the first selection.
-        hot_weights: within a step: the new weights of the hot blocks, [k, block], 16 bit, accelerator.
-        scores: within a step that selects: this rank's score of each block, 1-D fp32.
+        hot: p, m, v and update counts of the k hot blocks; None before the first selection.
+        hot_weights: within a step: new weights of the hot blocks, [k, block_size], dtype of the weights, accelerator.
+        scores: within a step that selects: this rank's score of each block, 1-D fp32 [blocks].
         everyones_scores: within a step that selects: the scores of every rank, in rank order.
     """
 
@@ -57,11 +61,11 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     """Steps hot blocks on the accelerator, and cold ones once per interval on the host.
 
     Attributes:
-        states: what is kept of each partition, in order. The arena's array per block has the update counts.
+        states: state of each partition, in order. The per-block array in the arena holds the update counts.
     """
 
     name = "selective"
-    shows_collected = True  # one count per partition is shown: that of the hot blocks
+    shows_collected = True  # one count is exposed per partition: that of the hot blocks
     schedule: SelectiveSchedule
 
     def __init__(
@@ -78,7 +82,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         self._settings = settings
         self._ranks = ranks
         self._hyperparameters = hyperparameters
-        self._hot_sum = self._cold_sum = 0.0  # of scores at the first selection
+        self._hot_sum = self._cold_sum = 0.0  # sums of scores at the first selection
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
@@ -98,7 +102,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         return task
 
     def write_weights(self, plan: SelectivePlan) -> None:
-        """Weights of the cold blocks, if the worker's result has arrived, and of the hot ones over them."""
+        """Write the weights of cold blocks, if the worker's result has arrived, then those of hot blocks over them."""
         if plan.selects:  # no rank has failed: all have just waited together
             for state in self.states:
                 assert state.scores is not None, "a step that selects waits first"
@@ -115,7 +119,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                     self._select(partition)
 
     def measured_interval(self, plan: SelectivePlan) -> int | None:
-        """The interval after which cold gradients have added up to what a hot one has in one step."""
+        """Choose the interval after which a cold block's gradients add up to a hot block's gradient of one step."""
         if self.schedule.interval is not None or not plan.selects:
             return None
         mean_hot = mean_cold = 0.0
@@ -127,8 +131,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         interval = max(self._settings.lag or 1, min(most, -self._ranks.minimum(-mine)[0]))
         if self._ranks.rank == 0:
             logger.info(
-                f"zenflow.update_interval = {interval}: a cold block has {mean_cold / max(mean_hot, 1e-30):.2f} "
-                "of a hot one's gradient"
+                f"zenflow.update_interval = {interval}: a cold block's mean gradient is "
+                f"{mean_cold / max(mean_hot, 1e-30):.2f} of a hot block's"
             )
         return interval
 
@@ -140,7 +144,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     @torch.no_grad()
     def _select(self, partition: Partition) -> None:
-        """Choose the hot blocks of a partition anew, by all ranks' scores; nothing is in flight."""
+        """Select a partition's hot blocks again from all ranks' scores. Nothing may be in flight."""
         state = self.states[partition.index]
         assert state.scores is not None
         assert state.everyones_scores is not None
@@ -155,7 +159,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         state.scores = state.everyones_scores = None
 
     def _taken_away(self, partition: Partition, blocks: BlockSet) -> AdamBlocks:
-        """The state of `blocks`, copied to where hot state lives; in the arena they are marked."""
+        """Copy the state of `blocks` to where hot state lives, and mark them in the arena."""
 
         def moved(rows: torch.Tensor) -> torch.Tensor:
             if self._settings.keeps_hot_on_host:
@@ -169,29 +173,29 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         return hot
 
     def _make_cold(self, partition: Partition) -> None:
-        """State and counts of the hot blocks are the arena's again."""
+        """Return state and update counts of the hot blocks to the arena."""
         self._write_back(partition)
         partition.per_block.copy_(self._all_updates(partition))
         self.states[partition.index].hot = None
 
     @torch.no_grad()
     def _write_back(self, partition: Partition) -> None:
-        """Copy p, m, v of the hot blocks into the arena, where the worker leaves them alone."""
+        """Copy p, m, v of the hot blocks to the arena, where the worker skips them."""
         if (hot := self.states[partition.index].hot) is not None:
             if self._settings.keeps_hot_on_host:
-                get_accelerator().synchronize()  # the newest step's state may still be on its way to the host
+                get_accelerator().synchronize()  # asynchronous copies of the newest step's state may be pending
             for array, rows in zip(partition.state, (hot.p, hot.m, hot.v), strict=True):
                 hot.blocks.put(array, rows)
 
     def _all_updates(self, partition: Partition) -> torch.Tensor:
-        """The update counts of all blocks, hot ones included; 1-D int32, host."""
+        """Update counts of all blocks, including hot ones; 1-D int32 [blocks], host."""
         updates, hot = partition.per_block.clone(), self.states[partition.index].hot
         if hot is not None:
             updates[hot.blocks.ids.cpu()] = hot.updates.cpu()
         return updates
 
     def _mean_scores(self) -> tuple[float, float]:
-        """Mean score of the blocks that were selected first, and of the others."""
+        """Mean score of the hot and of the cold blocks at the first selection."""
         hot = sum(len(state.hot.blocks) for state in self.states if state.hot is not None)
         cold = sum(partition.per_block.numel() for partition in self._partitions) - hot
         return self._hot_sum / max(1, hot), self._cold_sum / max(1, cold)
@@ -237,7 +241,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
         there, in_flight = schedule["interval"], schedule["steps_in_flight"]
         if not self._interval_fits(self._settings.update_interval, there, MEASURED_INTERVAL_LIMIT):
-            return f"zenflow.update_interval ({there} there)"
+            return f"zenflow.update_interval ({there} in the checkpoint)"
         fits = in_flight is None or (self._settings.lag is not None and in_flight < self._settings.lag)
         return None if fits else "zenflow.overlap_step or overlap_lag"
 

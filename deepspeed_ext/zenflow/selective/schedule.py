@@ -1,10 +1,10 @@
-"""Which optimizer step does what under the selective rule: a state machine over plain values.
+"""Schedules the selective rule: a state machine over plain values.
 
-After the warm-up, in which every step is an exact one of all blocks, hot blocks step on the accelerator every time and
-gradients of cold ones are collected; at the end of an interval the worker makes one step of their mean, and its result
-is taken over at once (no overlap) or `lag` steps later. Where the hot blocks are chosen anew, everything is awaited.
+During warm-up every step is an exact step of all blocks. After it, hot blocks step on the accelerator at every step,
+and gradients of cold blocks are collected. At the end of an interval the worker makes one step with their mean. Its
+result is applied at once (no overlap) or `lag` steps later. A step that selects hot blocks again waits for everything.
 
-Example, one warm-up step, interval 3, lag 1, selection every 6 steps; ``>`` hands over, ``<`` takes over::
+Example with one warm-up step, interval 3, lag 1 and a selection every 6 steps; ``>`` hands over, ``<`` applies::
 
     step        1      2    3    4    5    6    7     8    9    10
     blocks      all    hot  hot  hot  hot  hot  hot   hot  hot  hot
@@ -24,16 +24,16 @@ __all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState"]
 
 @dataclass(frozen=True)
 class SelectivePlan(StepPlan):
-    """What one optimizer step does."""
+    """Describes one optimizer step."""
 
     exact: bool
-    """All blocks step on the host; else hot blocks step on the accelerator."""
+    """True: all blocks step on the host. False: hot blocks step on the accelerator."""
     applies: bool
-    """The result of an earlier hand-over is taken over."""
+    """The result of an earlier hand-over is applied."""
     waits: bool
-    """The result of this step's hand-over is taken over at once."""
+    """The result of this step's hand-over is awaited and applied in this step."""
     selects: bool
-    """The hot blocks are chosen anew, by this step's gradient."""
+    """Hot blocks are selected again, from this step's gradient."""
 
     @property
     def waits_first(self) -> bool:
@@ -49,17 +49,17 @@ class SelectiveState(State):
     """The position in the schedule."""
 
     steps_in_flight: int | None = None
-    """Steps since the hand-over whose result is not taken over yet; None: there is none."""
+    """Steps since the hand-over whose result is not applied yet; None: nothing is in flight."""
     since_selection: int = 0
     """Optimizer steps since the hot blocks were chosen."""
 
 
 class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
-    """Walks through the steps.
+    """Advances through the steps.
 
     Args:
-        settings: of the rule. An interval that it leaves open is settled with `choose_interval` at the end of the
-            warm-up, of which at least one step is made.
+        settings: settings of the rule. If they leave the interval open, call `choose_interval` at the end of the
+            warm-up, which has at least one step.
     """
 
     def __init__(self, settings: SelectiveSettings) -> None:
@@ -71,7 +71,7 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         return 1 if self.state.interval is None else ring_of(self.state.interval, self._settings.lag or 0)
 
     def plan(self) -> SelectivePlan:
-        """What the coming step does."""
+        """Describe the coming step."""
         state = self.state
         if state.steps < self._settings.warm_up_steps:
             selects = state.steps + 1 == self._settings.warm_up_steps
@@ -85,7 +85,7 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         return SelectivePlan(state.interval if last else 0, exact=False, applies=applies, waits=waits, selects=selects)
 
     def advance(self, plan: SelectivePlan) -> None:
-        """The step that `plan` describes has been carried out."""
+        """Record that the step described by `plan` was carried out."""
         state = self.state
         in_flight = None if state.steps_in_flight is None or plan.applies else state.steps_in_flight + 1
         if plan.handed_over and not plan.waits:

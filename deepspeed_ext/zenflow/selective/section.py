@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the selective rule."""
+"""Defines what a checkpoint holds of the selective rule."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class SelectiveSavedSchedule(SavedSchedule):
 
 
 class SelectiveRuleValues(SavedValues):
-    """The rule itself: nothing."""
+    """State of the rule itself: none."""
 
 
 class SelectivePartitionValues(PartitionValues):
-    """One partition."""
+    """State of one partition."""
 
     block_updates: torch.Tensor
     hot_blocks: torch.Tensor | None
@@ -37,7 +37,7 @@ class SelectivePartitionValues(PartitionValues):
         if (hot := self.hot_blocks) is not None:
             found.append(misfit(hot, hot.numel(), (torch.int64,), "hot_blocks"))
             if not found[-1] and not _are_block_numbers(hot, blocks):
-                found.append(f"hot_blocks names blocks twice or outside of 0 to {blocks - 1}")
+                found.append(f"hot_blocks has numbers that repeat or are not in 0 to {blocks - 1}")
         return super().mistakes(blocks) + found
 
     def apply_collected(self, partition: Partition, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks are hot: those with the largest gradients over all ranks."""
+"""Selects the hot blocks: those with the largest gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ BALANCE = 2
 
 
 def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Sum of absolute values of each block of `flat` (1-D): 1-D fp32, ceil(n / block_size) elements."""
+    """Score every block of a flat gradient by its sum of absolute values.
+
+    Args:
+        flat: 1-D [n], any float dtype, any device.
+        block_size: elements per block.
+
+    Returns:
+        1-D fp32 [ceil(n / block_size)], on the same device.
+    """
     whole = flat.numel() // block_size * block_size
     sums = torch.linalg.vector_norm(flat[:whole].view(-1, block_size), ord=1, dim=1, dtype=torch.float32)
     if whole == flat.numel():
@@ -21,13 +29,18 @@ def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def select(all_scores: torch.Tensor, ratio: float) -> list[torch.Tensor]:
-    """Numbers of the blocks with the largest scores over all ranks, for each rank: 1-D int64, ascending.
+    """Choose the blocks with the largest scores over all ranks.
 
-    In all `ratio` of the blocks, rounded up, so that the choice does not depend on who holds which; but no rank takes
-    more than `BALANCE` times its share, because hot blocks cost memory and the others wait for whoever has most.
+    In total ``ratio`` of all blocks are chosen, rounded up, independent of how blocks are distributed over ranks. But
+    no rank gets more than `BALANCE` times its share: hot blocks cost memory, and all ranks wait for the one with the
+    most.
 
     Args:
-        all_scores: fp32, one row per rank.
+        all_scores: fp32 [ranks, blocks], one row per rank.
+        ratio: share of the blocks to choose, between 0 and 1.
+
+    Returns:
+        Block numbers per rank, 1-D int64, ascending.
     """
     ranks, count = all_scores.shape
     most = min(count, BALANCE * math.ceil(ratio * count))

@@ -1,4 +1,4 @@
-"""What the selective rule reads of the ``zenflow`` section, as plain values."""
+"""Reads the selective rule's settings from the ``zenflow`` section."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ _AUTO_SELECT_STEPS = 16
 
 
 def ring_of(interval: int, lag: int) -> int:
-    """For how many gradients there must be room: an interval's are in flight for `lag` steps, of which the last waits
-    before it writes its own."""
+    """Number of ring slots needed: an interval's gradients stay in flight for `lag` steps, and the last of these
+    waits before it writes its own gradient."""
     return interval + max(0, lag - 1)
 
 
 @dataclass(frozen=True)
 class SelectiveSettings:
-    """Settings of the selective rule; the fields of `ZenFlowConfig` of these names say more."""
+    """Settings of the selective rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
 
     update_interval: int | None
     lag: int | None
-    """Optimizer steps from a hand-over to taking its result; None: not overlapped, its own step waits."""
+    """Optimizer steps from a hand-over to applying its result; None: not overlapped, the step waits for its own
+    result."""
     warm_up_steps: int
     block_size: int
     topk_ratio: float
     select_every_steps: int | None
-    """Optimizer steps between selections, before rounding up to whole intervals; 0: once; None: chosen by interval."""
+    """Optimizer steps between selections, before rounding up to whole intervals; 0: select once; None: derived from
+    the interval."""
     keeps_hot_on_host: bool
     auto_ratio: float
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> SelectiveSettings:
-        """Those of a section.
+        """Read the settings from a section.
 
         Raises:
-            ConfigError: intervals that contradict one another.
+            ConfigError: intervals contradict each other.
         """
         settings = cls(
             update_interval=config.update_interval,
@@ -57,33 +59,36 @@ class SelectiveSettings:
         if settings.lag and settings.update_interval and settings.lag > settings.update_interval:
             raise ConfigError(
                 f"zero_optimization.zenflow.overlap_lag = {settings.lag} is more than update_interval = "
-                f"{settings.update_interval}: a result must be taken over before the next is handed over"
+                f"{settings.update_interval}, but a result must be applied before the next hand-over: lower overlap_lag"
             )
         return settings
 
     @property
     def slots(self) -> int:
-        """Of the gradient ring; an interval that is chosen later may need all of them."""
+        """Slots of the gradient ring. If the interval is chosen later, enough for the longest one."""
         lag = self.lag or 0
         return ring_of(self.update_interval or max(MEASURED_INTERVAL_LIMIT, lag), lag)
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
-        """The arena's array per block: update counts, which stay on the host."""
+        """The per-block array: update counts, which stay on the host."""
         return ("updates", "int32", False)
 
     def steps_between_selections(self, interval: int) -> int:
-        """Optimizer steps between two selections of hot blocks: a multiple of `interval`, or 0 for never again.
+        """Optimizer steps between two selections of hot blocks.
+
+        Returns:
+            A multiple of `interval`; 0: select only once.
 
         Raises:
-            ConfigError: fewer than `interval` were asked for.
+            ConfigError: the config asks for fewer than `interval` steps.
         """
         steps = self.select_every_steps
         if steps is None:
             steps = max(_AUTO_SELECT_STEPS, 4 * interval)
         if 0 < steps < interval:
             raise ConfigError(
-                f"zero_optimization.zenflow: hot blocks are to be selected every {steps} steps, which is less than "
+                f"zero_optimization.zenflow selects hot blocks every {steps} steps, which is less than "
                 f"update_interval = {interval}: raise select_interval or lower update_interval"
             )
         return math.ceil(steps / interval) * interval
@@ -94,13 +99,13 @@ def _select_every_steps(config: ZenFlowConfig) -> int | None:
     if strategy == "step" and given is None:
         raise ConfigError(
             'zero_optimization.zenflow.select_strategy = "step" needs select_interval, the number of optimizer steps '
-            'between two selections: give it, or set select_strategy to "auto"'
+            'between two selections: set it, or set select_strategy to "auto"'
         )
     if strategy != "epoch":
         return given
     if not config.steps_per_epoch:
         logger.warning(
             'zenflow.select_strategy = "epoch": the length of an epoch is known only if deepspeed.initialize is '
-            "given training_data; hot blocks are selected once. Give select_strategy = step and select_interval"
+            "given training_data; hot blocks are selected once. Set select_strategy = step and select_interval"
         )
     return (given or 1) * (config.steps_per_epoch or 0)

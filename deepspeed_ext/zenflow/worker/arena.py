@@ -1,8 +1,8 @@
-"""The memory that trainer and worker share: one memfd that holds typed arrays at offsets planned by a pure function.
+"""Provides the memory that trainer and worker share: one memfd with typed arrays at offsets planned by a pure function.
 
-A memfd needs no /dev/shm and vanishes with the last process that holds it. Pages take memory once they are touched:
-an array that is planned and never used costs nothing. The mapping is left out of core dumps, and forked processes do
-not have it: they would keep the memory, and see it change under them. Importing this module imports no torch.
+A memfd needs no /dev/shm and vanishes with the last process that holds it. A page takes memory only once it is touched,
+so an array that is planned but never used costs nothing. The mapping is excluded from core dumps and from forked
+processes, which would otherwise keep the memory alive and see it change. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _BIG_BYTES = 1 << 20
-"""From here on it matters where in a page and in a MiB an array begins; smaller ones stay in a cache anyway."""
+"""From this size on, the position of an array within a page and a MiB matters; smaller arrays stay in a cache
+anyway."""
 _LINES_APART = 5  # odd: 64 arrays begin on 64 different lines of a page
 _PAGES_APART = 3
-_NEIGHBOURS = 40  # arrays to stay apart from: they forbid 200 of the 256 pages of a MiB
+_NEIGHBOURS = 40  # preceding arrays to keep a distance from; they rule out 200 of the 256 pages of a MiB
 
 
 class ArrayKey(NamedTuple):
-    """Names an array: what it holds, of which partition, and for gradients in which slot of the ring."""
+    """Identifies an array by kind, partition and, for gradients, slot of the ring."""
 
     kind: str
-    """``p``, ``m``, ``v``, ``y``, ``g``, or the kind of the rule's array per block (see `deepspeed_ext.zenflow`)."""
+    """``p``, ``m``, ``v``, ``y``, ``g``, or the kind of the rule's per-block array (see `deepspeed_ext.zenflow`)."""
     partition: int = 0
     slot: int = 0
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array that the arena is to hold."""
+    """Describes one array of the arena."""
 
     kind: str
     dtype: str
@@ -65,23 +66,23 @@ class ArraySpec:
     partition: int = 0
     slot: int = 0
     touched: bool = True
-    """The worker touches its pages at start, so that they lie on its memory node; else memory is taken at first use."""
+    """The worker touches its pages at start, which places them on its memory node; otherwise on first use."""
     exchanged: bool = False
-    """It is copied to or from the accelerator, hence page-locked."""
+    """It is copied to or from the accelerator and is therefore page-locked."""
 
     @property
     def key(self) -> ArrayKey:
-        """Its name."""
+        """Its key."""
         return ArrayKey(self.kind, self.partition, self.slot)
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
 class PlacedArray(NamedTuple):
-    """An array and where it begins in the arena, in bytes."""
+    """An array and its offset in the arena, in bytes."""
 
     spec: ArraySpec
     offset: int
@@ -89,27 +90,26 @@ class PlacedArray(NamedTuple):
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Where every array lies. Trainer and worker hold equal copies."""
+    """Positions of all arrays. Trainer and worker hold equal copies."""
 
     arrays: tuple[PlacedArray, ...]
     nbytes: int
 
     def by_key(self) -> Mapping[ArrayKey, PlacedArray]:
-        """The arrays by their keys."""
+        """The arrays by key."""
         return MappingProxyType({array.spec.key: array for array in self.arrays})
 
 
 def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
-    """Place `specs` one behind the other, no two on one page: page-locking is per page.
+    """Place `specs` one after the other, no two on one page, because page-locking is per page.
 
-    A pass reads several arrays at once. If those of a power of two elements simply followed each other, all their
-    heads would fall into the same cache sets and memory banks, and evict each other. So big arrays begin on different
-    cache lines of a page and on different pages of a MiB. The pages between them are never touched: they take addresses
-    and no memory.
+    A pass reads several arrays at once. If arrays of a power-of-two size simply followed each other, their starts would
+    fall into the same cache sets and memory banks and evict each other. So big arrays start on different cache lines of
+    a page and on different pages of a MiB. The pages between them are never touched: they take addresses but no memory.
     """
     assert len({spec.key for spec in specs}) == len(specs), "keys of arrays are unique"
     arrays: list[PlacedArray] = []
-    pages: deque[int] = deque(maxlen=_NEIGHBOURS)  # where in their MiB the latest big arrays begin
+    pages: deque[int] = deque(maxlen=_NEIGHBOURS)  # start pages of the latest big arrays
     end = big = 0
     for spec in specs:
         offset = _round_up(end, _PAGE_BYTES)
@@ -124,7 +124,8 @@ def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
 
 
 def _first_free(page: int, taken: Iterable[int]) -> int:
-    """How many pages after `page` the first one lies that is far enough, within its MiB, from those `taken`."""
+    """Number of pages to skip from `page` to the first one whose position within its MiB is far enough from those in
+    `taken`."""
     per_mib = (1 << 20) // _PAGE_BYTES
     return next(
         skipped
@@ -138,11 +139,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 class Arena:
-    """A mapping of the shared memory. `create` makes it, `attach` maps what another process made.
+    """A mapping of the shared memory. `create` makes the memory, `attach` maps memory that another process made.
 
     Attributes:
         fileno: the memfd; -1 after `close`.
-        layout: where the arrays are.
+        layout: positions of the arrays.
     """
 
     def __init__(self, fileno: int, layout: ArenaLayout) -> None:
@@ -155,13 +156,15 @@ class Arena:
 
     @classmethod
     def create(cls, layout: ArenaLayout) -> Arena:
-        """Make a zeroed arena.
+        """Create a zeroed arena.
 
         Raises:
             UnsupportedError: the platform has no memfd, or the kernel refuses one of this size.
         """
         if not hasattr(os, "memfd_create"):
-            raise UnsupportedError("ZenFlow shares memory between processes by memfd_create, which needs Linux")
+            raise UnsupportedError(
+                "ZenFlow shares memory between processes with memfd_create, which needs Linux: turn zenflow off"
+            )
         fileno = -1
         try:
             fileno = above_standard(os.memfd_create("deepspeed_ext-arena", os.MFD_CLOEXEC))
@@ -172,22 +175,22 @@ class Arena:
                 os.close(fileno)
             limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "memory (ulimit -v, -f)"
             raise UnsupportedError(
-                f"the kernel refuses {layout.nbytes:,} bytes of memory shared with the optimizer process: {error}. "
+                f"the kernel refuses {layout.nbytes:,} bytes of shared memory for the optimizer process: {error}. "
                 f"Raise the limit on {limit}, use more ranks (each holds less), or turn zenflow off"
             ) from error
 
     @classmethod
     def attach(cls, fileno: int, layout: ArenaLayout) -> Arena:
-        """Map an arena that another process created; takes over the descriptor."""
+        """Map an arena that another process created; takes ownership of the descriptor."""
         return cls(fileno, layout)
 
     def array(self, kind: str, partition: int = 0, slot: int = 0) -> Array:
-        """An array as an address; valid as long as the arena."""
+        """The address of an array; valid while the arena exists."""
         spec, offset = self._arrays[ArrayKey(kind, partition, slot)]
         return Array(self._address + offset, spec.dtype, spec.numel)
 
     def tensor(self, kind: str, partition: int = 0, slot: int = 0) -> torch.Tensor:
-        """An array as a 1-D CPU tensor that shares its memory; it keeps the mapping alive."""
+        """An array as a 1-D CPU tensor that shares its memory and keeps the mapping alive."""
         import torch
 
         spec, offset = self._arrays[ArrayKey(kind, partition, slot)]
@@ -197,44 +200,44 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=dtype, count=spec.numel, offset=offset)
 
     def resident_bytes(self) -> int:
-        """Bytes of memory that the arena takes now: its touched pages."""
+        """Bytes of memory that the arena takes now, counting touched pages."""
         is_resident = (ctypes.c_char * -(-self.layout.nbytes // mmap.PAGESIZE))()
         _require(_libc.mincore(self._address, self.layout.nbytes, is_resident) == 0)
         return is_resident.raw.count(1) * mmap.PAGESIZE
 
     def close(self) -> None:
-        """Close the memfd: nobody else can map the arena. The memory goes once no process maps it and no tensor refers
-        to it. Idempotent."""
+        """Close the memfd, so that no other process can map the arena. The memory is freed once no process maps it
+        and no tensor refers to it. Idempotent."""
         self._finalizer()
         self.fileno = -1
 
     def discard(self) -> None:
-        """Give the memory back at once, for all processes: what the tensors hold is zero from now on."""
+        """Free the memory at once, for all processes; existing tensors read as zero from now on."""
         _require(_libc.madvise(self._address, self.layout.nbytes, _MADV_REMOVE) == 0)
 
 
 def _map(fileno: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """A shared mapping that ends with the last reference to the result.
+    """Create a shared mapping that ends with the last reference to the result.
 
-    Not `mmap.mmap`, which keeps a copy of the descriptor: every process that is forked would hold the memory by it.
+    Not with `mmap.mmap`, which keeps a copy of the descriptor: every forked process would then keep the memory alive.
     """
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fileno, 0)
     _require(address != _MAP_FAILED)
     for advice in (mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-        _libc.madvise(address, nbytes, advice)  # no huge pages for shared memory here: it costs a little speed
+        _libc.madvise(address, nbytes, advice)  # errors are ignored: without huge pages it is a little slower
     memory = (ctypes.c_char * nbytes).from_address(address)
-    # At exit the mapping goes with the process, after everything that may still use it.
+    # Not at exit: the mapping ends with the process, after everything that may still use it.
     weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
     return memory
 
 
 def _unmap(address: int, nbytes: int, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # in a forked process something else may be there
+    if os.getpid() == owner_pid:  # a forked process may have something else at this address
         _libc.munmap(address, nbytes)
 
 
 def _require(succeeded: bool) -> None:
-    """Raise what the C library says, unless its last call succeeded."""
+    """Raise an `OSError` from errno unless the last C library call succeeded."""
     if not succeeded:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,6 +1,6 @@
-"""Messages between two processes over a socket: whole ones only, and nothing here ever blocks except `Channel.idle`.
+"""Transfers whole messages between two processes over a socket. Only `Channel.idle` ever blocks.
 
-A message is a header, with a mark and a length, and a pickle. Importing this module imports no torch.
+A message is a header with a mark and a length, followed by a pickle. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _GRACE_SECONDS = 10.0
 
 
 class GarbledError(Exception):
-    """What has arrived is not a message."""
+    """The received bytes are not a message."""
 
 
 class Patience:
-    """How much longer to wait, counted in slices.
+    """A timeout counted in slices, which ignores time during which the process was suspended.
 
-    A suspended job, or a machine that sleeps, stops both processes while the clock runs on. A slice that took far
-    longer than it should have was such a gap: it costs nothing, and the other process gets time to run again.
+    When a job is suspended or a machine sleeps, both processes stop while the clock keeps running. A slice that took
+    much longer than intended was such a gap: it is not counted, and at least 10 seconds remain for the other process to
+    run again.
 
     Args:
-        seconds: the whole wait; may be infinite. NaN is over at once.
+        seconds: the whole timeout; may be infinite. NaN counts as expired.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -45,16 +46,16 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left."""
+        """Whether the timeout has expired."""
         return not self._left > 0
 
     def begin_slice(self) -> float:
-        """The length of the next slice, in seconds."""
+        """Start a slice; returns its length in seconds."""
         self._begin = time.monotonic()
         return min(self._left, _SLICE_SECONDS)
 
     def end_slice(self) -> None:
-        """The slice is over: count it."""
+        """End the slice and count it."""
         passed = time.monotonic() - self._begin
         if passed > 2 * _SLICE_SECONDS:
             self._left = max(self._left, _GRACE_SECONDS)
@@ -63,13 +64,13 @@ class Patience:
 
 
 class Channel:
-    """One end of a connection; the other is a `Channel` too.
+    """One end of a connection; the other end is a `Channel` too.
 
-    Incoming messages are read with `first` and `drop_first`: a message that was handled only in part, because a signal
-    handler raised, is still there.
+    Incoming messages are read with `first` and removed with `drop_first`. A message that was handled only in part,
+    because a signal handler raised, is therefore still there.
 
     Args:
-        end: a connected stream socket, which the channel owns.
+        end: a connected stream socket; the channel takes ownership.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -80,16 +81,16 @@ class Channel:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether everything that was `put` has left."""
+        """Whether everything passed to `put` has been sent."""
         return not self._unsent
 
     def put(self, message: Any) -> None:
-        """Take `message` to be sent by `flush`."""
+        """Queue `message` for `flush`."""
         body = pickle.dumps(message)
         self._unsent += _HEADER.pack(_MARK, len(body)) + body
 
     def flush(self) -> None:
-        """Send as much as the socket takes.
+        """Send as much as the socket accepts.
 
         Raises:
             OSError: the other end is gone.
@@ -100,11 +101,11 @@ class Channel:
                 del self._unsent[:sent]
 
     def first(self) -> Any | None:
-        """The first message that has arrived and is not dropped; None if there is no whole one.
+        """The first message that has arrived and was not dropped; None if there is no complete one.
 
         Raises:
-            EOFError, OSError: the other end is gone, and has left no whole message.
-            GarbledError: what has arrived is not a message.
+            EOFError, OSError: the other end is gone and left no complete message.
+            GarbledError: the received bytes are not a message.
         """
         with contextlib.suppress(BlockingIOError):
             while not self._first_is_whole():
@@ -116,27 +117,28 @@ class Channel:
             return None
         try:
             return pickle.loads(self._unread[_HEADER.size : self._first_size()])
-        except Exception as error:  # unpickling raises whatever the bytes make it raise
+        except Exception as error:  # unpickling can raise anything
             raise GarbledError(f"{type(error).__name__}: {error}") from error
 
     def drop_first(self) -> None:
-        """Go on to the message after `first`."""
+        """Remove the message that `first` returned."""
         del self._unread[: self._first_size()]
 
     def _first_is_whole(self) -> bool:
         return len(self._unread) >= _HEADER.size and len(self._unread) >= self._first_size()
 
     def _first_size(self) -> int:
-        """Bytes of the first message with its header, which has arrived."""
+        """Bytes of the first message including its header, which must have arrived."""
         mark, length = _HEADER.unpack_from(self._unread)
         if mark != _MARK or length > _LONGEST_BYTES:
-            raise GarbledError(f"a message does not begin with {bytes(self._unread[: _HEADER.size])!r}")
+            raise GarbledError(f"not the header of a message: {bytes(self._unread[: _HEADER.size])!r}")
         return _HEADER.size + length
 
     def idle(self, patience: Patience | None = None) -> None:
-        """Wait for room for what is unsent, else for something to read; for a slice of `patience` at most."""
+        """Block until unsent bytes can be sent or, if there are none, something can be read; at most for one slice
+        of `patience`."""
         poller = select.poll()
-        with contextlib.suppress(ValueError):  # closed by another thread: the caller will see it
+        with contextlib.suppress(ValueError):  # closed by another thread; the caller will notice
             poller.register(self._end, select.POLLIN if self.is_flushed else select.POLLOUT)
         if patience is None:
             poller.poll()
@@ -145,17 +147,17 @@ class Channel:
             patience.end_slice()
 
     def close(self) -> None:
-        """Close the connection; the other end sees it even if a forked process holds a copy of the socket."""
+        """Close the connection. The other end notices even if a forked process holds a copy of the socket."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
 
 def above_standard(descriptor: int) -> int:
-    """`descriptor`, or a copy in its place above 2.
+    """Return `descriptor`, or replace it by a copy above 2.
 
-    A process that was started with a closed stdin gets 0 for the next file that it opens, and a child that is given
-    this number finds its own stdin there.
+    A process started with a closed stdin gets descriptor 0 for the next file that it opens. A child that inherits this
+    number would find its own stdin there instead.
     """
     if descriptor > 2:
         return descriptor

@@ -29,33 +29,33 @@ __all__ = ["UpdatePhase", "WorkerLink"]
 
 
 class UpdatePhase(enum.Enum):
-    """Where the newest update is, and who may read and write p, m and v."""
+    """State of the newest update; decides who may read and write p, m and v."""
 
     READ = "read"
-    """In p, m, v; the rule has taken what it needs of it. The trainer may read p, m and v."""
+    """The update is in p, m, v, and the rule has read what it needs. The trainer may read p, m and v."""
     IN_FLIGHT = "in flight"
-    """Handed over and not awaited: p, m, v, y and the gradients handed over belong to the worker."""
+    """Handed over and not awaited: p, m, v, y and the handed-over gradients belong to the worker."""
     ARRIVED = "arrived"
-    """In p, m, v and y; the rule has not read the block means yet."""
+    """The update is in p, m, v and y; the rule has not read the block means yet."""
     EXPOSED = "exposed"
-    """As `READ`, and p, m, v may have been written from outside: the next step publishes them again."""
+    """Like `READ`, but p, m, v may have been written from outside: the next step publishes them again."""
 
 
 class WorkerLink:
-    """Makes the arena, starts the worker and talks to it.
+    """Creates the arena, starts the worker and communicates with it.
 
     Args:
         specs: the arrays of the arena.
-        block_size: elements of a block; the worker cuts its work at ends of blocks.
-        placement: the worker's cores and memory node; None: as inherited.
-        threads: of the worker.
-        ranks: all of them make one of these.
-        timeout_seconds: the longest wait for the worker.
-        metrics: take what is measured here.
+        block_size: elements per block; the worker splits its work at block boundaries.
+        placement: the worker's cores and memory node; None: inherited.
+        threads: number of the worker's threads.
+        ranks: the data-parallel ranks; each of them builds one of these.
+        timeout_seconds: longest wait for the worker.
+        metrics: receives the measurements.
 
     Attributes:
-        arena, process, transfers: see there.
-        phase: where the newest update is.
+        arena, process, transfers: see their classes.
+        phase: state of the newest update.
 
     Raises:
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
@@ -99,23 +99,28 @@ class WorkerLink:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
 
     def lock(self, keys: Sequence[ArrayKey]) -> None:
-        """Page-lock these arrays, so that copies of them overlap with computation. Idempotent."""
+        """Page-lock these arrays, so that their copies overlap with computation. Idempotent."""
         self.transfers.lock([self.arena.tensor(*key) for key in keys])
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Around this rank's own part of a step. What is raised inside is kept until all ranks wait together, because
-        the others go on to DeepSpeed's next collective; until then `failed` is true and work can be left out."""
+        """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because
+        the other ranks go on to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
         with self._kept.keeping():
             yield
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong on this rank that the next wait raises on every rank."""
+        """Whether this rank has kept an error, which the next wait raises on every rank."""
         return self._kept.error is not None
 
     def send(self, tasks: Sequence[WorkerTask], gradients: int) -> None:
-        """Hand `tasks` with that many gradients each to the worker, once what they read has arrived."""
+        """Hand over work, once the copies that it reads have arrived. Does nothing if this rank has failed.
+
+        Args:
+            tasks: one task per partition.
+            gradients: number of gradients per task.
+        """
         if self.failed:
             return
         with self.keeping():
@@ -124,8 +129,11 @@ class WorkerLink:
             self.process.submit(tasks)
 
     def wait(self) -> Exception | None:
-        """Wait for everything in flight on this rank. Returns what has gone wrong, which `wait_together` raises on all
-        ranks."""
+        """Wait for everything in flight on this rank.
+
+        Returns:
+            The kept error, if any, which `wait_together` raises on all ranks.
+        """
         if not self.failed:
             with self.keeping():
                 done = self.process.wait()
@@ -135,11 +143,11 @@ class WorkerLink:
         return self._kept.error
 
     def wait_together(self) -> None:
-        """Wait for everything in flight, as a collective.
+        """Wait for everything in flight. A collective.
 
         Raises:
-            WorkerError: on every rank, if the worker of any has failed, or has ended with nothing to do; from then on
-                at every wait.
+            WorkerError: on every rank, if any rank's worker has failed, or has ended although idle; from then on, at
+                every wait.
         """
         with self.keeping():
             self.wait()
@@ -147,7 +155,7 @@ class WorkerLink:
         self._raise_together()
 
     def raise_kept(self) -> None:
-        """Raise on every rank what any of them has kept, without waiting for a worker. A collective.
+        """Raise any rank's kept error on every rank, without waiting for a worker. A collective.
 
         Raises:
             DeepSpeedExtError: on every rank.
@@ -155,7 +163,8 @@ class WorkerLink:
         self._raise_together()
 
     def receive(self) -> None:
-        """`wait_together` within a step: this rank's own wait counts in the figures."""
+        """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does not check an idle
+        worker."""
         begin = time.perf_counter()
         with self.keeping():
             self.wait()
@@ -171,7 +180,7 @@ class WorkerLink:
             raise
 
     def close(self) -> None:
-        """End the worker. The arena's tensors stay readable. Idempotent, also after a start that failed."""
+        """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed start."""
         if hasattr(self, "process"):
             self.process.close()
         self.transfers.unlock()
@@ -179,14 +188,15 @@ class WorkerLink:
             self.arena.close()
 
     def abandon(self) -> None:
-        """`close`, and give the memory back whoever still has tensors in it: the constructor of the engine failed."""
+        """Close after the engine's constructor failed, and free the arena's memory even if tensors still refer to
+        it."""
         self.close()
         if hasattr(self, "arena"):
             self.arena.discard()
 
 
 def _require_room(nbytes: int, ranks: RankGroup) -> None:
-    """Compare what the ranks of a host need together with what it has; a collective.
+    """Compare the memory that all ranks of a host need with what is available. A collective.
 
     Raises:
         OutOfMemoryError: on every rank.
@@ -198,12 +208,12 @@ def _require_room(nbytes: int, ranks: RankGroup) -> None:
     with together(ranks):
         if needed > available:
             raise OutOfMemoryError(
-                f"the optimizer's state takes {needed:,} bytes of host memory for {len(found)} rank(s) of one host and "
-                f"{available:,} are available: use more hosts, a smaller zenflow.update_interval or more memory"
+                f"the optimizer's state needs {needed:,} bytes of host memory for {len(found)} rank(s) on one host, "
+                f"but {available:,} are available: use more hosts, a smaller zenflow.update_interval or more memory"
             )
 
 
 def _memory_domain() -> tuple[str, str]:
-    """Equal for ranks that share a host and its limits."""
+    """A key that is equal for ranks that share a host and its memory limits."""
     boot_id = read_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
     return boot_id, read_cgroup_id()

@@ -1,8 +1,8 @@
-"""The optimizer process: ``python start_worker.py SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
+"""Runs the optimizer process: ``python start_worker.py SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
 
-Started by `process.OptimizerProcess` and by nothing else. It binds itself to its cores before anything heavy is
-imported, and imports torch only if the native kernel is missing. It ends when told to, when the trainer's end of the
-socket closes, and when the trainer dies, whatever this process does then.
+Started only by `process.OptimizerProcess`. The process binds itself to its cores before it imports anything heavy, and
+imports torch only if the native kernel is missing. It ends when told to, when the trainer's end of the socket closes,
+and when the trainer dies, no matter what it is doing at that moment.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def main() -> None:
     """Serve one trainer until it closes the connection."""
     socket_fd, arena_fd, parent_pid, by_main_thread = map(int, sys.argv[1:5])
     _end_with_parent(parent_pid, bool(by_main_thread))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the trainer, which then closes us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the trainer, which then closes this process
     channel = Channel(socket.socket(fileno=socket_fd))
-    # The trainer may be gone at any moment: nobody is left to tell then.
+    # The trainer may die at any moment; then there is no one to report to.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             _serve(channel, arena_fd)
@@ -56,12 +56,13 @@ def main() -> None:
 
 
 def _end_with_parent(parent_pid: int, by_main_thread: bool) -> None:
-    """Ask the kernel to kill this process with the thread that started it; where that may end early, look ourselves."""
+    """Let the kernel kill this process when the thread that started it dies. If that thread may end before the
+    trainer, poll instead."""
     if by_main_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # died before the lines above
+    if os.getppid() != parent_pid:  # the trainer died before the lines above ran
         raise SystemExit(0)
 
 
@@ -76,7 +77,7 @@ def _serve(channel: Channel, arena_fd: int) -> None:
     warning = WorkerPlacement.parse(plan.placement).bind_process() if plan.placement is not None else None
     kernel = load_kernel(plan.library, plan.threads)
     arena = Arena.attach(arena_fd, plan.layout)
-    arena.close()  # the mapping is enough
+    arena.close()  # the mapping outlives the descriptor
     _touch(arena, kernel)
     _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
     while True:
@@ -85,7 +86,7 @@ def _serve(channel: Channel, arena_fd: int) -> None:
 
 
 def _next(channel: Channel) -> Any:
-    """Wait for the next message, however long it takes: the trainer's end closes when it is no longer wanted."""
+    """Wait for the next message without a time limit: if the trainer goes away, its end of the socket closes."""
     while (message := channel.first()) is None:
         channel.idle()
     channel.drop_first()

@@ -1,4 +1,4 @@
-"""What trainer and worker say to each other: plain values that pickle, no torch."""
+"""Defines the messages between trainer and worker: plain values that pickle, without torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,14 @@ def partition_specs(
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
 
     Args:
-        slots: of the gradient ring.
-        touched_slots: how many of them are used for certain; the others take memory only once they are.
-        per_block: kind and dtype of the array with an entry for every block, and whether it goes to the accelerator.
+        partition: number of the partition.
+        numel: its elements, n.
+        block_size: elements per block.
+        publish_dtype: dtype of y.
+        grad_dtype: dtype of the gradients.
+        slots: slots of the gradient ring.
+        touched_slots: slots that are certainly used; the others take memory only on first use.
+        per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
     """
     blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
     return [
@@ -53,12 +58,13 @@ def partition_specs(
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """All that a worker must know to start; sent once."""
+    """Everything a worker needs to start; sent once."""
 
     layout: ArenaLayout
     block_size: int
     placement: str | None
-    """Where to run, as `deepspeed_ext.affinity.worker_placement.WorkerPlacement` writes it; None: as inherited."""
+    """Cores and memory node, as written by `deepspeed_ext.affinity.worker_placement.WorkerPlacement`; None:
+    inherited."""
     threads: int
     library: str | None
     """Path of the native kernel; None: the torch reference."""
@@ -66,7 +72,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class PartitionPass:
-    """One pass over one partition: the gradients in ``slots`` of its ring, one step each, then publish."""
+    """One pass over one partition: one step per gradient in ``slots`` of its ring, then publish."""
 
     partition: int
     slots: tuple[int, ...]
@@ -76,8 +82,8 @@ class PartitionPass:
 
 @dataclass(frozen=True)
 class MeanPartitionPass:
-    """One step of the cold blocks of a partition, with the sum of the gradients in ``slots`` times ``scales``. Without
-    gradients: only publish p again."""
+    """One step of a partition's cold blocks with ``sum_k scales[k] g[slots[k]]``. Without gradients: only publish p
+    again."""
 
     partition: int
     slots: tuple[int, ...]
@@ -90,7 +96,7 @@ WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass
 
 @dataclass(frozen=True)
 class Submission:
-    """Work for the worker; answered by `Done` with the same number."""
+    """Work for the worker, which answers with a `Done` of the same number."""
 
     number: int
     passes: tuple[WorkerTask, ...]
@@ -98,18 +104,18 @@ class Submission:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker has bound itself, mapped and touched the arena, and loaded its kernel."""
+    """Sent once the worker has bound itself, mapped and touched the arena, and loaded its kernel."""
 
     pid: int
     kernel: str
     cpus: tuple[int, ...]
     warning: str | None
-    """What could not be done about its place."""
+    """Why its placement could not be applied in full; None: it was."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """The memory holds the result of submission `number`."""
+    """Sent once the arena holds the result of submission `number`."""
 
     number: int
     seconds: float
@@ -117,6 +123,6 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker raised; it has ended."""
+    """Sent when the worker has raised an exception; it then ends."""
 
     traceback: str

@@ -1,4 +1,4 @@
-"""The trainer's end of the optimizer process: start, submit, wait, close."""
+"""Controls the optimizer process from the trainer's side: start, submit, wait, close."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ _CLOSE_SECONDS = 2.0
 _REAP_SECONDS = 5.0
 _REMEDIES: dict[int, str] = {
     signal.SIGKILL: "Look for the out-of-memory killer (dmesg) and lower host memory use",
-    signal.SIGBUS: "The machine had no memory for a page of the shared arena: lower host memory use",
+    signal.SIGBUS: "The host had no memory for a page of the shared arena: lower host memory use",
 }
 
 
 class OptimizerProcess:
-    """A process that carries out passes over a shared arena. Starts in the constructor; a context manager.
+    """A process that runs passes over a shared arena. Starts in the constructor; a context manager.
 
-    Submissions are carried out in order; `wait` waits for all of them. Every wait ends: with the result, with the
-    worker's own exception, at the worker's death, or after `timeout_seconds`, in which a time when this process was
+    Submissions are processed in order; `wait` waits for all of them. Every wait ends: with the result, with the
+    worker's own exception, when the worker dies, or after `timeout_seconds`. Time during which this process was
     suspended does not count. After an error the process is closed, and later calls raise the same error.
 
-    `submit` and `wait` may be called from any thread, and `wait` from a signal handler too.
+    `submit` and `wait` may be called from any thread; `wait` also from a signal handler.
 
     Args:
-        arena: shared memory; must outlive the process. Closed here: the worker has its descriptor, and a copy that
-            this process keeps would be inherited by every process that it forks.
+        arena: the shared memory. It is closed here, because the worker has its own descriptor and a copy in this
+            process would be inherited by every process that it forks. The mapping must outlive the optimizer process.
         plan: what the worker does at start.
-        rank: for messages.
-        timeout_seconds: the longest that a start or a wait may take.
+        rank: used in messages.
+        timeout_seconds: longest duration of the start and of each wait.
 
     Attributes:
-        ready: what the worker said when it had started.
+        ready: the message with which the worker reported its start.
 
     Raises:
-        WorkerError: it could not be started, or failed while starting.
+        WorkerError: the process could not be started, or failed while starting.
     """
 
     ready: Ready
@@ -67,7 +67,7 @@ class OptimizerProcess:
         self._last = Done(0, 0.0)
         self._error = ""
         self._process, self._channel = self._launch(arena, plan)
-        # Runs at `close`, when the object is forgotten, and when the interpreter ends; never in a forked child.
+        # Runs at `close`, at garbage collection and at interpreter exit; never in a forked child.
         self._finalizer = weakref.finalize(self, _end, self._process, self._channel, os.getpid())
         try:
             arena.close()
@@ -78,7 +78,7 @@ class OptimizerProcess:
             raise
 
     def _launch(self, arena: Arena, plan: WorkerPlan) -> tuple[subprocess.Popen[bytes], Channel]:
-        # PR_SET_PDEATHSIG speaks of the thread that starts a process: only the main thread lives as long as we do.
+        # PR_SET_PDEATHSIG refers to the thread that starts the process; only the main thread lives as long as we do.
         by_main_thread = threading.current_thread() is threading.main_thread()
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(plan.threads)}
         try:
@@ -92,7 +92,7 @@ class OptimizerProcess:
                         env=environment,
                         pass_fds=numbers[:2],
                         stdin=subprocess.DEVNULL,
-                        start_new_session=True,  # Ctrl-C in a terminal is for the trainer, which then closes us
+                        start_new_session=True,  # Ctrl-C in a terminal must reach only the trainer
                     )
                 on_failure.pop_all()
         except OSError as error:
@@ -117,7 +117,7 @@ class OptimizerProcess:
         return self._process.pid
 
     def submit(self, passes: Sequence[WorkerTask]) -> None:
-        """Hand over work; does not wait for it. The arrays that it names belong to the worker until `wait`.
+        """Hand over work without waiting for it. The arrays it names belong to the worker until `wait`.
 
         Raises:
             WorkerError: the worker has ended, or does not read.
@@ -130,11 +130,17 @@ class OptimizerProcess:
         self._await(lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s")
 
     def wait(self, timeout_seconds: float | None = None) -> Done:
-        """Wait until everything submitted is done; returns the last answer, with the seconds of all that it waited for.
+        """Wait until everything submitted is done.
+
+        Args:
+            timeout_seconds: longest wait; None: the value given to the constructor.
+
+        Returns:
+            The last answer, with the total seconds of all answers awaited here.
 
         Raises:
-            WorkerError: the worker raised, has ended, or did not answer in time. If nothing is in flight the arena is
-                complete, and a worker that has ended is no error here; see `require_alive`.
+            WorkerError: the worker raised, has ended, or did not answer in time. If nothing is in flight, the arena is
+                complete and a worker that has ended is not an error; see `require_alive`.
         """
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         self._await(lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s")
@@ -144,7 +150,7 @@ class OptimizerProcess:
             return self._last
 
     def require_alive(self) -> None:
-        """Look at the process even if nothing is in flight.
+        """Check the process even if nothing is in flight.
 
         Raises:
             WorkerError: it has ended.
@@ -156,19 +162,19 @@ class OptimizerProcess:
                 raise self._failure(self._how_it_ended())
 
     def close(self) -> None:
-        """End the process: ask, wait a moment, kill. Idempotent; never raises for a process that is gone."""
+        """End the process: ask, wait two seconds, kill. Idempotent; does not raise for a process that is gone."""
         with self._lock:
             self._finalizer()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Sends, reads and counts: by one thread, and not in the middle of the same by the code that a signal
-        interrupted. These moments are short; nothing waits inside."""
+        """Guard sending, reading and counting: one thread at a time, and no signal handler in the middle of the code
+        that it interrupted. The guarded sections are short and never wait."""
         with self._lock:
             if self._is_inside:
                 raise WorkerError(
-                    f"rank {self._rank}: a signal handler uses the optimizer process while the code that it "
-                    "interrupted does. Let the handler set a flag, and look at the flag between steps"
+                    f"rank {self._rank}: a signal handler called the optimizer process while the interrupted code was "
+                    "using it. Let the handler only set a flag, and check the flag between steps"
                 )
             self._is_inside = True
             try:
@@ -177,16 +183,17 @@ class OptimizerProcess:
                 self._is_inside = False
 
     def _await(self, is_over: Callable[[], bool], seconds: float, what: str) -> None:
-        """Exchange messages until `is_over`, which is looked at again after every slice: another may have made it so.
+        """Exchange messages until `is_over`, which is checked again after every slice, because another thread may have
+        made it true.
 
-        The end of the process is looked for as well. Its end of the socket may stay open: a process that was forked
-        while this one was started has a copy.
+        Also polls the process itself: its end of the socket may stay open after its death, because a process forked
+        while this one was being started has a copy.
         """
         patience = Patience(seconds)
         while True:
             with self._alone():
                 self._require_open()
-                has_ended = self._process.poll() is not None  # before reading what it left
+                has_ended = self._process.poll() is not None  # checked before its last messages are read
                 if not is_over():
                     self._exchange()
                 if is_over():
@@ -198,9 +205,9 @@ class OptimizerProcess:
             self._channel.idle(patience)
 
     def _exchange(self) -> None:
-        """Send and read what goes at once."""
+        """Send and read what is possible without blocking."""
         try:
-            with contextlib.suppress(OSError):  # what it said before it ended is worth more
+            with contextlib.suppress(OSError):  # the worker's last message explains more
                 self._channel.flush()
             while (answer := self._channel.first()) is not None:
                 self._note(answer)
@@ -208,7 +215,7 @@ class OptimizerProcess:
         except (EOFError, OSError):
             raise self._failure(self._how_it_ended()) from None
         except GarbledError as error:
-            raise self._failure(f"sent something that is not an answer ({error}). Please report this") from error
+            raise self._failure(f"sent an invalid answer ({error}). Please report this") from error
 
     def _note(self, answer: Any) -> None:
         if isinstance(answer, Failed):
@@ -217,7 +224,7 @@ class OptimizerProcess:
             self.ready, self._is_ready = answer, True
         elif not isinstance(answer, Done) or answer.number > self._done + 1:
             raise GarbledError(f"{answer!r} after answer {self._done} of {self._submitted}")
-        elif answer.number == self._done + 1:  # else it was noted before, and then interrupted
+        elif answer.number == self._done + 1:  # otherwise a signal handler interrupted us after it was recorded
             self._done = answer.number
             self._seconds += answer.seconds
 
@@ -231,19 +238,19 @@ class OptimizerProcess:
         try:
             status = self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:
-            return "closed its connection and hangs. Please report this"
+            return "closed its connection but does not exit. Please report this"
         if status >= 0:
-            return f"ended with exit status {status}. Its stderr, above, says why"
+            return f"ended with exit status {status}. See its stderr above for the cause"
         try:
             name = signal.Signals(-status).name
         except ValueError:  # a real-time signal
             name = f"signal {-status}"
-        return f"was killed by {name} (exit status {status}). {_REMEDIES.get(-status, 'Its stderr may say more')}"
+        return f"was killed by {name} (exit status {status}). {_REMEDIES.get(-status, 'Its stderr may show the cause')}"
 
     def _silence(self, what: str) -> WorkerError:
         return self._failure(
             f"did not {what} (zenflow.worker_timeout_seconds = {self._timeout_seconds:g}). "
-            "It may be stopped, starved of CPU or swapping: give it cores (core_binding), or a longer timeout"
+            "It may be stopped, starved of CPU or swapping: give it more cores (core_binding), or raise the timeout"
         )
 
     def _failure(self, what: str) -> WorkerError:
@@ -263,11 +270,11 @@ def _above_standard(end: socket.socket) -> socket.socket:
 def _end(process: subprocess.Popen[bytes], channel: Channel, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return
-    channel.close()  # it ends when it sees this
+    channel.close()  # the worker ends when it sees this
     with contextlib.suppress(subprocess.TimeoutExpired):
         try:
             process.wait(_CLOSE_SECONDS)
         finally:
-            process.kill()  # nothing, if it has ended
-    with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible call: it ends after that
+            process.kill()  # no effect if it has ended
+    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies after that
         process.wait(_REAP_SECONDS)

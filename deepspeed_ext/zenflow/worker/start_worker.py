@@ -1,6 +1,6 @@
-"""Starts `deepspeed_ext.zenflow.worker.main`; run by its path.
+"""Starts `deepspeed_ext.zenflow.worker.main`; run by its file path.
 
-So the worker imports this very copy of the package, and its search path is left alone: a PYTHONPATH entry for the
+This makes the worker import this very copy of the package and leaves its search path alone. A PYTHONPATH entry for the
 package's folder, which may be site-packages, would come before the standard library.
 """
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 here = Path(__file__).resolve().parent
-sys.path[:] = [entry for entry in sys.path if Path(entry) != here]  # where PYTHONSAFEPATH is unknown: Python 3.10
+sys.path[:] = [entry for entry in sys.path if Path(entry) != here]  # Python 3.10 ignores PYTHONSAFEPATH
 spec = importlib.util.spec_from_file_location("deepspeed_ext", here.parents[1] / "__init__.py")
 assert spec is not None
 assert spec.loader is not None

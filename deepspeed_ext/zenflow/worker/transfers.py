@@ -1,4 +1,4 @@
-"""Copies between the accelerator and the arena, beside the computation where the accelerator has streams."""
+"""Copies between accelerator and arena, in parallel with computation if the accelerator has streams."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Streamed", "Transfers"]
 
 @dataclass
 class Streamed:
-    """Which parts of a gradient are on their way to the host before its step.
+    """The parts of a gradient whose copy to the host was started before its step.
 
     Attributes:
-        parts: their sizes in elements, by where they begin.
-        wanted: elements that must be on their way for the gradient to be complete; the rest is padding.
+        parts: size of each part in elements, by its first element.
+        wanted: elements needed for a complete gradient; the rest of the partition is padding.
     """
 
     parts: dict[int, int] = field(default_factory=dict)
@@ -36,23 +36,28 @@ class Streamed:
 
 
 class Transfers:
-    """Gradients go down on a stream of their own; `finish` returns when everything has arrived.
+    """Copies gradients to the host on a dedicated stream; `finish` returns once everything has arrived.
 
-    On an accelerator without streams (the CPU) copies are done when the calls return.
+    On an accelerator without streams (the CPU), copies are done when the calls return.
     """
 
     def __init__(self) -> None:
         accelerator = get_accelerator()
         self._stream: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
         self._locked: dict[int, torch.Tensor] = {}  # by address
-        # Memory that is unmapped while it is page-locked would count as page-locked, whatever is mapped there later.
-        # The finalizer's arguments keep the mapping alive until it has run.
+        # If memory were unmapped while page-locked, later mappings at its address would count as page-locked.
+        # The finalizer's arguments keep the mapping alive until the finalizer has run.
         weakref.finalize(self, _unlock, self._locked, os.getpid())
-        self._newest: Any = None  # copy -> wait_for_older: recorded behind the newest copy of `to_host`
-        self._older: Any = None  # the same of the copy before it
+        self._newest: Any = None  # to_host -> wait_for_older: recorded after the newest copy
+        self._older: Any = None  # the same for the copy before it
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Start copying `source` (accelerator) to `target` (arena); both stay as they are until `finish`."""
+        """Start copying to the host. Neither tensor may change until `finish`.
+
+        Args:
+            source: on the accelerator.
+            target: same shape and dtype, in the arena.
+        """
         if self._stream is None:
             target.copy_(source)
             return
@@ -65,21 +70,22 @@ class Transfers:
         self._newest.record(self._stream)
 
     def wait_for_older(self) -> None:
-        """Wait for all copies of `to_host` but the newest, so that their sources' memory can be used again."""
+        """Wait for all copies of `to_host` except the newest, so that the memory of their sources can be reused."""
         if self._older is not None:
             self._older.synchronize()
             self._older = None
 
     def finish(self) -> None:
-        """Wait for the copies of `to_host`, and for those that the current stream makes from the arena."""
+        """Wait for all copies of `to_host`, and for the current stream's copies from the arena."""
         if self._stream is not None:
             self._stream.synchronize()
             get_accelerator().current_stream().synchronize()
 
     def lock(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Page-lock host tensors that exist already, so that copies of them run beside the computation. Idempotent.
+        """Page-lock existing host tensors, so that their copies run in parallel with computation. Idempotent.
 
-        Refusal (``ulimit -l``) is a warning: copies then go through pageable memory, slower and in step.
+        If the system refuses (``ulimit -l``), a warning is logged: copies then go through pageable memory, slower and
+        synchronously.
         """
         runtime = _host_registry()
         for tensor in tensors if runtime is not None else ():
@@ -94,13 +100,13 @@ class Transfers:
             self._locked[tensor.data_ptr()] = tensor
 
     def unlock(self) -> None:
-        """Wait for every copy, and undo `lock`. Idempotent."""
+        """Wait for every copy and undo `lock`. Idempotent."""
         _unlock(self._locked, os.getpid())
 
 
 def _unlock(locked: dict[int, torch.Tensor], owner_pid: int) -> None:
-    """Order: copies end, then pages are unlocked, then the last reference to the mapping may go."""
-    if not locked or os.getpid() != owner_pid:  # the accelerator is not a forked process's
+    """Wait for copies, then unlock pages, then drop the last references to the mapping; the order matters."""
+    if not locked or os.getpid() != owner_pid:  # a forked process must not use the accelerator
         return
     try:
         get_accelerator().synchronize()
@@ -112,10 +118,10 @@ def _unlock(locked: dict[int, torch.Tensor], owner_pid: int) -> None:
 
 
 def _succeeded(status: Any) -> bool:
-    """Whether a call of the runtime succeeded. If not, nothing is left of its error.
+    """Whether a call of the accelerator's runtime succeeded; clears its error if not.
 
-    The runtime keeps the error of a refused call, and raises it at the next check of a kernel that was launched,
-    wherever that is. torch has no function that takes it away; but launching a kernel through torch does.
+    The runtime keeps the error of a refused call and reports it at the next kernel launch check, wherever that is.
+    torch has no function to clear it, but launching a kernel through torch does.
     """
     if int(status) == 0:
         return True
@@ -125,7 +131,7 @@ def _succeeded(status: Any) -> bool:
 
 
 def _host_registry() -> Any:
-    """The accelerator runtime's functions for page-locking memory that it did not allocate; None where it has none."""
+    """The runtime's functions for page-locking memory that it did not allocate; None if it has none."""
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
         return None

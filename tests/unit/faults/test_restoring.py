@@ -159,8 +159,8 @@ def test_latest_that_cannot_be_replaced(tmp_path: Path) -> None:
     engine.names_latest = True
     engine.create(info)
     engine.makedirs(str(tmp_path / "t"), exist_ok=True)
-    engine.save({"a": math.pi}, str(tmp_path / "t" / "x_states.pt"))
-    with pytest.raises(CheckpointError, match=r"was saved, and not everything around it.*load it by its tag"):
+    engine.save({"a": math.pi}, str(tmp_path / "t" / "mp_rank_00_model_states.pt"))
+    with pytest.raises(CheckpointError, match=r"was saved, but finishing the save failed.*load it by its tag"):
         engine.commit(info)
     engine.begin_load(str(tmp_path), "t")
-    assert engine.load(str(tmp_path / "t" / "x_states.pt")) == {"a": math.pi}
+    assert engine.load(str(tmp_path / "t" / "mp_rank_00_model_states.pt")) == {"a": math.pi}

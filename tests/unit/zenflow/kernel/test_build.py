@@ -235,7 +235,11 @@ def test_a_compiler_with_arguments(cache: Path, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("false", "false ended with 1"), ("no-such-compiler", "no-such-compiler"), ("'open", "No closing quotation")],
+    [
+        ("false", "false exited with status 1"),
+        ("no-such-compiler", "no-such-compiler"),
+        ("'open", "No closing quotation"),
+    ],
 )
 def test_why_the_slower_kernel_runs_is_said(
     compiler: str, reason: str, cache: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]

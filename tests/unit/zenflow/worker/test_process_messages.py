@@ -149,12 +149,12 @@ wait_to_be_killed()
     [
         ("message(Done(1, 0.0))[:-1]", "did not start within 2 s"),
         ("b'\\0' * 3", "did not start within 2 s"),
-        ("b'Segmentation fault'", "not an answer.*does not begin with b'Segmentation"),
-        ("struct.pack('!4sQ', b'dsxt', 1 << 62)", "not an answer"),
-        ("struct.pack('!4sQ', b'dsxt', 3) + b'abc'", "not an answer.*UnpicklingError"),
-        ("message(Missing())", "not an answer.*AttributeError"),
-        ("message(7)", "not an answer.*7 after answer 0 of 0"),
-        ("message(Done(9, 0.0))", "not an answer.*number=9"),
+        ("b'Segmentation fault'", "invalid answer.*not the header of a message: b'Segmentation"),
+        ("struct.pack('!4sQ', b'dsxt', 1 << 62)", "invalid answer"),
+        ("struct.pack('!4sQ', b'dsxt', 3) + b'abc'", "invalid answer.*UnpicklingError"),
+        ("message(Missing())", "invalid answer.*AttributeError"),
+        ("message(7)", "invalid answer.*7 after answer 0 of 0"),
+        ("message(Done(9, 0.0))", "invalid answer.*number=9"),
     ],
 )
 def test_an_invalid_answer_is_an_error(what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
