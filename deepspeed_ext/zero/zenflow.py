@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
-from deepspeed_ext._errors import CheckpointError, PlanMismatchError
+from deepspeed_ext._errors import CheckpointError, PlanMismatchError, WorkerError
 from deepspeed_ext._upstream import (
     ZeROOptimizer,
     get_accelerator,
@@ -162,7 +162,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         try:
             super().step(closure)
             if self.overflow:
-                self.zenflow_adam.forget_streamed()
+                with self.zenflow_adam.link.keeping():
+                    self.zenflow_adam.forget_streamed()
                 self.zenflow_adam.link.raise_kept()
             else:
                 self.zenflow_adam.end_step()
@@ -214,8 +215,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         param_shapes: Any = None,
     ) -> None:
         adam, ranks = self.zenflow_adam, self.zenflow_adam.ranks
-        adam.link.wait_together()
-        adam.drain()
+        self._drain_together()
         with together(ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read_section(state_dict_list)
         _require_same_position(saved, ranks)
@@ -231,6 +231,16 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
                 adam.masters_changed()
         if load_optimizer_states or checkpoint_folder:
             self._exchange_weights(saved if exact else None)
+
+    def _drain_together(self) -> None:
+        """Wait on all ranks until p, m, v hold every gradient that was handed over. A collective.
+
+        Raises:
+            WorkerError: on every rank, if the worker of any has failed.
+        """
+        self.zenflow_adam.link.wait_together()
+        with together(self.zenflow_adam.ranks, WorkerError):
+            self.zenflow_adam.drain()
 
     def _read_section(self, state_dict_list: Any) -> Section | None:
         """Return this rank's ZenFlow section, checked; None if the checkpoint has none.
@@ -262,8 +272,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         """Send the weights to the other ranks if they were not loaded from the checkpoint. May be a collective."""
 
     def _restore_from_bit16_weights(self) -> None:
-        self.zenflow_adam.link.wait_together()
-        self.zenflow_adam.drain()
+        self._drain_together()
         super()._restore_from_bit16_weights()
         self.zenflow_adam.masters_changed()
 

@@ -159,8 +159,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def exact_weights(self) -> Iterator[None]:
         """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
         collective; do not step inside."""
-        self.zenflow_adam.link.wait_together()
-        self.zenflow_adam.drain()
+        self._drain_together()
         predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
         self._write_weights([partition.master for partition in self.zenflow_adam.partitions])
         try:

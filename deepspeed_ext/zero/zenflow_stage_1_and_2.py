@@ -175,8 +175,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def exact_weights(self) -> Iterator[None]:
         """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
         collective; do not step inside."""
-        self.zenflow_adam.link.wait_together()
-        self.zenflow_adam.drain()
+        self._drain_together()
         masters = self._masters
         predicted = [self._weights(index).clone() for index in range(len(masters))]
         self.update_lp_params()
