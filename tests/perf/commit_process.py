@@ -1,0 +1,55 @@
+"""One side of `compare_commits`: trains with whatever deepspeed_ext is first on the path, as many steps as it is told.
+
+Knows nothing of the repository but `deepspeed_ext.initialize`, because it runs with commits of any age.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+
+
+def main() -> None:
+    """Read numbers of steps from stdin; answer each with the milliseconds of every `engine.step`."""
+    order = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    import deepspeed
+    import torch
+
+    import deepspeed_ext
+
+    torch.manual_seed(0)
+    rendezvous = tempfile.mktemp(prefix="deepspeed_ext-rendezvous-")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    deepspeed.init_distributed(dist_backend="gloo")
+    width = int((order["millions"] * 1e6 / 8) ** 0.5) // 64 * 64
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {
+            "stage": order["stage"],
+            "zenflow": order["zenflow"],
+            "core_binding": {"enabled": False},
+        },
+    }
+    engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
+    batch = torch.randn(8, width).bfloat16()
+    for line in sys.stdin:
+        found = []
+        for _ in range(int(line)):
+            engine.backward(engine(batch).float().square().mean())
+            begin = time.perf_counter()
+            engine.step()
+            found.append((time.perf_counter() - begin) * 1e3)
+        answers.write(json.dumps(found) + "\n")
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The optimizer step of this checkout beside that of an earlier commit, in one run.
+
+    python -m tests.perf.compare_commits --before COMMIT [--rounds 10] [--steps 10]
+
+Each commit trains the same model in its own process with one thread. They take turns (A B A B): one makes some steps
+while the other is idle. The earlier commit is checked out to a temporary folder. It uses this checkout's native kernel if the
+sources are equal, otherwise its own, compiled on first use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("commit_process.py")
+WAYS: dict[str, tuple[int, dict[str, object]]] = {
+    "stage 2, predictive": (2, {"update_interval": 1}),
+    "stage 2, predictive, interval 4": (2, {"update_interval": 4, "full_warm_up_rounds": 4}),
+    "stage 3, predictive": (3, {"update_interval": 1}),
+    "stage 2, selective": (2, {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}),
+}
+
+
+class Contestant:
+    """One checkout that trains in a process of its own."""
+
+    def __init__(self, tree: Path, way: str, millions: float) -> None:
+        stage, zenflow = WAYS[way]
+        order = json.dumps({"stage": stage, "zenflow": zenflow, "millions": millions})
+        environment = {**os.environ, "PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER), order],
+            cwd=tree,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.milliseconds: list[float] = []
+
+    def run(self, steps: int, keep: bool = True) -> None:
+        """Let it make some steps; their milliseconds are kept unless told otherwise."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        found = json.loads(self.process.stdout.readline())
+        self.milliseconds += found if keep else []
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """A temporary work tree of `commit`."""
+    folder = Path(tempfile.mkdtemp(prefix="deepspeed_ext-commit-")) / "tree"
+    try:
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), commit], cwd=ROOT, check=True)
+        kernel = Path("deepspeed_ext/zenflow/kernel")
+        sources = [path.name for path in (ROOT / kernel).iterdir() if path.suffix in (".cpp", ".h")]
+        if all(((ROOT / kernel / name).read_bytes() == _bytes(folder / kernel / name)) for name in sources):
+            for library in (ROOT / kernel).glob("*.so"):
+                shutil.copy(library, folder / kernel)
+        yield folder
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=ROOT, check=False)
+        shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def compare(before: Path, way: str, args: argparse.Namespace) -> tuple[float, float, list[float]]:
+    """Median milliseconds per step before and now, and the ratio now / before of each round's medians."""
+    ratios = []
+    with ExitStack() as stack:
+        sides = [Contestant(tree, way, args.millions) for tree in (before, ROOT)]
+        for side in sides:
+            stack.callback(side.close)
+        for side in sides:
+            side.run(args.warm_up, keep=False)
+        for number in range(args.rounds):
+            for side in sides if number % 2 == 0 else reversed(sides):
+                side.run(args.steps)
+            latest = [statistics.median(side.milliseconds[-args.steps :]) for side in sides]
+            ratios.append(latest[1] / latest[0])
+    first, second = (statistics.median(side.milliseconds) for side in sides)
+    return first, second, ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", required=True, help="the earlier commit")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="per round and side")
+    parser.add_argument("--warm-up", type=int, default=12, help="steps before the first round")
+    parser.add_argument("--millions", type=float, default=8.0, help="million parameters")
+    args = parser.parse_args()
+    print("| configuration | before, ms | now, ms | now / before, median of rounds | rounds, lowest to highest |")
+    print("| --- | --- | --- | --- | --- |")
+    with checkout(args.before) as before:
+        for way in WAYS:
+            first, second, ratios = compare(before, way, args)
+            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            print(f"| {way} | {first:.1f} | {second:.1f} | {statistics.median(ratios):.3f} | {spread} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
