@@ -3,8 +3,8 @@
     python -m tests.perf.compare_commits --before COMMIT [--rounds 10] [--steps 10]
 
 Each commit trains the same model in its own process with one thread. They take turns (A B A B): one makes some steps
-while the other is idle. The earlier commit is checked out to a temporary folder. It uses this checkout's native kernel if
-the sources are equal, otherwise its own, compiled on first use.
+while the other is idle. The earlier commit is checked out to a temporary folder. It uses this checkout's native kernel
+if the sources are equal, otherwise its own, compiled on first use.
 """
 
 from __future__ import annotations
