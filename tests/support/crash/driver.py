@@ -1,6 +1,7 @@
 """Saves a checkpoint again and again, killed at another system call each time, and looks at what can be loaded.
 
-``python -m tests.support.crash.driver FOLDER RANKS``, with `interpose.cpp` preloaded. Prints one JSON object.
+``python -m tests.support.crash.driver FOLDER RANKS EVERY``, with `interpose.cpp` preloaded: at every call (1) or at every
+second one (2; the odd ones of even victims and the even ones of odd victims). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -107,15 +108,15 @@ def crash(size: int, folder: Path, case: Case) -> tuple[str | None, bool]:
 
 
 def main() -> None:
-    folder, size = Path(sys.argv[1]) / "crash", int(sys.argv[2])
+    folder, size, every = Path(sys.argv[1]) / "crash", int(sys.argv[2]), int(sys.argv[3])
     wrong: list[dict[str, Any]] = []
     crashes = 0
     for own_disks in (False, True):
         for tag in ("a", "b"):
             for victim in range(size):
-                crashed, call = True, 0
+                crashed, call = True, 1 + victim % every - every
                 while crashed:
-                    call += 1
+                    call += every
                     case = Case(own_disks, tag, victim, call)
                     problem, crashed = crash(size, folder, case)
                     crashes += crashed

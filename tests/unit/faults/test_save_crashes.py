@@ -26,13 +26,15 @@ def interposer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_kill_at_every_system_call(interposer: Path, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "every"), [(2, 2), *(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 3))]
+)
+def test_kill_at_every_system_call(interposer: Path, size: int, every: int, tmp_path: Path) -> None:
     """New and reused tag, one disk and one per rank, every victim, every call that changes a file."""
-    command = [sys.executable, "-m", "tests.support.crash.driver", str(tmp_path), str(size)]
+    command = [sys.executable, "-m", "tests.support.crash.driver", str(tmp_path), str(size), str(every)]
     environment = {**os.environ, "LD_PRELOAD": str(interposer), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["wrong"] == []
-    assert found["crashes"] > 100
+    assert found["crashes"] > 100 // every

@@ -85,7 +85,7 @@ def body(dtype: str) -> dict[str, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "bf16"), pytest.param(3, "fp32", marks=pytest.mark.full)])
 def test_a_fetch_needs_its_bytes_once_and_upstreams_twice(world_size: int, dtype: str) -> None:
     for rank_peaks in run_ranks(world_size, body, dtype):
         upstream = rank_peaks.pop("upstream")

@@ -18,6 +18,11 @@ MIN_NUMELS = (0, 600, None)
 MATRIX = list(itertools.product((1, 2, 3), DTYPES, (1, 3), MIN_NUMELS, WAYS))
 
 
+# With 600, some parameters travel alone and some together, so 0 (all alone) is left to one case.
+BY_DEFAULT = [*cover([case for case in MATRIX if case[3] != 0 and case[0] < 3]), (3, "fp32", 3, 600, "plain")]
+BY_DEFAULT.append((2, "bf16", 1, 0, "plain"))
+
+
 def check(world_size: int, dtype: str, accumulation: int, min_numel: int | None, way: str) -> None:
     for losses, plan, num_collectives in run_ranks(world_size, compare_gathers, dtype, accumulation, min_numel, way):
         assert len(losses) == STEPS * accumulation
@@ -34,7 +39,7 @@ def check(world_size: int, dtype: str, accumulation: int, min_numel: int | None,
             assert num_collectives > STEPS
 
 
-@pytest.mark.parametrize(("world_size", "dtype", "accumulation", "min_numel", "way"), cover(MATRIX))
+@pytest.mark.parametrize(("world_size", "dtype", "accumulation", "min_numel", "way"), BY_DEFAULT)
 def test_equals_upstream(world_size: int, dtype: str, accumulation: int, min_numel: int | None, way: str) -> None:
     check(world_size, dtype, accumulation, min_numel, way)
 

@@ -207,7 +207,7 @@ def load_and_catch(config: dict, folder: str) -> str:
     return "loaded"
 
 
-@pytest.mark.parametrize("version", [0, 99])
+@pytest.mark.parametrize("version", [4, 99])
 def test_an_older_or_newer_section_is_refused(version: int, tmp_path: Path) -> None:
     config = zenflow_config(2)
     run_ranks(1, save_mid_interval, config, str(tmp_path))
@@ -215,4 +215,4 @@ def test_an_older_or_newer_section_is_refused(version: int, tmp_path: Path) -> N
     content = torch.load(path, weights_only=False)
     content["optimizer_state_dict"]["deepspeed_ext_zenflow"]["version"] = version
     torch.save(content, path)
-    assert f"has version {version} and this" in run_ranks(1, load_and_catch, config, str(tmp_path))[0]
+    assert f"has version {version}, this" in run_ranks(1, load_and_catch, config, str(tmp_path))[0]

@@ -95,7 +95,7 @@ def looking_on(config: dict) -> list[str]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    ("stage", "ranks"), [(1, 1), (2, 2), (3, 2), *(pytest.param(*c, marks=pytest.mark.full) for c in ((1, 2), (3, 1)))]
+    ("stage", "ranks"), [(2, 2), (3, 2), *(pytest.param(*c, marks=pytest.mark.full) for c in ((1, 1), (1, 2), (3, 1)))]
 )
 def test_reading_state_changes_nothing(stage: int, ranks: int, rule: str) -> None:
     config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
@@ -124,7 +124,9 @@ def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rule", EXACT)
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(2, 1), (3, 2), *(pytest.param(*c, marks=pytest.mark.full) for c in ((1, 2), (3, 1)))]
+)
 def test_training_uses_written_state_as_zero_offload_does(stage: int, ranks: int, rule: str) -> None:
     config = zenflow_config(stage, torch.float32, **EXACT[rule])
     expected = run_ranks(ranks, written_and_trained, offload_config(config), False)

@@ -116,7 +116,7 @@ def followed(config: dict[str, Any], **how: Any) -> dict[str, Any]:
 
 
 CASES = list(itertools.product(SECTIONS, (1, 2, 3), (1, 2)))
-NEEDED = cover(CASES)
+NEEDED = cover(CASES, strength=1)
 
 
 @pytest.mark.parametrize(
