@@ -174,7 +174,7 @@ def test_all_ranks_have_the_same_error(name: str, stage: int, rule: str, every: 
     assert hung == []
     assert [rank.error for rank in ended] == [None] * RANKS
     outcomes = [rank.value for rank in ended]
-    assert len(outcomes[0]) >= 60 // every
+    assert len(outcomes[0]) > 40 // every
     for on_all in zip(*outcomes, strict=True):
         function = on_all[0][0]
         assert len({outcome for _, outcome, _ in on_all}) == 1, on_all
