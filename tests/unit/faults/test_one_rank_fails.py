@@ -76,7 +76,11 @@ CANNOT_BE_AGREED_ON = {
 }
 """Where no injected failure is asked for, by reason."""
 NOT_ASKED_FOR = tuple(name for names in CANNOT_BE_AGREED_ON.values() for name in names)
-HARMLESS = ("zenflow/worker/channel.py:", "zenflow/worker/process.py:OptimizerProcess._exchange")
+HARMLESS = (
+    "zenflow/worker/channel.py:",
+    "zenflow/worker/process.py:OptimizerProcess._exchange",
+    "zenflow/worker/process.py:OptimizerProcess._note",
+)
 """Whether a wait comes to them depends on how fast the worker is."""
 
 
