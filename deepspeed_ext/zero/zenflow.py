@@ -99,6 +99,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     zenflow_adam: OffloadedAdam
     _grad_dtype: torch.dtype
+    _has_begun: bool = False
 
     def _prepare(
         self,
@@ -169,7 +170,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
                 self.zenflow_adam.end_step()
         finally:
             self._masters = masters
-            self._factor = StepFactor()
+            self._factor, self._has_begun = StepFactor(), False
 
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
         """As DeepSpeed's, but computed from the gradients' norms, which need no fp64 copy of each gradient."""
@@ -183,13 +184,14 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             ]
         return super().get_grad_norm_direct(gradients, params, norm_type)
 
-    def _update_scale(self, has_overflow: bool = False) -> None:
-        """DeepSpeed calls this once per step at every stage, as soon as it knows whether the step will be applied."""
-        super()._update_scale(has_overflow)
-        if not has_overflow:
+    def _begin_once(self) -> None:
+        """Begin the step if it has not begun. Called as late as possible, because this may wait for the worker."""
+        if not self._has_begun:
+            self._has_begun = True
             self.zenflow_adam.begin_step()
 
     def _optimizer_step(self, index: int) -> None:
+        self._begin_once()
         factor = GradFactor(1.0, 1.0)  # placeholder: without a factor, the step has kept an error
         with self.zenflow_adam.link.keeping():
             factor = self._factor.value

@@ -133,7 +133,11 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
             super().check_overflow(partition_gradients)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
-        """The flat gradient, if DeepSpeed need not build one: its own, or one laid out in the ring slot."""
+        """The flat gradient, if DeepSpeed need not build one: its own, or one laid out in the ring slot.
+
+        DeepSpeed asks for it once it knows that the step will be applied. The slot is free once the step has begun.
+        """
+        self._begin_once()
         flat = super()._get_preflattened_grad_partition(group_idx)
         if flat is None:
             with self.zenflow_adam.link.keeping():
