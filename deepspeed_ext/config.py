@@ -16,7 +16,7 @@ __all__ = [
     "CoreBindingConfig",
     "FlattenTier",
     "ReservedCores",
-    "UpdateRule",
+    "RuleName",
     "ZenFlowConfig",
     "ZeroFields",
     "given_of_the_other_rule",
@@ -37,7 +37,7 @@ def _few_enough(cores: int | float) -> int | float:
 
 FlattenTier = Literal["accelerator", "distributed", "host"]
 
-UpdateRule = Literal["predictive", "selective"]
+RuleName = Literal["predictive", "selective"]
 
 ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(_few_enough), AfterValidator(check_reserved_cores)]
 """Cores to keep for PyTorch: an int is a count of at least 1, a float is a fraction strictly between 0 and 1."""
@@ -91,7 +91,7 @@ class ZenFlowConfig(_Section):
     It has all fields of DeepSpeed's own ZenFlow, under the same names.
     """
 
-    update_rule: UpdateRule | None = None
+    update_rule: RuleName | None = None
     """``predictive``: exact Adam or AdamW on the host for every step; the weights on the accelerator include an
     estimate of the update in flight. ``selective``: ZenFlow as published. Not given: ``selective`` if ``topk_ratio``
     or a ``select_*`` field is given, otherwise ``predictive``."""
@@ -171,7 +171,7 @@ class ZenFlowConfig(_Section):
     """``selective``: set at run time."""
 
     @property
-    def rule(self) -> UpdateRule:
+    def rule(self) -> RuleName:
         """The update rule in use."""
         return self.update_rule or ("selective" if CHOOSES_SELECTIVE & self.model_fields_set else "predictive")
 
@@ -199,7 +199,7 @@ CHOOSES_SELECTIVE = frozenset(
 )
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
-OF_ONE_RULE: dict[UpdateRule, frozenset[str]] = {
+OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": frozenset({"block_size", "predict_clip"}),
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio", "steps_per_epoch"},
 }
@@ -208,7 +208,7 @@ OF_ONE_RULE: dict[UpdateRule, frozenset[str]] = {
 
 def given_of_the_other_rule(zenflow: ZenFlowConfig) -> list[str]:
     """Names of the fields that the user set but the update rule in use does not read."""
-    other: UpdateRule = "selective" if zenflow.rule == "predictive" else "predictive"
+    other: RuleName = "selective" if zenflow.rule == "predictive" else "predictive"
     return [name for name in type(zenflow).model_fields if name in OF_ONE_RULE[other] & zenflow.model_fields_set]
 
 

@@ -45,10 +45,6 @@ class AdamHyperparameters:
             grad_scale=grad_scale,
         )
 
-    def eps(self, group: int) -> float:
-        """Adam's epsilon of a parameter group."""
-        return float(self._optimizer.param_groups[group]["eps"])
-
     def step_value(self, updates: int) -> torch.Tensor | int:
         """The update count in the form in which the optimizer stores it: an int, or a 0-D fp32 CPU tensor."""
         if type(self._optimizer).__name__ in DEEPSPEED_ADAMS:

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.partition import GradFactor, Partition
-from deepspeed_ext.zenflow.schedule import Schedule, StepPlan
+from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT, Schedule, StepPlan
 from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
@@ -179,10 +179,11 @@ class UpdateRule(ABC, Generic[PlanT]):
         """The slots of the last `count` gradients, oldest first; the last is this step's. Valid only inside a step."""
         return (*self.schedule.latest(count - 1), self.schedule.coming)
 
-    def _interval_fits(self, here: int | None, there: int | None, most: int) -> bool:
+    @staticmethod
+    def _interval_fits(here: int | None, there: int | None) -> bool:
         """Whether a checkpoint at interval `there` continues with the configured interval `here`; None: not
         configured."""
-        return here == there or (here is None and (there or 1) <= most)
+        return here == there or (here is None and (there or 1) <= MEASURED_INTERVAL_LIMIT)
 
     def _take_published(self, partition: Partition) -> None:
         """Copy a partition's published weights from the arena to the accelerator."""

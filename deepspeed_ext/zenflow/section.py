@@ -33,6 +33,7 @@ class _Section(SavedValues):
     kernel: str
     block_size: Positive
     updates: Count
+    partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
     weights: list[torch.Tensor] | None = None
     """The partitions in the model's dtype, which stage 3 saves nowhere else."""
 
@@ -40,8 +41,6 @@ class _Section(SavedValues):
     def position(self) -> int:
         """Gradients collected and not handed over; the same for every partition."""
         return len(self.partitions[0].collected) if self.partitions else 0
-
-    partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
 
 
 class PredictiveSection(_Section):
@@ -109,7 +108,9 @@ def _mistakes(section: Section) -> list[str]:
         found.append(f"{position} collected gradients in an interval of {interval}")
     for index, partition in enumerate(section.partitions):
         blocks = -(-partition.numel // section.block_size)
-        found += [f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks) if mistake]
+        found += [
+            f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, section.schedule.steps) if mistake
+        ]
         if len(partition.collected) != position:
             found.append(f"partition {index}: {len(partition.collected)} collected gradients, expected {position}")
     if section.weights is not None and len(section.weights) != len(section.partitions):

@@ -63,7 +63,7 @@ class PartitionValues(SavedValues, ABC):
         """Constants of the collected gradients, oldest first."""
         return [step.make() for step in self.collected]
 
-    def mistakes(self, blocks: int) -> list[str]:
+    def mistakes(self, blocks: int, steps: int) -> list[str]:
         """Describe every inconsistency.
 
         Args:

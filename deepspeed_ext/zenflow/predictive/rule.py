@@ -208,7 +208,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
         there, here = schedule["interval"], self._settings.update_interval
-        if self._settings.overlapped and not self._interval_fits(here, there, MEASURED_INTERVAL_LIMIT):
+        if self._settings.overlapped and not self._interval_fits(here, there):
             return f"zenflow.update_interval ({there} in the checkpoint)"
         return None if self._settings.overlapped or not position else "zenflow.overlap_step"
 

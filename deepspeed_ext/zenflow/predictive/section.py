@@ -43,11 +43,15 @@ class PredictivePartitionValues(PartitionValues):
     drift: torch.Tensor | None
     inverse: torch.Tensor | None
 
-    def mistakes(self, blocks: int) -> list[str]:
+    def mistakes(self, blocks: int, steps: int) -> list[str]:
         found = [misfit(self.drift, self.numel, GRADIENT_DTYPES, "drift")] if self.drift is not None else []
         if self.inverse is not None:
             found.append(misfit(self.inverse, blocks, (torch.float32,), "inverse"))
-        return super().mistakes(blocks) + found
+        if steps and self.publish is None:
+            found.append(f"no publish after {steps} steps")
+        if self.collected and (self.drift is None or self.inverse is None):
+            found.append("collected gradients without drift and inverse")
+        return super().mistakes(blocks, steps) + found
 
     def apply_collected(self, partition: Partition, block_size: int) -> None:
         blocks = -(-self.numel // block_size)

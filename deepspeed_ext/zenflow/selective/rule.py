@@ -240,7 +240,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
         there, in_flight = schedule["interval"], schedule["steps_in_flight"]
-        if not self._interval_fits(self._settings.update_interval, there, MEASURED_INTERVAL_LIMIT):
+        if not self._interval_fits(self._settings.update_interval, there):
             return f"zenflow.update_interval ({there} in the checkpoint)"
         fits = in_flight is None or (self._settings.lag is not None and in_flight < self._settings.lag)
         return None if fits else "zenflow.overlap_step or overlap_lag"

@@ -30,7 +30,7 @@ class SelectivePartitionValues(PartitionValues):
     block_updates: torch.Tensor
     hot_blocks: torch.Tensor | None
 
-    def mistakes(self, blocks: int) -> list[str]:
+    def mistakes(self, blocks: int, steps: int) -> list[str]:
         found = [misfit(self.block_updates, blocks, (torch.int32,), "block_updates")]
         if not found[0] and bool((self.block_updates < 0).any()):
             found.append("block_updates has negative counts")
@@ -38,7 +38,7 @@ class SelectivePartitionValues(PartitionValues):
             found.append(misfit(hot, hot.numel(), (torch.int64,), "hot_blocks"))
             if not found[-1] and not _are_block_numbers(hot, blocks):
                 found.append(f"hot_blocks has numbers that repeat or are not in 0 to {blocks - 1}")
-        return super().mistakes(blocks) + found
+        return super().mistakes(blocks, steps) + found
 
     def apply_collected(self, partition: Partition, block_size: int) -> None:
         if not (steps := self.steps):

@@ -152,7 +152,7 @@ class WorkerLink:
         with self.keeping():
             self.wait()
             self.process.require_alive()
-        self._raise_together()
+        self.raise_kept()
 
     def raise_kept(self) -> None:
         """Raise any rank's kept error on every rank, without waiting for a worker. A collective.
@@ -160,7 +160,12 @@ class WorkerLink:
         Raises:
             DeepSpeedExtError: on every rank.
         """
-        self._raise_together()
+        try:
+            raise_together(self._ranks, self._kept.error, WorkerError)
+        except DeepSpeedExtError as failure:
+            self._kept.error = failure
+            self.process.close()
+            raise
 
     def receive(self) -> None:
         """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does not check an idle
@@ -169,15 +174,7 @@ class WorkerLink:
         with self.keeping():
             self.wait()
         self._metrics.wait_seconds += time.perf_counter() - begin
-        self._raise_together()
-
-    def _raise_together(self) -> None:
-        try:
-            raise_together(self._ranks, self._kept.error, WorkerError)
-        except DeepSpeedExtError as failure:
-            self._kept.error = failure
-            self.process.close()
-            raise
+        self.raise_kept()
 
     def close(self) -> None:
         """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed start."""

@@ -19,7 +19,7 @@ from deepspeed_ext.affinity.topology import flat_topology
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.host.cpulist import format_cpulist
-from tests.unit.affinity.scenarios import run_scenario
+from tests.support.scenarios import run_scenario
 
 CPUS = sorted(os.sched_getaffinity(0))
 several_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")

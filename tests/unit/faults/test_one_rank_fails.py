@@ -34,7 +34,6 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/worker/link.py:WorkerLink.receive",
         "zenflow/worker/link.py:WorkerLink.wait_together",
         "zenflow/worker/link.py:WorkerLink.raise_kept",
-        "zenflow/worker/link.py:WorkerLink._raise_together",
         "engine.py:Engine._error_for_commit",
         "engine.py:Engine._settle_zenflow",
         "engine.py:Engine._zenflow_adam",
