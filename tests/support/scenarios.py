@@ -30,7 +30,7 @@ def run_scenario(
         environment: variables to set; None removes one.
     """
     call = f"scenarios.{name}({', '.join(map(repr, arguments))})"
-    code = f"{before}\nimport json; from tests.unit.affinity import scenarios; print(json.dumps({call}))"
+    code = f"{before}\nimport json; from tests.support import scenarios; print(json.dumps({call}))"
     variables = {**os.environ, "OMP_NUM_THREADS": None, "DS_ACCELERATOR": "cpu", **environment}
     done = subprocess.run(
         [*prefix, sys.executable, "-c", code],

@@ -71,15 +71,23 @@ def test_worker_killed_while_starting_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_the_start_needs_neither_locked_memory_nor_dev_shm() -> None:
     """The arena is a memfd, and the worker locks no pages of it."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    entries = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    mapped = _in_dev_shm(os.getpid())
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 * 1024, before[1]))
     try:
         with running() as (_, process):
             process.submit([PASS])
             process.wait()
-            assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) <= entries
+            assert _in_dev_shm(os.getpid()) <= mapped
+            assert not _in_dev_shm(process.pid)
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+def _in_dev_shm(pid: int) -> set[str]:
+    """Files of /dev/shm that a process has mapped or opened."""
+    process = psutil.Process(pid)
+    paths = [mapping.path for mapping in process.memory_maps()] + [file.path for file in process.open_files()]
+    return {path for path in paths if path.startswith("/dev/shm/")}
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e7, 1e20, float("nan"), 0.0])
