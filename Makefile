@@ -25,6 +25,8 @@ PYTHON_VERSION ?= 3.12
 MODE ?= zenflow
 SOAK_MINUTES ?= 30
 FUZZ_MINUTES ?= 30
+# Of `make test`: how many pytest processes share the files.
+PROCESSES ?= 2
 ARGS ?=
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -34,6 +36,8 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
 # Processes of an environment that is not .venv: DeepSpeed finds ninja beside the interpreter, and operators of its torch.
 OFFLINE = PATH="$$(dirname "$$python"):$$PATH" TORCH_EXTENSIONS_DIR="$$(dirname "$$(dirname "$$python")")/torch_extensions"
+
+PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
@@ -46,10 +50,10 @@ train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 AR
 	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-operators  ## run the tests, about a quarter of an hour on two cores
-	python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
-	python -m pytest --full $(ARGS)
+	$(PYTEST) --full $(ARGS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
 	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)
