@@ -7,19 +7,26 @@ import os
 import pytest
 import torch
 
+from tests.support import ranks
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+    parser.addoption("--simulated", action="store_true", help="run the tests marked `gpu` on the simulated accelerator")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.accelerator.is_available():
+    if config.getoption("--simulated"):
+        ranks.simulate_accelerators()
+    elif not torch.accelerator.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+    # With several processes (-n), the files with the longest tests come first: none of them is left for the end.
+    items.sort(key=lambda item: "faults" not in item.path.parts)
     if config.getoption("--full"):
         return
     skipped = [item for item in items if item.get_closest_marker("full")]

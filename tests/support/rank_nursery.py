@@ -64,13 +64,17 @@ class ForkedRank:
 
 
 class Nursery:
-    """The process that forks; ends with the one that has started it."""
+    """The process that forks; ends with the one that has started it.
 
-    def __init__(self) -> None:
+    Args:
+        device: "cpu", or "sim" for ranks with the simulated accelerator.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno()), device],
             cwd=ROOT,
             env=environment,
             pass_fds=[theirs.fileno()],
@@ -149,6 +153,10 @@ def _become_rank(environment: dict[str, str], connection: int, log: int) -> None
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.argv[2] == "sim":
+        from tests.support.simulated_accelerator import accelerator
+
+        accelerator.install()
     _load(WHAT_ENGINES_IMPORT)
     _serve(socket.socket(fileno=int(sys.argv[1])))
 

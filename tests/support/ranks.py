@@ -3,7 +3,8 @@
 `run_ranks` is what nearly every multi-rank test uses. `run_fresh_ranks` starts new processes and reports how each
 ended, for tests in which a rank is meant to die. A body is a module-level function of a test module; it is sent by
 name, called with torch.distributed initialised (gloo on the CPU; NCCL, or gloo when ranks must share a device, on an
-accelerator; always a file rendezvous, never a port), and its return value travels back by pickle.
+accelerator; always a file rendezvous, never a port), and its return value travels back by pickle. On the device "sim",
+the ranks have the simulated accelerator; so they have on "accelerator" after `simulate_accelerators`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class RankPool:
             ours, theirs = Pipe()
             environment = self._environment(rank, device, group_timeout_seconds)
             with open(self._log_path(rank), "wb") as log:
-                start = nursery().start if device == "cpu" else _start_alone
+                start = _start_alone if device == "accelerator" else nursery(device).start
                 self.processes.append(start(environment, theirs.fileno(), log))
             theirs.close()
             self.connections.append(ours)
@@ -80,6 +81,8 @@ class RankPool:
             environment["DS_ACCELERATOR"] = "cpu"
         else:
             environment.pop("DS_ACCELERATOR", None)
+        if device == "sim":
+            environment["SIMULATED_DEVICES"] = str(self.world_size)
         return environment
 
     def _log_path(self, rank: int) -> Path:
@@ -157,9 +160,20 @@ def _start_alone(environment: dict[str, str], connection: int, log: BinaryIO) ->
 
 
 @functools.cache
-def nursery() -> Nursery:
+def nursery(device: str = "cpu") -> Nursery:
     """The process that forks the ranks of this one."""
-    return Nursery()
+    nurseries.append(Nursery(device))
+    return nurseries[-1]
+
+
+nurseries: list[Nursery] = []
+_simulated = False
+
+
+def simulate_accelerators() -> None:
+    """From now on, "accelerator" means the simulated one."""
+    global _simulated
+    _simulated = True
 
 
 _pools: dict[tuple[int, str, str], RankPool] = {}
@@ -181,6 +195,7 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died or did not finish in time; the message holds its traceback and its log.
     """
+    device = _device(device)
     key = (world_size, device, pool)
     if key not in _pools:
         _pools[key] = RankPool(world_size, device)
@@ -202,20 +217,24 @@ def run_fresh_ranks(
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """Like `run_ranks`, in new processes that end with the call; returns how each rank ended instead of raising."""
-    pool = RankPool(world_size, device, group_timeout_seconds)
+    pool = RankPool(world_size, _device(device), group_timeout_seconds)
     try:
         return pool.run(body, args, kwargs, timeout_seconds)
     finally:
         pool.close()
 
 
+def _device(name: str) -> str:
+    return "sim" if name == "accelerator" and _simulated else name
+
+
 def close_pools() -> None:
     """Stop every kept process."""
     while _pools:
         _pools.popitem()[1].close()
-    if nursery.cache_info().currsize:
-        nursery().close()
-        nursery.cache_clear()
+    while nurseries:
+        nurseries.pop().close()
+    nursery.cache_clear()
 
 
 atexit.register(close_pools)

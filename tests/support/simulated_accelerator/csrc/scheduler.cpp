@@ -1,0 +1,486 @@
+#include "scheduler.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <random>
+#include <sstream>
+#include <thread>
+
+#include "accesses.h"
+#include "timeline.h"
+
+namespace simulated {
+namespace {
+
+constexpr int kMostDevices = 4;
+constexpr size_t kStreamsPerDevice = 33;  // the default one and a pool, as with CUDA
+constexpr size_t kRecentTasks = 400;
+constexpr auto kPatience = std::chrono::milliseconds(200);
+
+struct Scheduler {
+  std::recursive_mutex mutex;
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::vector<Stream*> of_device[kMostDevices];
+  std::vector<Stream*> used;  // since `configure`, by their turn
+  size_t next_of_pool[kMostDevices] = {};
+  Clock host;  // what the host knows to be done
+  Accesses accesses;
+  std::vector<Race> races;
+
+  Order order = Order::kHeld;
+  std::mt19937_64 random;
+  uint64_t calls = 0;  // of the host
+  std::vector<Decision> made;
+  std::vector<Decision> given;
+  size_t next_given = 0;
+  std::deque<TaskPtr> recent;
+
+  std::string kernel_error;
+  std::string latched;
+  std::chrono::steady_clock::time_point last_call;
+};
+
+// Never destroyed: Python may still free tensors while the process ends.
+Scheduler& scheduler() {
+  static auto* it = new Scheduler;
+  return *it;
+}
+using Lock = std::unique_lock<std::recursive_mutex>;
+Lock locked() { return Lock(scheduler().mutex); }
+
+thread_local int this_device = 0;
+thread_local Stream* this_stream[kMostDevices] = {};
+bool in_use = false;
+bool forked_in_use = false;
+
+Stream* make_stream(int device) {
+  auto& s = scheduler();
+  auto stream = std::make_unique<Stream>();
+  stream->device = device;
+  stream->id = static_cast<int64_t>(s.of_device[device].size());
+  stream->index = s.streams.size();
+  s.of_device[device].push_back(stream.get());
+  s.streams.push_back(std::move(stream));
+  return s.of_device[device].back();
+}
+
+// ---- which task runs next
+
+bool may_run(const Stream& stream) {
+  if (stream.queue.empty()) return false;
+  const auto& after = stream.queue.front()->after;
+  return after.stream == nullptr || after.stream->done >= after.number;
+}
+
+// The stream whose next task must run first so that `mark` is reached.
+Stream* needed_for(const Mark& mark) {
+  Stream* stream = mark.stream;
+  while (!may_run(*stream)) {
+    TORCH_INTERNAL_ASSERT(!stream->queue.empty());
+    stream = stream->queue.front()->after.stream;
+  }
+  return stream;
+}
+
+bool is_ready(const Stream& stream) {
+  const auto& ready = stream.queue.front()->is_ready;
+  return !ready || ready();
+}
+
+// No modes, as in a thread of its own: a task must not see those of the caller that happens to run it.
+const at::ThreadLocalState& state_at_import() {
+  static const at::ThreadLocalState state;
+  return state;
+}
+
+void run_next(Stream& stream) {
+  auto& s = scheduler();
+  TaskPtr task = stream.queue.front();
+  s.made.emplace_back(s.calls, stream.turn.value());
+  s.recent.push_back(task);
+  if (s.recent.size() > kRecentTasks) s.recent.pop_front();
+  if (task->run) {
+    const at::ThreadLocalStateGuard without_modes(state_at_import());
+    const at::AutoDispatchBelowADInplaceOrView below;
+    try {
+      task->run();
+    } catch (const std::exception& error) {
+      if (s.kernel_error.empty()) s.kernel_error = describe(*task) + ": " + error.what();
+    }
+    task->run = nullptr;
+  }
+  task->is_ready = nullptr;
+  stream.queue.pop_front();
+  ++stream.done;
+}
+
+std::vector<Stream*> choices() {
+  std::vector<Stream*> found;
+  for (auto* stream : scheduler().used)
+    // When a collective is ready depends on other processes; chance must not.
+    if (may_run(*stream) && !stream->queue.front()->is_ready) found.push_back(stream);
+  return found;
+}
+
+bool chance(double probability) {
+  return std::uniform_real_distribution<>(0, 1)(scheduler().random) < probability;
+}
+
+void draw_weights() {
+  static constexpr double kWeights[] = {0.02, 0.3, 1, 3};
+  for (auto* stream : scheduler().used) stream->weight = kWeights[scheduler().random() % 4];
+}
+
+void run_by_chance() {
+  auto& s = scheduler();
+  if (s.calls % 64 == 1) draw_weights();
+  while (chance(0.4)) {
+    auto found = choices();
+    if (found.empty()) return;
+    auto* stream = found[s.random() % found.size()];
+    if (chance(stream->weight)) run_next(*stream);
+  }
+}
+
+void run_given() {
+  auto& s = scheduler();
+  while (s.next_given < s.given.size() && s.given[s.next_given].first <= s.calls) {
+    const size_t turn = s.given[s.next_given].second;
+    if (turn >= s.used.size() || !may_run(*s.used[turn]) || !is_ready(*s.used[turn])) return;
+    ++s.next_given;
+    run_next(*s.used[turn]);
+  }
+}
+
+void run_all_ready() {
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (auto* stream : scheduler().used)
+      while (may_run(*stream) && is_ready(*stream)) {
+        run_next(*stream);
+        moved = true;
+      }
+  }
+}
+
+// A call of the host: what else runs, by the order.
+void enter() {
+  auto& s = scheduler();
+  ++s.calls;
+  s.last_call = std::chrono::steady_clock::now();
+  if (s.order == Order::kEager) run_all_ready();
+  if (s.order == Order::kSeeded) run_by_chance();
+  if (s.order == Order::kReplay) run_given();
+}
+
+// A collective that is waited for is not ready. Its peers may wait for one that this rank has not started.
+void wait_for_peers(Lock& lock, Stream& stream, std::chrono::steady_clock::time_point since) {
+  auto& s = scheduler();
+  for (auto* other : s.used)
+    while (may_run(*other) && other->queue.front()->starts_collective) run_next(*other);
+  if (is_ready(stream)) return;
+  if (std::chrono::steady_clock::now() - since > kPatience) run_all_ready();
+  lock.unlock();
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+  lock.lock();
+  s.last_call = std::chrono::steady_clock::now();
+}
+
+void run_until(Lock& lock, const Mark& mark) {
+  auto& s = scheduler();
+  auto since = std::chrono::steady_clock::now();
+  while (mark.stream->done < mark.number) {
+    if (s.order == Order::kSeeded) {
+      auto found = choices();
+      if (!found.empty() && chance(0.3)) {
+        run_next(*found[s.random() % found.size()]);
+        continue;
+      }
+    }
+    if (s.order == Order::kReplay) {
+      const uint64_t before = s.made.size();
+      run_given();
+      if (s.made.size() != before) continue;
+    }
+    Stream* stream = needed_for(mark);
+    if (is_ready(*stream)) {
+      run_next(*stream);
+      since = std::chrono::steady_clock::now();
+    } else {
+      wait_for_peers(lock, *stream, since);
+    }
+  }
+}
+
+void raise_kernel_error() {
+  std::string what;
+  what.swap(scheduler().kernel_error);
+  TORCH_CHECK(what.empty(), "a kernel of the simulated accelerator failed: ", what);
+}
+
+std::string launch_site(const Task& task) {
+  if (!task.launched_from) return "";
+  std::vector<torch::CapturedTraceback*> one{task.launched_from.get()};
+  const auto symbols = torch::symbolize(one);
+  std::ostringstream text;
+  int shown = 0;
+  for (const auto index : symbols.tracebacks.at(0)) {
+    const auto& frame = symbols.all_frames.at(index);
+    if (frame.filename.find("/torch/") != std::string::npos && shown > 0) continue;
+    if (++shown > 12) break;
+    text << "\n      " << frame.filename << ":" << frame.lineno << " " << frame.funcname;
+  }
+  return text.str();
+}
+
+std::string bytes_of(const Access& access, const char* origin) {
+  std::ostringstream text;
+  text << (access.writes ? "writes" : "reads") << " bytes " << access.begin - origin << " to " << access.end - origin;
+  return text.str();
+}
+
+void note_races(const TaskPtr& task, const std::vector<Conflict>& conflicts) {
+  for (const auto& conflict : conflicts) {
+    Race race;
+    race.earlier = conflict.earlier;
+    race.later = task;
+    const char* origin = std::min(conflict.before.begin, conflict.now.begin);
+    race.text = "no order between two tasks:\n  " + describe(*conflict.earlier) + " " + bytes_of(conflict.before, origin) +
+        "\n  " + describe(*task) + " " + bytes_of(conflict.now, origin);
+    for (const auto& toucher : scheduler().accesses.tasks_of(conflict.now.begin, conflict.now.end))
+      race.trace.push_back(describe(*toucher));
+    race.trace.push_back(describe(*task));
+    scheduler().races.push_back(std::move(race));
+  }
+}
+
+void forbid_fork() {
+  TORCH_CHECK(!forked_in_use, "Cannot re-initialize the simulated accelerator in a forked subprocess. "
+              "To use it with multiprocessing, you must use the 'spawn' start method");
+}
+
+void watch() {
+  while (true) {
+    std::this_thread::sleep_for(kPatience / 4);
+    auto lock = locked();
+    auto& s = scheduler();
+    if (std::chrono::steady_clock::now() - s.last_call < kPatience) continue;
+    const auto is_collective = [](const TaskPtr& task) { return task->starts_collective || task->is_ready; };
+    const auto has_collective = [&](const Stream* stream) {
+      return std::any_of(stream->queue.begin(), stream->queue.end(), is_collective);
+    };
+    if (std::any_of(s.used.begin(), s.used.end(), has_collective)) run_all_ready();
+  }
+}
+
+}  // namespace
+
+void join(Clock& clock, const Clock& other) {
+  if (clock.size() < other.size()) clock.resize(other.size());
+  for (size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+}
+
+void configure(Order order, uint64_t seed, std::vector<Decision> given) {
+  for (int device = 0; device < device_count(); ++device) synchronize(device);
+  const auto lock = locked();
+  state_at_import();
+  auto& s = scheduler();
+  for (auto* stream : s.used) stream->turn.reset();
+  s.used.clear();
+  s.order = order;
+  s.random.seed(seed);
+  s.given = std::move(given);
+  s.next_given = 0;
+  s.calls = 0;
+  s.made.clear();
+}
+
+std::vector<Decision> decisions() {
+  const auto lock = locked();
+  return scheduler().made;
+}
+
+std::vector<std::string> recent_tasks() {
+  const auto lock = locked();
+  std::vector<std::string> lines;
+  for (const auto& task : scheduler().recent) lines.push_back(describe(*task));
+  return lines;
+}
+
+std::vector<Race> races() {
+  const auto lock = locked();
+  return scheduler().races;
+}
+
+void forget_races() {
+  const auto lock = locked();
+  scheduler().races.clear();
+}
+
+std::string describe(const Task& task) {
+  std::ostringstream text;
+  text << task.name << " (sim:" << task.stream->device << ", stream " << task.stream->id << ", task " << task.number << ")";
+  text << launch_site(task);
+  return text.str();
+}
+
+int device_count() {
+  const char* count = std::getenv("SIMULATED_DEVICES");
+  return count == nullptr ? 1 : std::clamp(std::atoi(count), 1, kMostDevices);
+}
+int current_device() { return this_device; }
+void set_current_device(int device) {
+  TORCH_CHECK(device >= 0 && device < device_count(), "invalid device ordinal sim:", device, " of ", device_count());
+  this_device = device;
+}
+
+Stream* default_stream(int device) {
+  const auto lock = locked();
+  auto& all = scheduler().of_device[device];
+  return all.empty() ? make_stream(device) : all.front();
+}
+Stream* new_stream(int device) {
+  default_stream(device);
+  const auto lock = locked();
+  auto& s = scheduler();
+  auto& all = s.of_device[device];
+  if (all.size() < kStreamsPerDevice) return make_stream(device);
+  return all[1 + s.next_of_pool[device]++ % (kStreamsPerDevice - 1)];
+}
+Stream* current_stream_of(int device) {
+  auto*& stream = this_stream[device];
+  if (stream == nullptr) stream = default_stream(device);
+  return stream;
+}
+Stream* current_stream() { return current_stream_of(this_device); }
+void set_current_stream(Stream* stream) { this_stream[stream->device] = stream; }
+Stream* from_torch(c10::Stream stream) {
+  default_stream(stream.device_index());
+  const auto lock = locked();
+  return scheduler().of_device[stream.device_index()].at(stream.id());
+}
+c10::Stream to_torch(const Stream* stream) {
+  const c10::Device device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(stream->device));
+  return c10::Stream(c10::Stream::UNSAFE, device, stream->id);
+}
+
+Mark enqueue(Stream* stream, Task given) {
+  forbid_fork();
+  set_in_use();
+  auto task = std::make_shared<Task>(std::move(given));
+  task->launched_from = torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
+  const auto lock = locked();
+  auto& s = scheduler();
+  if (!s.latched.empty()) {
+    std::string what;
+    what.swap(s.latched);
+    TORCH_CHECK(false, "simulated accelerator error: ", what);
+  }
+  if (!stream->turn) {
+    stream->turn = s.used.size();
+    s.used.push_back(stream);
+  }
+  task->stream = stream;
+  task->number = ++stream->enqueued;
+  join(stream->clock, s.host);
+  join(stream->clock, task->after.clock);
+  note_races(task, s.accesses.add(task, stream->clock));
+  if (stream->clock.size() <= stream->index) stream->clock.resize(stream->index + 1);
+  stream->clock[stream->index] = task->number;
+  timeline().add(*task);
+  stream->queue.push_back(task);
+  Mark at{stream, task->number, stream->clock};
+  enter();
+  return at;
+}
+
+Mark mark(Stream* stream) {
+  const auto lock = locked();
+  return {stream, stream->enqueued, stream->clock};
+}
+
+void stream_wait(Stream* stream, const Mark& mark) {
+  if (mark.stream == nullptr || mark.stream == stream) return;
+  Task task;
+  task.name = "wait";
+  task.after = mark;
+  task.lane = Lane::kNone;
+  enqueue(stream, std::move(task));
+}
+
+bool is_done(const Mark& mark) {
+  const auto lock = locked();
+  return mark.stream == nullptr || mark.stream->done >= mark.number;
+}
+
+bool query(const Mark& mark) {
+  if (mark.stream == nullptr) return true;
+  const auto lock = locked();
+  enter();
+  if (mark.stream->done >= mark.number) {
+    join(scheduler().host, mark.clock);
+    return true;
+  }
+  Stream* stream = needed_for(mark);  // time passes while the host asks
+  if (is_ready(*stream)) run_next(*stream);
+  return false;
+}
+
+void host_wait(const Mark& mark) {
+  if (mark.stream == nullptr) return;
+  forbid_fork();
+  auto lock = locked();
+  enter();
+  run_until(lock, mark);
+  join(scheduler().host, mark.clock);
+  timeline().host_waits(mark);
+  raise_kernel_error();
+}
+
+void synchronize(int device) {
+  std::vector<Mark> marks;
+  {
+    const auto lock = locked();
+    for (auto* stream : scheduler().of_device[device]) marks.push_back(mark(stream));
+  }
+  for (const auto& mark : marks) host_wait(mark);
+}
+
+bool is_touched(const char* begin, const char* end) {
+  const auto lock = locked();
+  for (const auto& task : scheduler().accesses.tasks_of(begin, end))
+    if (task->stream->done < task->number) return true;
+  return false;
+}
+
+void forget_accesses(const char* begin, const char* end, const std::vector<Mark>& known) {
+  const auto lock = locked();
+  scheduler().accesses.forget(begin, end, known);
+}
+
+void keep_running() {
+  static std::once_flag once;
+  std::call_once(once, [] { std::thread(watch).detach(); });
+}
+
+void latch_error(const std::string& what) {
+  const auto lock = locked();
+  scheduler().latched = what;
+}
+
+bool in_bad_fork() { return forked_in_use; }
+
+void set_in_use() {
+  static std::once_flag once;
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { forked_in_use = in_use; }); });
+  in_use = true;
+}
+
+}  // namespace simulated

@@ -1,0 +1,58 @@
+// A model of time: when each task would begin and end on a device with these speeds. It is a simulation of overlap, not
+// of any real device.
+#pragma once
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "scheduler.h"
+
+namespace simulated {
+
+// Microseconds, and gigabytes per second (decimal).
+struct Speeds {
+  double launch_us = 0;  // of the host, for each task
+  double operator_us = 5;
+  double memory_gb_per_s = 2000;
+  double copy_us = 5;
+  double link_gb_per_s = 25;  // each way
+  double collective_us = 20;
+  double network_gb_per_s = 100;
+};
+
+struct Span {
+  std::string name;
+  std::string lane;
+  int device;
+  int64_t stream;
+  double begin_us;
+  double end_us;
+};
+
+class Timeline {
+ public:
+  void start(const Speeds& speeds);
+  std::vector<Span> stop();
+  void add(const Task& task);
+  void host_waits(const Mark& mark);
+  // Something outside the device takes its time: the worker's pass, or the host's own work.
+  double spend(const std::string& lane, const std::string& name, double begin_us, double us);
+  void host_waits_until(double us, const std::string& name);
+  double now_us() const { return now_; }
+
+ private:
+  double end_of(const Mark& mark) const;
+  double cost_us(const Task& task) const;
+
+  bool on_ = false;
+  Speeds speeds_;
+  double now_ = 0;  // of the host
+  std::map<std::pair<int, int>, double> lane_free_;
+  std::map<const Stream*, std::map<uint64_t, double>> ends_;
+  std::vector<Span> spans_;
+};
+
+Timeline& timeline();
+
+}  // namespace simulated
