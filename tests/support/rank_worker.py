@@ -39,6 +39,8 @@ def _join_group() -> None:
         world_size=world_size,
         timeout=timedelta(seconds=float(os.environ["DSEXT_TEST_GROUP_TIMEOUT_SECONDS"])),
     )
+    if backend == "sim":
+        import tests.support.simulated_accelerator.simulation  # noqa: F401 - sets the order of tasks
     with shared_buffers.not_made():  # the tests need none of them, and pools would even share them by name
         deepspeed.init_distributed(dist_backend=backend)
 
@@ -57,9 +59,21 @@ def _run(task: bytes) -> tuple[object, str | None]:
         module, name, args, kwargs = pickle.loads(task)
         found: Any = importlib.import_module(module)
         body = reduce(getattr, name.split("."), found)
-        return body(*args, **kwargs), None
+        value = body(*args, **kwargs)
+        _fail_on_races()
+        return value, None
     except BaseException:
         return None, traceback.format_exc()
+
+
+def _fail_on_races() -> None:
+    """On the simulated accelerator, whatever the values were, no two tasks may have touched memory without an order."""
+    simulation = sys.modules.get("tests.support.simulated_accelerator.simulation")
+    if simulation is None:
+        return
+    races = simulation.found_races()
+    if races:
+        raise AssertionError(f"{len(races)} races, of which the first: {races[0].text}")
 
 
 def main(connection_fd: int) -> None:

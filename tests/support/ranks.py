@@ -224,6 +224,11 @@ def run_fresh_ranks(
         pool.close()
 
 
+def is_simulated() -> bool:
+    """Whether `simulate_accelerators` was called."""
+    return _simulated
+
+
 def _device(name: str) -> str:
     return "sim" if name == "accelerator" and _simulated else name
 
