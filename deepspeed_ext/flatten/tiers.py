@@ -5,7 +5,8 @@ loses nothing. `accelerator`, and `distributed` until its slices are packed, kee
 holds its 1/N slice of the flat buffer, on the accelerator or the host. The tier builds the flat buffer from these
 slices; if it does not fit, `rollback.restore_parameters` restores the parameters from them.
 
-All work of a rank between two collectives runs inside `try_on_all_ranks`, so a failure never separates the ranks.
+All work of a rank between two collectives runs inside `try_on_all_ranks`, so a failure never separates the ranks. What
+could fail outside of it is done before the parameters are freed.
 `allocation.accelerator_empty` and `allocation.host_empty` make all allocations.
 """
 
@@ -19,10 +20,10 @@ from typing import TypeVar
 import torch
 
 from deepspeed_ext import allocation
-from deepspeed_ext._agreement import RankGroup, raise_together
+from deepspeed_ext._agreement import RankGroup, raise_together, together
 from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext._upstream import get_accelerator
-from deepspeed_ext.flatten.exchange import exchange
+from deepspeed_ext.flatten.exchange import exchange_of
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.flatten.staging import Staging
@@ -49,10 +50,8 @@ def try_on_all_ranks(attempt: Callable[[], T], ranks: RankGroup) -> T | None:
             refused = True
         else:
             error = caught
-    fits, works = ranks.minimum(int(not refused), int(error is None))
-    if not works:
-        raise_together(ranks, error)
-    return result if fits else None
+    raise_together(ranks, error)
+    return result if ranks.all(not refused) else None
 
 
 def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
@@ -84,7 +83,7 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
     Raises:
         OutOfMemoryError: the flat buffer does not fit even with the parameters freed; they are restored.
     """
-    numel = layout.numel // ranks.size
+    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype, pin=True), exchange_of(ranks)
 
     def packed() -> torch.Tensor:
         own = allocation.accelerator_empty(numel, layout.dtype, layout.device)
@@ -95,7 +94,6 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
     own = try_on_all_ranks(packed, ranks)
     if own is None:
         return None
-    staging = Staging(layout.dtype, pin=True)
     with _restored_on_error(layout, ranks, own):
         flat = _flat_with_own_slice(layout, ranks, own, _copy_slice)
         stored = _slice_to_host(layout, ranks, own, staging) if flat is None else None
@@ -125,8 +123,7 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
         OutOfMemoryError: the slice does not fit on the host (the parameters are unchanged), or the flat buffer does not
             fit on the accelerator even with the parameters freed (they are restored).
     """
-    numel = layout.numel // ranks.size
-    staging = Staging(layout.dtype, pin=True)
+    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype, pin=True), exchange_of(ranks)
 
     def packed() -> torch.Tensor:
         stored = _host_slice(numel, layout.dtype, staging)
@@ -147,9 +144,11 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
 
 @contextmanager
 def _restored_on_error(layout: GroupLayout, ranks: RankGroup, values: torch.Tensor) -> Iterator[None]:
-    """If the block raises, on all ranks together, restore the parameters from the slices `values`."""
+    """If the block raises on any rank, restore the parameters of all ranks from the slices `values`. A collective."""
+    raise_together(ranks, None)  # a rank that failed before the block does not take part in restoring
     try:
-        yield
+        with together(ranks):
+            yield
     except DeepSpeedExtError as error:
         traceback.clear_frames(error.__traceback__)  # frames may hold a flat buffer, whose memory the parameters need
         restore_parameters(layout, ranks, values)
