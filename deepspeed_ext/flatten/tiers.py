@@ -22,6 +22,7 @@ import torch
 from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, raise_together, together
 from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError
+from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.flatten.exchange import exchange_of
 from deepspeed_ext.flatten.layout import GroupLayout
@@ -33,8 +34,13 @@ __all__ = ["accelerator", "distributed", "host", "try_on_all_ranks"]
 T = TypeVar("T")
 
 
-def try_on_all_ranks(attempt: Callable[[], T], ranks: RankGroup) -> T | None:
+def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T | None:
     """Call `attempt`, which must contain no collective, on every rank. A collective.
+
+    Args:
+        name: the work in a profile, ``deepspeed_ext.flatten.<name>``.
+        attempt: this rank's work.
+        ranks: the ranks; all of them call this.
 
     Returns:
         The result of `attempt`; None on all ranks if any rank ran out of memory.
@@ -44,7 +50,8 @@ def try_on_all_ranks(attempt: Callable[[], T], ranks: RankGroup) -> T | None:
     """
     result, error, refused = None, None, False
     try:
-        result = attempt()
+        with in_profile(f"flatten.{name}"):
+            result = attempt()
     except Exception as caught:
         if allocation.is_out_of_memory(caught):
             refused = True
@@ -66,7 +73,7 @@ def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
         layout.pack(flat, 0)
         return flat
 
-    return try_on_all_ranks(packed, ranks)
+    return try_on_all_ranks("pack", packed, ranks)
 
 
 def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor | None:
@@ -91,7 +98,7 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
         get_accelerator().synchronize()  # complete the copies out of the parameters
         return own
 
-    own = try_on_all_ranks(packed, ranks)
+    own = try_on_all_ranks("pack", packed, ranks)
     if own is None:
         return None
     with _restored_on_error(layout, ranks, own):
@@ -102,7 +109,8 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
         flat = _flat_from_host(layout, ranks, stored, staging)
     assert flat is not None
     del own
-    exchange(flat, ranks, bucket_numel)
+    with in_profile("flatten.exchange"):
+        exchange(flat, ranks, bucket_numel)
     return flat
 
 
@@ -131,14 +139,15 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
         get_accelerator().synchronize()
         return stored
 
-    stored = try_on_all_ranks(packed, ranks)
+    stored = try_on_all_ranks("pack", packed, ranks)
     if stored is None:
         raise OutOfMemoryError(
             f"no flatten tier fits: the last one, host, needs {numel * layout.dtype.itemsize:,} bytes of host memory "
             "on every rank. The parameters are intact. Free host memory, raise its limit, or use more ranks"
         )
     flat = _flat_from_host(layout, ranks, stored, staging)
-    exchange(flat, ranks, bucket_numel)
+    with in_profile("flatten.exchange"):
+        exchange(flat, ranks, bucket_numel)
     return flat
 
 
@@ -151,7 +160,8 @@ def _restored_on_error(layout: GroupLayout, ranks: RankGroup, values: torch.Tens
             yield
     except DeepSpeedExtError as error:
         traceback.clear_frames(error.__traceback__)  # frames may hold a flat buffer, whose memory the parameters need
-        restore_parameters(layout, ranks, values)
+        with in_profile("flatten.restore"):
+            restore_parameters(layout, ranks, values)
         raise
 
 
@@ -171,7 +181,7 @@ def _flat_with_own_slice(
         load(values, flat[ranks.rank * values.numel() : (ranks.rank + 1) * values.numel()])
         return flat
 
-    return try_on_all_ranks(filled, ranks)
+    return try_on_all_ranks("fill", filled, ranks)
 
 
 def _copy_slice(values: torch.Tensor, part: torch.Tensor) -> None:
@@ -195,7 +205,7 @@ def _slice_to_host(layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, sta
         staging.to_host(own, stored)
         return stored
 
-    stored = try_on_all_ranks(moved, ranks)
+    stored = try_on_all_ranks("move_to_host", moved, ranks)
     if stored is None:
         raise _no_tier_fits(layout)
     return stored
