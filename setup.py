@@ -42,7 +42,16 @@ setup(
     extras_require={
         "transformers": ["transformers>=4.45", "accelerate>=1.0"],
         "plots": ["matplotlib"],
-        "dev": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "types-psutil", "types-tqdm"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "types-psutil",
+            "types-tqdm",
+        ],
     },
     entry_points={"console_scripts": ["deepspeed-ext = deepspeed_ext.cli:main"]},
 )
