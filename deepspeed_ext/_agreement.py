@@ -6,6 +6,10 @@ Two rules prevent that one rank fails and the others wait forever in a collectiv
 - An error on one rank is raised on every rank. Our code without collectives runs inside `together`, which ends with a
   collective. Code that DeepSpeed calls between two of its own collectives must continue to the next one. It keeps its
   error in a `KeptError`, which is raised on every rank at the next point that all ranks reach.
+
+A `together` may hold collectives if an agreement of the same ranks comes directly before each of them: another
+`together`, `raise_together` or `require_same_plan`. A rank that fails in between then meets the others at their next
+agreement. If a part needs another process group, it is a `section`.
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ from deepspeed_ext import _errors
 from deepspeed_ext._errors import DeepSpeedExtError, PlanMismatchError, RankError
 from deepspeed_ext._upstream import dist
 
-__all__ = ["KeptError", "RankGroup", "agreed", "raise_together", "require_same_plan", "together"]
+__all__ = ["KeptError", "RankGroup", "agreed", "raise_together", "require_same_plan", "section", "together"]
 
 _SCRATCH_NUMEL = 8
 
-Failure = TypeVar("Failure", bound=DeepSpeedExtError)
+Failure = TypeVar("Failure", bound=Exception)
 
 
 @dataclass(frozen=True)
@@ -95,47 +99,75 @@ class RankGroup:
         return values
 
 
-def raise_together(ranks: RankGroup, error: Exception | None, otherwise: type[DeepSpeedExtError] = RankError) -> None:
+def raise_together(
+    ranks: RankGroup, error: Exception | None, otherwise: type[DeepSpeedExtError] | None = RankError
+) -> None:
     """Raise one error on every rank if any rank has one. A collective, unless `error` was already raised on every rank.
 
     Args:
         ranks: the ranks; all of them call this.
         error: this rank's error, of any type; None if it has none.
-        otherwise: type to raise for an error that is not a `DeepSpeedExtError`.
+        otherwise: type to raise for an error that is not a `DeepSpeedExtError`. None: `RankError`, but if every rank
+            has an error and all are of one type, each rank raises its own.
 
     Raises:
         DeepSpeedExtError: on every rank, with the same type and message. The type is that of the lowest rank with an
             error. The message gives every rank's error with the rank's number.
     """
-    if isinstance(error, DeepSpeedExtError) and error.agreed:
+    if isinstance(error, DeepSpeedExtError) and error.agreed >= ranks.size:
         raise error
     if ranks.all(error is None):
         return
-    if ranks.size == 1 and isinstance(error, DeepSpeedExtError):
-        error.agreed = True
-        raise error
+    if error is not None and ranks.size == 1 and (otherwise is None or isinstance(error, DeepSpeedExtError)):
+        raise agreed(error, ranks)
     if error is not None:  # its frames may hold tensors, and memory may be short
         traceback.clear_frames(error.__traceback__)
-    mine = None if error is None else (ranks.global_rank(ranks.rank), *_type_and_message(error, otherwise))
-    found = [told for told in ranks.gather(mine) if told is not None]
-    holders: dict[str, list[int]] = {}
-    for rank, _, message in found:
-        holders.setdefault(message.removeprefix(f"rank {rank}: "), []).append(rank)
-    text = "; ".join(f"{_rank_list(on_ranks)}: {message}" for message, on_ranks in holders.items())
-    raise agreed(getattr(_errors, found[0][1])(text)) from error
+    mine = None if error is None else _Told.of(error, ranks, otherwise or RankError)
+    found: list[_Told] = [told for told in ranks.gather(mine) if told is not None]
+    if error is not None and otherwise is None and len(found) == ranks.size and len({each.own for each in found}) == 1:
+        raise agreed(error, ranks)
+    holders: dict[tuple[str, bool], list[int]] = {}
+    for each in found:
+        message = each.message if each.names_ranks else each.message.removeprefix(f"rank {each.rank}: ")
+        holders.setdefault((message, each.names_ranks), []).append(each.rank)
+    text = "; ".join(
+        message if names_ranks else f"{_rank_list(on_ranks)}: {message}"
+        for (message, names_ranks), on_ranks in holders.items()
+    )
+    raise agreed(getattr(_errors, found[0].kind)(text), ranks) from error
 
 
-def agreed(error: Failure) -> Failure:
-    """Return `error`, marked as raised on every rank."""
-    error.agreed = True
+def agreed(error: Failure, ranks: RankGroup) -> Failure:
+    """Return `error`, marked as raised on all of `ranks`."""
+    if isinstance(error, DeepSpeedExtError):
+        error.agreed = ranks.size
     return error
 
 
-def _type_and_message(error: Exception, otherwise: type[DeepSpeedExtError]) -> tuple[str, str]:
-    """Return the name of the type to raise, and the message."""
-    if isinstance(error, DeepSpeedExtError):
-        return type(error).__name__, str(error)
-    return otherwise.__name__, f"{type(error).__name__}: {' '.join(str(error).split())}"
+@dataclass(frozen=True)
+class _Told:
+    """What one rank tells the others about its error.
+
+    Attributes:
+        rank: its number among all ranks.
+        kind: name of the type to raise.
+        own: name of the error's own type.
+        message: the message.
+        names_ranks: whether the message says on which ranks it happened.
+    """
+
+    rank: int
+    kind: str
+    own: str
+    message: str
+    names_ranks: bool
+
+    @classmethod
+    def of(cls, error: Exception, ranks: RankGroup, otherwise: type[DeepSpeedExtError]) -> _Told:
+        rank, own = ranks.global_rank(ranks.rank), type(error).__name__
+        if isinstance(error, DeepSpeedExtError):
+            return cls(rank, own, own, str(error), error.agreed > 1)
+        return cls(rank, otherwise.__name__, own, f"{own}: {' '.join(str(error).split())}", False)
 
 
 def _rank_list(ranks: list[int]) -> str:
@@ -143,10 +175,11 @@ def _rank_list(ranks: list[int]) -> str:
 
 
 @contextmanager
-def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] = RankError) -> Iterator[None]:
+def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] | None = RankError) -> Iterator[None]:
     """Raise an error of the block on every rank; see `raise_together`. The end of the block is a collective.
 
-    The block must contain no collective: if a rank failed before it, the others would wait.
+    The block must contain no collective, unless an agreement of `ranks` comes directly before it: if a rank failed
+    before it, the others would wait.
     """
     error = None
     try:
@@ -154,6 +187,18 @@ def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] = RankError) -
     except Exception as caught:
         error = caught
     raise_together(ranks, error, otherwise)
+
+
+@contextmanager
+def section(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
+    """Run a block of `inner`'s collectives inside a ``together(outer)``. The beginning and the end are collectives.
+
+    A rank of `outer` that failed before the block meets the others at its beginning; an error inside the block is
+    raised on all ranks of `inner`.
+    """
+    raise_together(outer, None)
+    with together(inner, otherwise=None):
+        yield
 
 
 class KeptError:
@@ -195,7 +240,7 @@ def digest(plan: Any) -> str:
 
 
 def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
-    """Compare `plan` over the ranks, by its ``repr``. A collective.
+    """Compare `plan` over the ranks, by its ``repr``. A collective, which begins with an agreement.
 
     Args:
         what: what the plan is for, for the message.
@@ -207,7 +252,9 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     """
     if ranks.size == 1:
         return
-    if len(set(ranks.gather(digest(plan)))) == 1:
+    with together(ranks):
+        mine = digest(plan)
+    if len(set(ranks.gather(mine))) == 1:
         return
     holders: dict[str, list[int]] = {}
     for rank, text in enumerate(ranks.gather(repr(plan))):
@@ -217,5 +264,6 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
         PlanMismatchError(
             f"the ranks have different plans for {what}: {listing}. "
             "Give every rank the same config, model and environment variables"
-        )
+        ),
+        ranks,
     )

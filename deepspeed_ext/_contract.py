@@ -69,7 +69,12 @@ _BUILT_WITH = (
 )
 
 CONTRACT: dict[str, dict[str, Member]] = {
-    "deepspeed": {"DeepSpeedEngine": EXISTS, "DeepSpeedHybridEngine": EXISTS, "PipelineEngine": EXISTS},
+    "deepspeed": {
+        "DeepSpeedConfig": EXISTS,
+        "DeepSpeedEngine": EXISTS,
+        "DeepSpeedHybridEngine": EXISTS,
+        "PipelineEngine": EXISTS,
+    },
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": {"pin_empty": EXISTS},
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {
         "__init__": "(self, config_params)",
@@ -90,6 +95,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_do_sanity_check": "(self)",
         "_save_checkpoint": EXISTS,
         "_save_zero_checkpoint": EXISTS,
+        "_set_distributed_vars": "(self, args)",
         "_take_model_step": "(self, lr_kwargs)",
         "destroy": "(self)",
         "get_optimizer_configuration": "(self, optimizer_parameters, adam_w_mode, allow_legacy_fallback)",
@@ -113,11 +119,15 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "global_steps": ASSIGNED,
         "local_rank": ASSIGNED,
         "monitor": ASSIGNED,
+        "mpu": ASSIGNED,
         "optimizer": ASSIGNED,
         "seq_data_parallel_group": ASSIGNED,
         "training_dataloader": ASSIGNED,
     },
-    "deepspeed.runtime.config:DeepSpeedConfig": {"zero_config": ASSIGNED},
+    "deepspeed.runtime.config:DeepSpeedConfig": {
+        "__init__": "(self, config, mpu, mesh_device)",
+        "zero_config": ASSIGNED,
+    },
     "deepspeed.monitor.monitor:MonitorMaster": {"write_events": "(self, event_list)", "enabled": ASSIGNED},
     "deepspeed.runtime.zero.config": {"get_zero_config": "(param_dict)"},
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig": {"__init__": EXISTS},
@@ -154,7 +164,9 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
         **_OF_BOTH_OPTIMIZERS,
-        "__init__": Takes(("init_optimizer", "allgather_bucket_size", "has_moe_layers", *_BUILT_WITH)),
+        "__init__": Takes(
+            ("init_optimizer", "allgather_bucket_size", "dp_process_group", "has_moe_layers", *_BUILT_WITH)
+        ),
         "_get_compact_grad_partition_slice": "(self, group_idx, partition_id, param_id, num_elements)",
         "_get_preflattened_grad_partition": "(self, group_idx)",
         "_lazy_init_hp_params_optimizer_state": "(self)",

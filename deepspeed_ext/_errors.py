@@ -30,10 +30,10 @@ class DeepSpeedExtError(Exception):
     """Base of every error raised by deepspeed_ext.
 
     Attributes:
-        agreed: whether every rank raises it, so that ranks need not tell each other.
+        agreed: number of ranks that raise it together, so that these need not tell each other; 0: only this rank.
     """
 
-    agreed = False
+    agreed = 0
 
 
 class ConfigError(DeepSpeedExtError, ValueError):

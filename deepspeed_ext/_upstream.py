@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -44,6 +45,7 @@ from deepspeed_ext._contract import broken
 from deepspeed_ext._errors import UpstreamError
 
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
     "DeepSpeedZenFlowConfig",
@@ -140,13 +142,15 @@ def entry_swaps(
     engine: type[DeepSpeedEngine],
     hybrid_engine: type[DeepSpeedHybridEngine],
     pipeline_engine: type[PipelineEngine],
+    config: type[DeepSpeedConfig],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """Return swaps for the names by which ``deepspeed.initialize`` finds its engines and its config class."""
+    """Return swaps for the names by which ``deepspeed.initialize`` finds its engines and its config classes."""
     return [
         Swap(deepspeed, "DeepSpeedEngine", engine),
         Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
         Swap(deepspeed, "PipelineEngine", pipeline_engine),
+        Swap(deepspeed, "DeepSpeedConfig", config),
         Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config),
     ]
 

@@ -130,7 +130,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             with together(self._ranks, CheckpointError):
                 yield
         except DeepSpeedExtError as error:
-            raise agreed(type(error)(f"{what}: {error}. To go on: {remedy}")) from error
+            raise agreed(type(error)(f"{what}: {error}. To go on: {remedy}"), self._ranks) from error
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             message += (
                 f"read with it have the save ids {found}, expected {expected}. Load another checkpoint by its tag"
             )
-            raise agreed(CheckpointError(message))
+            raise agreed(CheckpointError(message), self._ranks)
         self._loaded_id = expected
         return content
 

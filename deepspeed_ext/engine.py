@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._agreement import KeptError, RankGroup, section, together
 from deepspeed_ext._logging import logger
-from deepspeed_ext._undo import on_failure, undone_on_failure
+from deepspeed_ext._undo import undone_on_failure
 from deepspeed_ext._upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
     PipelineEngine,
+    Swap,
     TorchCheckpointEngine,
     dist,
     get_accelerator,
@@ -28,6 +29,7 @@ from deepspeed_ext._upstream import (
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.checkpoint_files import JointCheckpointEngine
 from deepspeed_ext.config import given_of_the_other_rule, idle_fields
+from deepspeed_ext.construction import builders, built_together
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
@@ -81,13 +83,13 @@ class Engine(DeepSpeedEngine):
     _cores_refreshed: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with undone_on_failure():
+        with undone_on_failure(), built_together(kwargs.get("mpu")):
             super().__init__(*args, **kwargs)
-        if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
-            self.optimizer.unregister_grad_acc_post_hooks()
-            self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
-            # Not needed at exit: the optimizer process ends by itself.
-            weakref.finalize(self, _destroy_optimizer, self.optimizer).atexit = False
+            if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
+                self.optimizer.unregister_grad_acc_post_hooks()
+                self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
+                # Not needed at exit: the optimizer process ends by itself.
+                weakref.finalize(self, _destroy_optimizer, self.optimizer).atexit = False
 
     def _create_module_forward_pre_hook(self) -> Any:
         return DeepSpeedEngine._create_module_forward_pre_hook(WeakEngine(self) if self._has_own_zenflow() else self)
@@ -96,15 +98,23 @@ class Engine(DeepSpeedEngine):
         return DeepSpeedEngine._create_module_forward_post_hook(WeakEngine(self) if self._has_own_zenflow() else self)
 
     def _do_sanity_check(self) -> None:
-        """DeepSpeed's check, which is the first to see the config, plus ours.
+        """DeepSpeed's check, which is the first to see the config, plus ours. `_set_distributed_vars` raises errors."""
+        self._refused = KeptError()
+        with self._refused.keeping():
+            settings = self._config.zero_config
+            if isinstance(settings, ZeroConfig):
+                require_section(settings)
+            super()._do_sanity_check()
+
+    def _set_distributed_vars(self, args: Any) -> None:
+        """Set this rank's device, and agree on what the sanity check found. Model and weights are not touched yet.
 
         Raises:
             ConfigError: the ``zenflow`` section is combined with an unsupported setting.
         """
-        settings = self._config.zero_config
-        if isinstance(settings, ZeroConfig):
-            require_section(settings)
-        super()._do_sanity_check()
+        super()._set_distributed_vars(args)
+        with together(builders(self.mpu), otherwise=None):
+            self._refused.raise_here()
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -123,23 +133,34 @@ class Engine(DeepSpeedEngine):
         settings = self._config.zero_config
         if not isinstance(settings, ZeroConfig):  # the config was parsed while the extension was off
             return super()._configure_zero_optimizer(optimizer)
-        check_replicas = self.is_sanity_checks_enabled()
+        ranks = builders(self.mpu)
         self._bind_cores(settings)
-        if settings.zenflow is None:
-            swaps = [optimizer_class(partial(ZeroOptimizer, settings=settings, check_replicas=check_replicas))]
-        else:
-            settings = self._with_epoch_length(self._within_group_timeout(settings))
-            placement = self.core_binding.worker_placement if self.core_binding is not None else None
-            stage_1_and_2 = partial(
-                ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, placement=placement
-            )
-            stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, placement=placement)
-            swaps = [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
+        with together(ranks, otherwise=None):
+            swaps = self._our_optimizers(settings, ranks)
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
-            self.parameter_gather = all_gather.attach(self.module, settings, self.seq_data_parallel_group)
+            with section(ranks, RankGroup.of(self.seq_data_parallel_group, ranks.device)):
+                self.parameter_gather = all_gather.attach(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
+
+    def _our_optimizers(self, settings: ZeroConfig, ranks: RankGroup) -> list[Swap]:
+        """Return swaps for DeepSpeed's optimizer classes; `ranks` build the engine together."""
+        check_replicas = self.is_sanity_checks_enabled()
+        if settings.zenflow is None:
+            ours = partial(ZeroOptimizer, settings=settings, builders=ranks, check_replicas=check_replicas)
+            return [optimizer_class(ours)]
+        settings = self._with_epoch_length(self._within_group_timeout(settings))
+        placement = self.core_binding.worker_placement if self.core_binding is not None else None
+        stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, builders=ranks, placement=placement)
+        stage_1_and_2 = partial(
+            ZenFlowZeroOptimizer,
+            settings=settings,
+            builders=ranks,
+            check_replicas=check_replicas,
+            placement=placement,
+        )
+        return [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
 
     def _with_epoch_length(self, settings: ZeroConfig) -> ZeroConfig:
         """Add the length of an epoch, in optimizer steps, to `settings` if DeepSpeed built the data loader."""
@@ -177,7 +198,6 @@ class Engine(DeepSpeedEngine):
                 separate=zenflow is not None,
                 pt_reserved_cores=None if zenflow is None else zenflow.reserved_cores,
             )
-            on_failure(self.core_binding.restore)
 
     def destroy(self) -> None:
         with ExitStack() as afterwards:  # runs the callbacks even if DeepSpeed fails

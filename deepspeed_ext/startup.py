@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import get_accelerator
 
 __all__ = ["Phase", "StartupProfile"]
@@ -65,7 +66,8 @@ class StartupProfile:
 
     @contextmanager
     def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Add the time of the block to the phase `name`, without that of nested phases.
+        """Add the time of the block to the phase `name`, without that of nested phases. It is also a range
+        ``deepspeed_ext.startup.<name>`` of a running profiler.
 
         Args:
             name: name of the phase.
@@ -79,7 +81,8 @@ class StartupProfile:
         phase = self._phases.setdefault(name, Phase(name))
         self._children.append([0.0, 0.0])
         try:
-            yield
+            with in_profile(f"startup.{name.replace(' ', '_')}"):
+                yield
         finally:
             get_accelerator().synchronize()
             took = [time.perf_counter() - wall, time.process_time() - cpu]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._logging import logger, warn_once
+from deepspeed_ext._undo import on_failure
 from deepspeed_ext.affinity import accelerators, tuning_results
 from deepspeed_ext.affinity.allowed import omp_binding
 from deepspeed_ext.affinity.exchange import Agreement, agree, report_rank
@@ -108,6 +109,7 @@ class CoreBinding:
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
         binding = cls(agree(report, topology, ranks))
+        on_failure(binding.restore)
         for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
             warn_once(f"core binding: {warning}")
         if config.dry_run:

@@ -184,5 +184,6 @@ def _require_same_host_plan(boot_id: str, digest: str, ranks: RankGroup) -> None
                 PlanMismatchError(
                     f"ranks of one host computed different core plans ({listing}). "
                     "Install the same version of deepspeed_ext for all of them"
-                )
+                ),
+                ranks,
             )

@@ -55,7 +55,7 @@ def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
         if stray := outside(target):
             listing = ", ".join(f"{tid}: {format_cpulist(mask)}" for tid, mask in stray.items())
             raise OSError(f"these threads may still run outside CPUs {format_cpulist(target)}: {listing}")
-    except OSError:
+    except Exception:
         restore(saved)
         raise
     return saved

@@ -10,24 +10,28 @@ import torch
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._upstream import dist
 
-__all__ = ["all_gather", "broadcasts", "exchange", "exchange_for"]
+__all__ = ["Exchange", "all_gather", "broadcasts", "exchange_for", "exchange_of"]
 
 Exchange: TypeAlias = Callable[[torch.Tensor, RankGroup, int], None]
+"""Copies every rank's slice of `flat` to all other ranks, in place. A collective.
+
+Args:
+    flat: flat buffer; 1-D, on the ranks' device, its length a multiple of the number of ranks.
+    ranks: the ranks, each with its own slice filled in.
+    bucket_numel: most elements per broadcast.
+"""
 
 _GATHERS_IN_PLACE = frozenset({"nccl"})
 """Backends whose all-gather needs no temporary buffer if each rank's input is its slice of the output."""
 
 
-def exchange(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
-    """All-gather in place: copy every rank's slice of `flat` to all other ranks. A collective.
+def exchange_of(ranks: RankGroup) -> Exchange:
+    """Choose the exchange for `ranks`. Call it while a failure is still harmless: before parameters are freed."""
+    return exchange_for(backend_of(ranks)) if ranks.size > 1 else _nothing
 
-    Args:
-        flat: flat buffer; 1-D, on the ranks' device, its length a multiple of the number of ranks.
-        ranks: the ranks, each with its own slice filled in.
-        bucket_numel: most elements per broadcast.
-    """
-    if ranks.size > 1:
-        exchange_for(backend_of(ranks))(flat, ranks, bucket_numel)
+
+def _nothing(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
+    """The exchange of a single rank."""
 
 
 def exchange_for(backend: str) -> Exchange:

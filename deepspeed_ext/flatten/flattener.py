@@ -8,6 +8,7 @@ from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, require_same_plan, together
 from deepspeed_ext._errors import OutOfMemoryError
 from deepspeed_ext._logging import logger
+from deepspeed_ext._ranges import in_profile
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.flatten import tiers
 from deepspeed_ext.flatten.layout import GroupLayout
@@ -55,7 +56,7 @@ class Flattener:
         inputs = (layout.numel, str(layout.dtype), len(layout.segments), self._forced, self._reserve_fraction)
         require_same_plan(what, inputs, ranks)
         if self._check_replicas:
-            with together(ranks):
+            with together(ranks), in_profile("flatten.checksum"):
                 sums = checksum(layout)
             require_same_plan(f"{what} (checksum of the parameters)", sums, ranks)
         failed: list[FlattenTier] = []

@@ -5,7 +5,8 @@ loses nothing. `accelerator`, and `distributed` until its slices are packed, kee
 holds its 1/N slice of the flat buffer, on the accelerator or the host. The tier builds the flat buffer from these
 slices; if it does not fit, `rollback.restore_parameters` restores the parameters from them.
 
-All work of a rank between two collectives runs inside `try_on_all_ranks`, so a failure never separates the ranks.
+All work of a rank between two collectives runs inside `try_on_all_ranks`, so a failure never separates the ranks. What
+could fail outside of it is done before the parameters are freed.
 `allocation.accelerator_empty` and `allocation.host_empty` make all allocations.
 """
 
@@ -19,10 +20,11 @@ from typing import TypeVar
 import torch
 
 from deepspeed_ext import allocation
-from deepspeed_ext._agreement import RankGroup, raise_together
+from deepspeed_ext._agreement import RankGroup, raise_together, together
 from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError
+from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import get_accelerator
-from deepspeed_ext.flatten.exchange import exchange
+from deepspeed_ext.flatten.exchange import exchange_of
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.flatten.staging import Staging
@@ -32,8 +34,13 @@ __all__ = ["accelerator", "distributed", "host", "try_on_all_ranks"]
 T = TypeVar("T")
 
 
-def try_on_all_ranks(attempt: Callable[[], T], ranks: RankGroup) -> T | None:
+def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T | None:
     """Call `attempt`, which must contain no collective, on every rank. A collective.
+
+    Args:
+        name: the work in a profile, ``deepspeed_ext.flatten.<name>``.
+        attempt: this rank's work.
+        ranks: the ranks; all of them call this.
 
     Returns:
         The result of `attempt`; None on all ranks if any rank ran out of memory.
@@ -43,16 +50,15 @@ def try_on_all_ranks(attempt: Callable[[], T], ranks: RankGroup) -> T | None:
     """
     result, error, refused = None, None, False
     try:
-        result = attempt()
+        with in_profile(f"flatten.{name}"):
+            result = attempt()
     except Exception as caught:
         if allocation.is_out_of_memory(caught):
             refused = True
         else:
             error = caught
-    fits, works = ranks.minimum(int(not refused), int(error is None))
-    if not works:
-        raise_together(ranks, error)
-    return result if fits else None
+    raise_together(ranks, error)
+    return result if ranks.all(not refused) else None
 
 
 def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
@@ -67,7 +73,7 @@ def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
         layout.pack(flat, 0)
         return flat
 
-    return try_on_all_ranks(packed, ranks)
+    return try_on_all_ranks("pack", packed, ranks)
 
 
 def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor | None:
@@ -84,7 +90,7 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
     Raises:
         OutOfMemoryError: the flat buffer does not fit even with the parameters freed; they are restored.
     """
-    numel = layout.numel // ranks.size
+    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype, pin=True), exchange_of(ranks)
 
     def packed() -> torch.Tensor:
         own = allocation.accelerator_empty(numel, layout.dtype, layout.device)
@@ -92,10 +98,9 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
         get_accelerator().synchronize()  # complete the copies out of the parameters
         return own
 
-    own = try_on_all_ranks(packed, ranks)
+    own = try_on_all_ranks("pack", packed, ranks)
     if own is None:
         return None
-    staging = Staging(layout.dtype, pin=True)
     with _restored_on_error(layout, ranks, own):
         flat = _flat_with_own_slice(layout, ranks, own, _copy_slice)
         stored = _slice_to_host(layout, ranks, own, staging) if flat is None else None
@@ -104,7 +109,8 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
         flat = _flat_from_host(layout, ranks, stored, staging)
     assert flat is not None
     del own
-    exchange(flat, ranks, bucket_numel)
+    with in_profile("flatten.exchange"):
+        exchange(flat, ranks, bucket_numel)
     return flat
 
 
@@ -125,8 +131,7 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
         OutOfMemoryError: the slice does not fit on the host (the parameters are unchanged), or the flat buffer does not
             fit on the accelerator even with the parameters freed (they are restored).
     """
-    numel = layout.numel // ranks.size
-    staging = Staging(layout.dtype, pin=True)
+    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype, pin=True), exchange_of(ranks)
 
     def packed() -> torch.Tensor:
         stored = _host_slice(numel, layout.dtype, staging)
@@ -134,25 +139,29 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
         get_accelerator().synchronize()
         return stored
 
-    stored = try_on_all_ranks(packed, ranks)
+    stored = try_on_all_ranks("pack", packed, ranks)
     if stored is None:
         raise OutOfMemoryError(
             f"no flatten tier fits: the last one, host, needs {numel * layout.dtype.itemsize:,} bytes of host memory "
             "on every rank. The parameters are intact. Free host memory, raise its limit, or use more ranks"
         )
     flat = _flat_from_host(layout, ranks, stored, staging)
-    exchange(flat, ranks, bucket_numel)
+    with in_profile("flatten.exchange"):
+        exchange(flat, ranks, bucket_numel)
     return flat
 
 
 @contextmanager
 def _restored_on_error(layout: GroupLayout, ranks: RankGroup, values: torch.Tensor) -> Iterator[None]:
-    """If the block raises, on all ranks together, restore the parameters from the slices `values`."""
+    """If the block raises on any rank, restore the parameters of all ranks from the slices `values`. A collective."""
+    raise_together(ranks, None)  # a rank that failed before the block does not take part in restoring
     try:
-        yield
+        with together(ranks):
+            yield
     except DeepSpeedExtError as error:
         traceback.clear_frames(error.__traceback__)  # frames may hold a flat buffer, whose memory the parameters need
-        restore_parameters(layout, ranks, values)
+        with in_profile("flatten.restore"):
+            restore_parameters(layout, ranks, values)
         raise
 
 
@@ -172,7 +181,7 @@ def _flat_with_own_slice(
         load(values, flat[ranks.rank * values.numel() : (ranks.rank + 1) * values.numel()])
         return flat
 
-    return try_on_all_ranks(filled, ranks)
+    return try_on_all_ranks("fill", filled, ranks)
 
 
 def _copy_slice(values: torch.Tensor, part: torch.Tensor) -> None:
@@ -196,7 +205,7 @@ def _slice_to_host(layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, sta
         staging.to_host(own, stored)
         return stored
 
-    stored = try_on_all_ranks(moved, ranks)
+    stored = try_on_all_ranks("move_to_host", moved, ranks)
     if stored is None:
         raise _no_tier_fits(layout)
     return stored

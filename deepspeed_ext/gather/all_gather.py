@@ -18,6 +18,7 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup, require_same_plan
 from deepspeed_ext._logging import log_once, logger, warn_once
+from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import (
     ParameterStatus,
     PartitionedParameter,
@@ -62,6 +63,10 @@ class SingleParameterGather:
         Raises:
             UnsupportedError: a parameter was partitioned after `attach`.
         """
+        with in_profile("gather.fetch"):
+            return self._fetch(params, safe_mode, quantize)
+
+    def _fetch(self, params: Iterable[PartitionedParameter], safe_mode: bool, quantize: bool) -> GatherHandle:
         by_id = {param.ds_id: param for param in params}
         if quantize or safe_mode:
             return GatherHandle([], [], self._leave_to_upstream(list(by_id.values()), safe_mode, quantize))

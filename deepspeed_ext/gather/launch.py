@@ -14,6 +14,7 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._logging import logger
+from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import ParameterStatus, PartitionedParameter, dist
 
 __all__ = ["PendingParameter", "GatherHandle", "can_group", "gather_singles", "gather_together"]
@@ -73,6 +74,10 @@ class GatherHandle:
         Raises:
             RuntimeError: a collective failed.
         """
+        with in_profile("gather.wait"):
+            self._wait(handle_dependency)
+
+    def _wait(self, handle_dependency: bool) -> None:
         try:
             for work in self._works:
                 work.wait()

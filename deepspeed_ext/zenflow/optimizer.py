@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._ranges import in_profile
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.partition import GradFactor, Partition
@@ -73,7 +73,7 @@ class OffloadedAdam:
         Raises:
             WorkerError: on every rank, if any rank's worker has failed.
         """
-        with record_function("deepspeed_ext.zenflow.begin_step"):
+        with in_profile("zenflow.begin_step"):
             with self.link.keeping():
                 self._metrics.begin_step()
             if self.link.phase is UpdatePhase.EXPOSED:
@@ -94,7 +94,7 @@ class OffloadedAdam:
             factor: multiplies the gradient.
         """
         # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
-        with record_function("deepspeed_ext.zenflow.step_partition"), self.link.keeping():
+        with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition = self._current_plan, self.partitions[index]
             grad = self._collect(partition, grad, factor.value)
             self.rule.step_partition(plan, partition, grad, factor)
@@ -107,7 +107,7 @@ class OffloadedAdam:
         Raises:
             WorkerError: on every rank, if any rank's worker has failed.
         """
-        with record_function("deepspeed_ext.zenflow.finish_weights"):
+        with in_profile("zenflow.finish_weights"):
             plan = self._current_plan
             if plan.waits_last:
                 self.link.receive()
@@ -116,7 +116,7 @@ class OffloadedAdam:
     def end_step(self) -> None:
         """Hand over what the plan says, without waiting for the worker. A collective only while the interval is
         open."""
-        with record_function("deepspeed_ext.zenflow.end_step"):
+        with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             self._plan = None
             with self.link.keeping():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._agreement import RankGroup, section
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import (
     DeepSpeedZeroOptimizer,
@@ -33,6 +33,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     Args:
         args, kwargs: as for DeepSpeed's own class.
         settings: the config fields that belong to deepspeed_ext.
+        builders: the ranks that build the engine together.
         check_replicas: verify before flattening that all ranks have equal parameters.
 
     Attributes:
@@ -40,25 +41,30 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         startup: seconds and bytes of each phase of the construction.
     """
 
-    def __init__(self, *args: Any, settings: ZeroFields, check_replicas: bool = False, **kwargs: Any) -> None:
-        self.flatten_plans: list[FlattenPlan] = []
-        self.startup = StartupProfile()
-        self._flatten_ranks: list[RankGroup] = []
-        self._flattener: Flattener | None = Flattener(
-            settings.flatten_tier,
-            settings.flatten_reserve_fraction,
-            int(kwargs["allgather_bucket_size"]),
-            check_replicas,
-        )
-        self._direct_buffers = DirectBuffers(pins_offload_buffers(kwargs["offload_optimizer_config"]), self.startup)
-        get_accelerator().reset_peak_memory_stats()
-        with self.startup.phase("other"), swapped(accelerator_branch_only()), self._direct_buffers:
-            super().__init__(*args, **kwargs)
-        self._flatten_ranks.clear()
-        self._flattener = None  # later calls come from checkpoint loading and state offload
-        self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
-        self.startup.finish()
-        self._log_startup()
+    def __init__(
+        self, *args: Any, settings: ZeroFields, builders: RankGroup, check_replicas: bool = False, **kwargs: Any
+    ) -> None:
+        device = torch.device(get_accelerator().current_device_name())
+        self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], device, keeps_scratch=True)
+        with section(builders, self._construction_ranks):
+            self.flatten_plans: list[FlattenPlan] = []
+            self.startup = StartupProfile()
+            self._flatten_ranks: list[RankGroup] = []
+            self._flattener: Flattener | None = Flattener(
+                settings.flatten_tier,
+                settings.flatten_reserve_fraction,
+                int(kwargs["allgather_bucket_size"]),
+                check_replicas,
+            )
+            self._direct_buffers = DirectBuffers(pins_offload_buffers(kwargs["offload_optimizer_config"]), self.startup)
+            get_accelerator().reset_peak_memory_stats()
+            with self.startup.phase("other"), swapped(accelerator_branch_only()), self._direct_buffers:
+                super().__init__(*args, **kwargs)
+            self._flatten_ranks.clear()
+            self._flattener = None  # later calls come from checkpoint loading and state offload
+            self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
+            self.startup.finish()
+            self._log_startup()
 
     def flatten_dense_tensors_aligned(
         self,
@@ -78,7 +84,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
                 RankGroup.of(group, device, keeps_scratch=True) for group in self.real_dp_process_group
             ]
         ranks, layout = self._flatten_ranks[group_index], GroupLayout.of(tensor_list, param_padding, alignment)
-        with self.startup.phase("flatten", layout.nbytes):
+        # Groups of experts have other ranks than the rest.
+        with self.startup.phase("flatten", layout.nbytes), section(self._construction_ranks, ranks):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)
         self.flatten_plans.append(plan)
         return flat

@@ -104,23 +104,26 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     def _prepare(
         self,
         settings: ZeroFields,
+        builders: RankGroup,
         placement: WorkerPlacement | None,
         groups: Sequence[dict[str, Any]],
         kwargs: dict[str, Any],
     ) -> None:
         """Check the settings before DeepSpeed's construction, and change its keyword arguments to those of CPU offload.
+        A collective.
 
         Raises:
-            ConfigError: see `require_supported`.
+            ConfigError: on all `builders`; see `require_supported`.
         """
         assert settings.zenflow is not None
-        require_supported(kwargs, groups)
-        self._settings = settings.zenflow
-        self._placement = placement
-        self._factor = StepFactor()
-        kwargs["offload_optimizer_config"] = host_offload_config()
-        if kwargs["gradient_accumulation_steps"] > 1:
-            kwargs["gradient_accumulation_dtype"] = torch.float32
+        with together(builders, otherwise=None):
+            require_supported(kwargs, groups)
+            self._settings = settings.zenflow
+            self._placement = placement
+            self._factor = StepFactor()
+            kwargs["offload_optimizer_config"] = host_offload_config()
+            if kwargs["gradient_accumulation_steps"] > 1:
+                kwargs["gradient_accumulation_dtype"] = torch.float32
 
     def _start_adam(self, groups: Sequence[int]) -> None:
         """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
@@ -297,4 +300,4 @@ def _require_same_position(saved: Section | None, ranks: RankGroup) -> None:
     try:
         require_same_plan("continuing from the checkpoint", position, ranks)
     except PlanMismatchError as error:
-        raise agreed(CheckpointError(f"the ranks' ZenFlow sections do not match: {error}")) from None
+        raise agreed(CheckpointError(f"the ranks' ZenFlow sections do not match: {error}"), ranks) from None

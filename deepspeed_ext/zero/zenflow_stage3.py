@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._agreement import together
+from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, get_accelerator
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
@@ -37,15 +37,21 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         init_optimizer: Any,
         *args: Any,
         settings: ZeroFields,
+        builders: RankGroup,
         placement: WorkerPlacement | None = None,
         **kwargs: Any,
     ) -> None:
-        self._prepare(settings, placement, init_optimizer.param_groups, kwargs)
+        self._prepare(settings, builders, placement, init_optimizer.param_groups, kwargs)
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_optimizer_states(self) -> None:
         """Start the worker, instead of allocating host gradients and moments. From here on DeepSpeed treats nothing
         as offloaded."""
+        device = torch.device(get_accelerator().current_device_name())
+        with together(RankGroup.of(self.dp_process_group, device), otherwise=None):
+            self._start_instead()
+
+    def _start_instead(self) -> None:
         self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
         self.fp32_partitioned_groups_flat = [p.master for p in self.zenflow_adam.partitions]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._agreement import together
+from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import (
     TensorFragment,
@@ -54,7 +54,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     the gradient partition on the accelerator until the weights are computed.
 
     Args:
-        args, kwargs, settings, check_replicas: as for `ZeroOptimizer`; ``settings.zenflow`` is set.
+        args, kwargs, settings, builders, check_replicas: as for `ZeroOptimizer`; ``settings.zenflow`` is set.
         placement: the worker's cores and memory node from the core plan; None: unbound.
     """
 
@@ -62,10 +62,15 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     single_partition_of_fp32_groups: list[Any]
 
     def __init__(
-        self, *args: Any, settings: ZeroFields, placement: WorkerPlacement | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        settings: ZeroFields,
+        builders: RankGroup,
+        placement: WorkerPlacement | None = None,
+        **kwargs: Any,
     ) -> None:
-        self._prepare(settings, placement, args[0].param_groups, kwargs)
-        super().__init__(*args, settings=settings, **kwargs)
+        self._prepare(settings, builders, placement, args[0].param_groups, kwargs)
+        super().__init__(*args, settings=settings, builders=builders, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:

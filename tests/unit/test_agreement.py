@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed_ext import _errors
-from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, require_same_plan, together
+from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, require_same_plan, section, together
 from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
 from tests.support.ranks import run_ranks
 
@@ -109,6 +109,60 @@ def test_every_error_can_be_named() -> None:
     for kind in subclasses:
         subclasses += kind.__subclasses__()
     assert {kind.__name__ for kind in subclasses} == set(_errors.__all__)
+
+
+def fail_around_a_section(where: str) -> tuple[str, str]:
+    """Ranks 0 and 2 have a group of their own; rank 2 fails before the group's section, inside of it or after it."""
+    world = RankGroup.of(None, torch.device("cpu"))
+    groups = [torch.distributed.new_group(members) for members in ([0, 2], [1])]
+    inner = RankGroup.of(groups[world.rank % 2], torch.device("cpu"))
+
+    def at(place: str) -> None:
+        if world.rank == 2 and where == place:
+            raise KeyError(place)
+
+    try:
+        with together(world, otherwise=None):
+            at("before")
+            with section(world, inner):
+                require_same_plan("a test", 1, inner)
+                at("inside")
+                require_same_plan("a test", 2, inner)
+            at("after")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        assert world.all(True), "the ranks are in step afterwards"
+    return "none", ""
+
+
+@pytest.mark.parametrize("where", ["nowhere", "before", "inside", "after"])
+def test_a_rank_that_fails_around_a_section_meets_the_others(where: str) -> None:
+    expected = ("none", "") if where == "nowhere" else ("RankError", f"rank 2: KeyError: '{where}'")
+    assert run_ranks(3, fail_around_a_section, where) == [expected] * 3
+
+
+def fail_alike(kinds: dict[int, type[Exception]]) -> str:
+    ranks = RankGroup.of(None, torch.device("cpu"))
+    try:
+        with together(ranks, otherwise=None):
+            if (kind := kinds.get(ranks.rank)) is not None:
+                raise kind(f"rank {ranks.rank}")
+    except Exception as error:
+        return type(error).__name__
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ({0: ValueError, 1: ValueError, 2: ValueError}, "ValueError"),
+        ({0: ValueError, 1: KeyError, 2: ValueError}, "RankError"),
+        ({0: ValueError, 2: ValueError}, "RankError"),
+    ],
+)
+def test_an_error_of_all_ranks_can_keep_its_type(kinds: dict[int, type[Exception]], expected: str) -> None:
+    assert run_ranks(3, fail_alike, kinds) == [expected] * 3
 
 
 def disagree() -> str:

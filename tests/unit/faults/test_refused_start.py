@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import re
@@ -113,6 +114,38 @@ def test_refusal_is_an_error_on_every_rank(refusal: str) -> None:
         assert outcome["left"] == []
         assert outcome["leaked"] == {}
         assert len(outcome["losses"]) == 3
+
+
+def start_with_a_bad_config(mistake: dict, on_ranks: tuple[int, ...]) -> tuple[str, str, int]:
+    """The config of some ranks has a mistake; then all ranks start."""
+    config = zenflow_config(2, update_interval=1)
+    bad = copy.deepcopy(config)
+    for section, fields in mistake.items():
+        bad[section] |= fields
+    rank, kind, message = dist.get_rank(), "none", ""
+    try:
+        make_engine(bad if rank in on_ranks else config)
+    except Exception as error:
+        kind, message = type(error).__name__, str(error)
+    return kind, message, len(run(config, 2, rank=rank).losses)
+
+
+MISTAKES: dict[str, tuple[dict, str, str]] = {
+    "unknown field": ({"zero_optimization": {"zenflw": {}}}, "ConfigError", "zenflw is not a field"),
+    "unsupported": ({"zero_optimization": {"elastic_checkpoint": True}}, "ConfigError", "elastic_checkpoint"),
+    "of DeepSpeed": ({"zero_optimization": {"reduce_bucket_size": -1}}, "ValidationError", "reduce_bucket_size"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("on_ranks", [(0,), (1,), (0, 1)])
+def test_a_bad_config_of_one_rank_is_refused_by_all(mistake: str, on_ranks: tuple[int, ...]) -> None:
+    fields, kind, part = MISTAKES[mistake]
+    for found, message, steps in run_ranks(2, start_with_a_bad_config, fields, on_ranks):
+        assert found == (kind if len(on_ranks) == 2 or kind == "ConfigError" else "RankError")
+        assert part in message
+        assert (f"rank {on_ranks[0]}: " in message) == (len(on_ranks) == 1)
+        assert steps == 2
 
 
 def what_happens_with(free: int) -> str:
