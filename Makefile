@@ -25,6 +25,7 @@ PYTHON_VERSION ?= 3.12
 MODE ?= zenflow
 SOAK_MINUTES ?= 30
 FUZZ_MINUTES ?= 30
+SEEDS ?= 1000
 # Of `make test`: how many pytest processes share the files.
 PROCESSES ?= 2
 ARGS ?=
@@ -41,7 +42,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu check format soak fuzz bench bench-gpu wheels docs clean
+.PHONY: help train test test-full test-gpu test-sim check format soak fuzz bench bench-gpu wheels docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -50,10 +51,14 @@ train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 AR
 	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-operators  ## run the tests, about a quarter of an hour on two cores
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --simulated $(ARGS)
 
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
-	$(PYTEST) --full $(ARGS)
+	$(PYTEST) --simulated --full $(ARGS)
+
+test-sim: $(VENV)/.stamp-operators  ## run the GPU tests on the simulated accelerator, and SEEDS orders of its tasks
+	$(PYTEST) --simulated --full -m gpu $(ARGS)
+	python -m tests.simulated.run --seeds $(SEEDS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
 	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)

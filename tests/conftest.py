@@ -12,6 +12,9 @@ from tests.support import ranks
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+GPU_TESTS_OF_WHICH_ONE_IS_SIMULATED = 5
+"""`make test-sim` and `make test-full` run all of them."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
@@ -29,6 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "faults" not in item.path.parts)
     if config.getoption("--full"):
         return
-    skipped = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=skipped)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    simulated = config.getoption("--simulated")
+    skipped = {item for item in items if item.get_closest_marker("full")}
+    skipped |= {
+        item for number, item in enumerate(on_gpu) if simulated and number % GPU_TESTS_OF_WHICH_ONE_IS_SIMULATED
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item in skipped])
+    items[:] = [item for item in items if item not in skipped]

@@ -128,11 +128,11 @@ def set_rng_state(state: torch.Tensor, device: Any = "sim") -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    return [generator.get_state() for generator in default_generators]
+    return [generator.get_state() for generator in default_generators[: device_count()]]
 
 
 def set_rng_state_all(states: list[torch.Tensor]) -> None:
-    for generator, state in zip(default_generators, states, strict=True):
+    for generator, state in zip(default_generators[: device_count()], states, strict=True):
         generator.set_state(state)
 
 
@@ -204,5 +204,6 @@ torch._register_device_module("sim", sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(
     for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
 )
-default_generators = [library.default_generator(index) for index in range(device_count())]
+# Of all devices that there may be: how many there are may change until the first is used.
+default_generators = [library.default_generator(index) for index in range(library.MOST_DEVICES)]
 dist.Backend.register_backend("sim", _process_group, devices=["sim"])

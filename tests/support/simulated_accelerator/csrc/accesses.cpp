@@ -5,7 +5,7 @@
 namespace simulated {
 namespace {
 
-constexpr uintptr_t kBinBytes = 1 << 16;
+constexpr uintptr_t kBinBytes = 1 << 18;
 
 bool overlap(const Access& a, const char* begin, const char* end) { return a.begin < end && begin < a.end; }
 bool covers(const Access& a, const Access& b) { return a.begin <= b.begin && b.end <= a.end; }

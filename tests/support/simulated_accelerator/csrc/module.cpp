@@ -33,6 +33,7 @@ std::vector<py::dict> described_races() {
 
 void bind_device(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
+  m.attr("MOST_DEVICES") = kMostDevices;
   m.def("device_count", &device_count);
   m.def("current_device", &current_device);
   m.def("set_current_device", &set_current_device);

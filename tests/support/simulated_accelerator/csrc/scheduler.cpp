@@ -19,10 +19,11 @@
 namespace simulated {
 namespace {
 
-constexpr int kMostDevices = 4;
 constexpr size_t kStreamsPerDevice = 33;  // the default one and a pool, as with CUDA
 constexpr size_t kRecentTasks = 400;
 constexpr auto kPatience = std::chrono::milliseconds(200);
+constexpr auto kShortestNap = std::chrono::microseconds(50);
+constexpr auto kLongestNap = std::chrono::milliseconds(2);
 
 struct Scheduler {
   std::recursive_mutex mutex;
@@ -186,9 +187,10 @@ void wait_for_peers(Lock& lock, Stream& stream, std::chrono::steady_clock::time_
   for (auto* other : s.used)
     while (may_run(*other) && other->queue.front()->starts_collective) run_next(*other);
   if (is_ready(stream)) return;
-  if (std::chrono::steady_clock::now() - since > kPatience) run_all_ready();
+  const auto waited = std::chrono::steady_clock::now() - since;
+  if (waited > kPatience) run_all_ready();
   lock.unlock();
-  std::this_thread::sleep_for(std::chrono::microseconds(50));
+  std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(waited / 4, kShortestNap, kLongestNap));
   lock.lock();
   s.last_call = std::chrono::steady_clock::now();
 }

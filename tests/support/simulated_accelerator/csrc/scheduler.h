@@ -17,6 +17,8 @@
 
 namespace simulated {
 
+constexpr int kMostDevices = 4;  // of a process
+
 struct Stream;
 
 // For each stream, by its index: how many of its tasks are known to be done.

@@ -117,7 +117,7 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     static auto* all = [] {
       auto* generators = new std::vector<at::Generator>;
-      for (int i = 0; i < device_count(); ++i) generators->push_back(at::make_generator<Generator>(i));
+      for (int i = 0; i < kMostDevices; ++i) generators->push_back(at::make_generator<Generator>(i));
       return generators;
     }();
     return all->at(resolve(device));

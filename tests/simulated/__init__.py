@@ -1,0 +1,1 @@
+"""Many seeded orders on the simulated accelerator."""

@@ -1,0 +1,104 @@
+"""What is trained on the simulated accelerator under many orders; each run must equal the CPU's to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from deepspeed import comm as dist
+
+from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
+from tests.support.zenflow import RULES, Outcome, offload_config, run, zenflow_config
+
+__all__ = ["CASES", "Case", "check", "expected"]
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        stage: of ZeRO.
+        way: a rule of ZenFlow, or what else of ours it goes through.
+        ranks: number of processes.
+        clip: gradient norm to clip to; 0: no clipping, and then nothing asks for a norm in a step.
+    """
+
+    stage: int
+    way: str
+    ranks: int
+    clip: float
+
+    def config(self) -> dict[str, Any]:
+        config = zenflow_config(self.stage, lr=1e-2, **RULES.get(self.way, {}))
+        config["gradient_clipping"] = self.clip
+        zero = config["zero_optimization"]
+        if self.way == "streamed":  # gradients leave during backward
+            zero["zenflow"] = {"update_interval": 1, "predict_clip": "previous", "full_warm_up_rounds": 2}
+        elif self.way == "flatten, gather":
+            config = offload_config(config)
+            if self.stage == 3:
+                config["zero_optimization"]["stage3_allgather_single_param"] = True
+            else:
+                config["zero_optimization"]["flatten_tier"] = "host"
+        return config
+
+    def run(self, order: str | None, seed: int, device: str) -> list[Outcome]:
+        # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its rounding with it.
+        pool = "stage 3" if self.stage == 3 else ""
+        return run_ranks(self.ranks, train, self.config(), order, seed, device=device, pool=pool)
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, {self.way}, {self.ranks} ranks, clip {self.clip:g}"
+
+
+WAYS = (*RULES, "streamed", "flatten, gather")
+CASES = [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))]
+
+
+def train(config: dict[str, Any], order: str | None, seed: int) -> Outcome:
+    """One run on this rank; `order` is one of the simulated accelerator's, None on the CPU."""
+    if order is None:
+        return run(config, STEPS, rank=dist.get_rank())
+    from tests.support.simulated_accelerator import simulation
+
+    simulation.configure(order, seed)  # type: ignore[arg-type]
+    try:
+        return run(config, STEPS, rank=dist.get_rank())
+    finally:
+        simulation.configure("held")
+
+
+_expected: dict[Case, list[Outcome]] = {}
+
+
+def expected(case: Case) -> list[Outcome]:
+    """The outcome on each rank of a run in which nothing is late; trained once.
+
+    Without clipping it is the CPU's. With clipping it is the simulated accelerator's own in eager order, because the
+    norm of gradients that lie in the arena is summed in another order than that of gradients on a device.
+    """
+    if case not in _expected:
+        order, device = ("eager", "sim") if case.clip else (None, "cpu")
+        _expected[case] = case.run(order, 0, device)
+    return _expected[case]
+
+
+def check(case: Case, order: str, seed: int = 0) -> None:
+    """Train `case` in that order, and compare every rank with the expected outcome to the bit.
+
+    Raises:
+        AssertionError: the first difference, a race, or what the run raised.
+    """
+    assert_same(expected(case), case.run(order, seed, "sim"), f"{case}, {order} order {seed}")
+
+
+def seeded(first: int, count: int) -> Iterator[tuple[Case, int]]:
+    """`count` seeds from `first`; the cases take turns."""
+    for seed in range(first, first + count):
+        yield CASES[seed % len(CASES)], seed
