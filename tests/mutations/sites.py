@@ -1,0 +1,73 @@
+"""Finds every place where the package orders the work of a device, by reading its source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+__all__ = ["Site", "sites", "without"]
+
+ORDERS = frozenset({"wait_stream", "wait_event", "record_stream", "record", "synchronize", "wait", "finish"})
+NOT_OF_A_DEVICE = frozenset({"process", "_process", "all_limited", "initial_mask", "startup", "link", "self"})
+"""Receivers of such a method that are processes, threads, files or callers of what is listed anyway."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A statement that orders work.
+
+    Attributes:
+        path: the file, relative to the package.
+        where: the function that holds it.
+        code: the statement.
+        lines: its first and last line, from 1.
+        column: where it begins.
+    """
+
+    path: str
+    where: str
+    code: str
+    lines: tuple[int, int]
+    column: int
+
+    @property
+    def name(self) -> str:
+        """Its name in the table; it does not change when other lines move."""
+        return f"{self.path}:{self.where}: {self.code}"
+
+
+def sites(package: Path = ROOT / "deepspeed_ext") -> list[Site]:
+    """Return every site, in the order of files and lines."""
+    found: list[Site] = []
+    for path in sorted(package.rglob("*.py")):
+        found += _sites_of(ast.parse(path.read_text()), str(path.relative_to(package)))
+    return found
+
+
+def without(site: Site, source: str) -> str:
+    """Return the source of a file with the statement of `site` replaced by ``pass``."""
+    lines = source.splitlines(keepends=True)
+    first, last = site.lines
+    return "".join([*lines[: first - 1], " " * site.column + "pass\n", *lines[last:]])
+
+
+def _sites_of(tree: ast.AST, path: str, where: tuple[str, ...] = ()) -> Iterator[Site]:
+    for node in ast.iter_child_nodes(tree):
+        named = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _orders(node.value.func):
+            assert node.end_lineno is not None
+            lines = (node.lineno, node.end_lineno)
+            yield Site(path, ".".join(where), ast.unparse(node), lines, node.col_offset)
+        yield from _sites_of(node, path, (*where, node.name) if named else where)  # type: ignore[attr-defined]
+
+
+def _orders(function: ast.expr) -> bool:
+    if not isinstance(function, ast.Attribute) or function.attr not in ORDERS:
+        return False
+    receiver = function.value
+    name = receiver.attr if isinstance(receiver, ast.Attribute) else receiver.id if isinstance(receiver, ast.Name) else ""
+    return name not in NOT_OF_A_DEVICE
