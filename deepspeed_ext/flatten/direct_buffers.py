@@ -8,7 +8,8 @@ while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,17 @@ class DirectBuffers(TorchFunctionMode):
         self._pin = pin and allocation.can_page_lock()
         self._startup = startup
         self._partition: torch.Tensor | None = None
+        self._rests = False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Leave torch calls alone inside the block, in which the ranks agree: their collectives make tensors too, and
+        an error inside of one would separate the ranks."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
 
     def expect_master_of(self, partition: torch.Tensor) -> None:
         """Announce that the constructor next clones `partition` (1-D, a view of the flat buffer) and converts it."""
@@ -55,6 +67,8 @@ class DirectBuffers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._rests:
+            return func(*args, **kwargs)
         if func is torch.Tensor.clone and self._is_partition(args[0]):
             return args[0]  # `to` below makes the only copy
         if func is torch.Tensor.to and self._is_partition(args[0]):

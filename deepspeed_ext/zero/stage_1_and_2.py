@@ -77,6 +77,13 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         upstream."""
         if self._flattener is None or param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, param_padding)
+        with self._direct_buffers.resting():
+            return self._flatten_together(tensor_list, alignment, param_padding)
+
+    def _flatten_together(
+        self, tensor_list: Sequence[torch.Tensor], alignment: int, param_padding: Sequence[int]
+    ) -> torch.Tensor:
+        assert self._flattener is not None
         group_index = len(self.bit16_groups_flat)
         if not self._flatten_ranks:  # these allocate a little memory: create them before the first flat buffer takes it
             device = torch.device(get_accelerator().current_device_name())

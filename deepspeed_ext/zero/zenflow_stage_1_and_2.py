@@ -76,7 +76,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def initialize_optimizer_states(self) -> None:
         """Start the worker, instead of allocating host gradients and moments. From here on DeepSpeed treats nothing
         as offloaded."""
-        with self.startup.phase("optimizer process"):
+        with self.startup.phase("optimizer process"), self._direct_buffers.resting():
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
         self._hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
