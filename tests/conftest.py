@@ -19,11 +19,16 @@ GPU_TESTS_OF_WHICH_ONE_IS_SIMULATED = 5
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
     parser.addoption("--simulated", action="store_true", help="run the tests marked `gpu` on the simulated accelerator")
+    parser.addoption(
+        "--all-simulated", action="store_true", help="run the ranks of all tests on the simulated accelerator"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--simulated"):
-        ranks.simulate_accelerators()
+    if config.getoption("--all-simulated"):
+        ranks.simulate("cpu", "accelerator")
+    elif config.getoption("--simulated"):
+        ranks.simulate("accelerator")
     elif not torch.accelerator.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

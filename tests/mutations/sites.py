@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.support.paths import ROOT
@@ -26,6 +26,7 @@ class Site:
         code: the statement.
         lines: its first and last line, from 1.
         column: where it begins.
+        number: of the same statements in this function, which one; from 1.
     """
 
     path: str
@@ -33,19 +34,24 @@ class Site:
     code: str
     lines: tuple[int, int]
     column: int
+    number: int = 1
 
     @property
     def name(self) -> str:
         """Its name in the table; it does not change when other lines move."""
-        return f"{self.path}:{self.where}: {self.code}"
+        again = f" ({self.number})" if self.number > 1 else ""
+        return f"{self.path}:{self.where}: {self.code}{again}"
 
 
 def sites(package: Path = ROOT / "deepspeed_ext") -> list[Site]:
     """Return every site, in the order of files and lines."""
-    found: list[Site] = []
+    found: dict[str, Site] = {}
     for path in sorted(package.rglob("*.py")):
-        found += _sites_of(ast.parse(path.read_text()), str(path.relative_to(package)))
-    return found
+        for site in _sites_of(ast.parse(path.read_text()), str(path.relative_to(package))):
+            while site.name in found:
+                site = replace(site, number=site.number + 1)
+            found[site.name] = site
+    return list(found.values())
 
 
 def without(site: Site, source: str) -> str:
@@ -69,5 +75,7 @@ def _orders(function: ast.expr) -> bool:
     if not isinstance(function, ast.Attribute) or function.attr not in ORDERS:
         return False
     receiver = function.value
-    name = receiver.attr if isinstance(receiver, ast.Attribute) else receiver.id if isinstance(receiver, ast.Name) else ""
+    name = (
+        receiver.attr if isinstance(receiver, ast.Attribute) else receiver.id if isinstance(receiver, ast.Name) else ""
+    )
     return name not in NOT_OF_A_DEVICE

@@ -4,7 +4,7 @@
 ended, for tests in which a rank is meant to die. A body is a module-level function of a test module; it is sent by
 name, called with torch.distributed initialised (gloo on the CPU; NCCL, or gloo when ranks must share a device, on an
 accelerator; always a file rendezvous, never a port), and its return value travels back by pickle. On the device "sim",
-the ranks have the simulated accelerator; so they have on "accelerator" after `simulate_accelerators`.
+the ranks have the simulated accelerator; so they have on others after `simulate`.
 """
 
 from __future__ import annotations
@@ -167,13 +167,13 @@ def nursery(device: str = "cpu") -> Nursery:
 
 
 nurseries: list[Nursery] = []
-_simulated = False
+_simulated: frozenset[str] = frozenset()
 
 
-def simulate_accelerators() -> None:
-    """From now on, "accelerator" means the simulated one."""
+def simulate(*devices: str) -> None:
+    """From now on, "cpu" or "accelerator", whichever is among `devices`, means the simulated accelerator."""
     global _simulated
-    _simulated = True
+    _simulated = frozenset(devices)
 
 
 _pools: dict[tuple[int, str, str], RankPool] = {}
@@ -224,13 +224,13 @@ def run_fresh_ranks(
         pool.close()
 
 
-def is_simulated() -> bool:
-    """Whether `simulate_accelerators` was called."""
-    return _simulated
+def is_simulated(device: str = "accelerator") -> bool:
+    """Whether ranks on `device` have the simulated accelerator."""
+    return device in _simulated
 
 
 def _device(name: str) -> str:
-    return "sim" if name == "accelerator" and _simulated else name
+    return "sim" if name in _simulated else name
 
 
 def close_pools() -> None:

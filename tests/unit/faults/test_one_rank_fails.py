@@ -215,8 +215,8 @@ def go_through(config: dict, folder: str, name: str, every: int, first: int = 0)
 @pytest.mark.parametrize(
     ("name", "stage", "rule", "every"),
     [
-        ("step", 2, "predictive", 5),
-        ("save", 2, "selective", 2),
+        ("step", 2, "predictive", 8),
+        ("save", 2, "selective", 4),
         ("load", 3, "predictive", 11),
         *(
             pytest.param(name, stage, rule, 1, marks=pytest.mark.full)

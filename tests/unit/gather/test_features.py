@@ -55,7 +55,10 @@ def test_equals_upstream_when_two_dtypes_travel() -> None:
         assert num_collectives > 20
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "bf16"), (4, "fp32")], ids=["one-node", "two-nodes"])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [pytest.param(2, "bf16", id="one-node", marks=pytest.mark.full), pytest.param(4, "fp32", id="two-nodes")],
+)
 def test_equals_upstream_with_hpz(world_size: int, dtype: str) -> None:
     # in processes of their own: DeepSpeed keeps the groups of hpZ, and uses them for every later engine
     for outcome in run_fresh_ranks(world_size, feature_body, {"zero_hpz_partition_size": 2}, {}, dtype):

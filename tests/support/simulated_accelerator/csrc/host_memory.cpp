@@ -25,7 +25,7 @@ struct Host {
   std::mutex mutex;
   std::map<char*, Range> ranges;
   std::vector<std::pair<char*, Range>> pending;  // freed, and copies may not be done
-  int64_t registered = 0;
+  int64_t locked = 0;
   int64_t limit = -1;
 };
 
@@ -43,6 +43,8 @@ std::map<char*, Range>::iterator range_of(const void* address) {
   return at < found->first + found->second.bytes ? found : ranges.end();
 }
 
+bool fits(size_t bytes) { return host().limit < 0 || host().locked + static_cast<int64_t>(bytes) <= host().limit; }
+
 void free_pending() {
   auto& pending = host().pending;
   const auto release = [](const auto& freed) {
@@ -50,6 +52,7 @@ void free_pending() {
     if (!std::all_of(uses.begin(), uses.end(), is_done)) return false;
     forget_accesses(freed.first, freed.first + bytes, uses);
     std::free(freed.first);
+    host().locked -= static_cast<int64_t>(bytes);
     return true;
   };
   pending.erase(std::remove_if(pending.begin(), pending.end(), release), pending.end());
@@ -69,8 +72,10 @@ struct PageLocked final : public c10::Allocator {
     const size_t bytes = (wanted + kPage - 1) / kPage * kPage;
     const std::lock_guard lock(host().mutex);
     free_pending();
+    TORCH_CHECK(fits(bytes), "simulated accelerator error: out of memory (", bytes, " page-locked bytes)");
     auto* address = static_cast<char*>(std::aligned_alloc(kPage, bytes));
     TORCH_CHECK(address != nullptr, "simulated accelerator error: out of memory (", bytes, " page-locked bytes)");
+    host().locked += static_cast<int64_t>(bytes);
     std::memset(address, 0xFF, bytes);
     host().ranges[address] = {bytes, true, {}};
     return {address, address, &free_page_locked, c10::kCPU};
@@ -103,8 +108,8 @@ int register_host(void* address, size_t bytes) {
   const auto next = h.ranges.lower_bound(begin);
   const bool overlaps = range_of(begin) != h.ranges.end() || (next != h.ranges.end() && next->first < begin + bytes);
   if (overlaps) return refuse(kAlreadyRegistered, "part or all of the requested memory range is already mapped");
-  if (h.limit >= 0 && h.registered + static_cast<int64_t>(bytes) > h.limit) return refuse(kOutOfMemory, "out of memory");
-  h.registered += static_cast<int64_t>(bytes);
+  if (!fits(bytes)) return refuse(kOutOfMemory, "out of memory");
+  h.locked += static_cast<int64_t>(bytes);
   h.ranges[begin] = {bytes, false, {}};
   return 0;
 }
@@ -115,7 +120,7 @@ int unregister_host(void* address) {
   const auto found = h.ranges.find(static_cast<char*>(address));
   if (found == h.ranges.end() || found->second.is_own)
     return refuse(kNotRegistered, "pointer does not correspond to a registered memory region");
-  h.registered -= static_cast<int64_t>(found->second.bytes);
+  h.locked -= static_cast<int64_t>(found->second.bytes);
   h.ranges.erase(found);
   return 0;
 }
