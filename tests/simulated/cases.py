@@ -50,7 +50,8 @@ class Case:
 
     def run(self, order: str | None, seed: int, device: str) -> list[Outcome]:
         # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its rounding with it.
-        pool = "stage 3" if self.stage == 3 else ""
+        # So each has its own processes, which no other test has used.
+        pool = "simulated, stage 3" if self.stage == 3 else "simulated"
         return run_ranks(self.ranks, train, self.config(), order, seed, device=device, pool=pool)
 
     def __str__(self) -> str:

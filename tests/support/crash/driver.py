@@ -1,7 +1,7 @@
 """Saves a checkpoint again and again, killed at another system call each time, and looks at what can be loaded.
 
 ``python -m tests.support.crash.driver FOLDER RANKS EVERY``, with `interpose.cpp` preloaded: at every call (1) or at
-every second one (2; the odd ones of even victims and the even ones of odd victims). Prints one JSON object.
+every k-th one (EVERY = k; other ones for each victim). Prints one JSON object.
 """
 
 from __future__ import annotations
