@@ -129,6 +129,7 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
 	@touch $(VENV)/.stamp-package $@
 
 $(VENV)/.stamp-operators: $(VENV)/.stamp-dev
-	@echo "Compiling DeepSpeed's CPU operators into $(VENV) (a minute, once)"
+	@echo "Compiling DeepSpeed's CPU operators and the simulated accelerator into $(VENV) (two minutes, once)"
 	@DS_ACCELERATOR=cpu python -m tools.build_operators >/dev/null
+	@python -c 'from tests.support.simulated_accelerator.build import library_path; library_path()'
 	@touch $@
