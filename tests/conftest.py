@@ -12,7 +12,7 @@ from tests.support import ranks
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-GPU_TESTS_OF_WHICH_ONE_IS_SIMULATED = 5
+SIMULATED_GPU_TESTS_ONE_IN = 5
 """`make test-sim` and `make test-full` run all of them."""
 
 
@@ -40,8 +40,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     simulated = config.getoption("--simulated")
     skipped = {item for item in items if item.get_closest_marker("full")}
-    skipped |= {
-        item for number, item in enumerate(on_gpu) if simulated and number % GPU_TESTS_OF_WHICH_ONE_IS_SIMULATED
-    }
+    skipped |= {item for number, item in enumerate(on_gpu) if simulated and number % SIMULATED_GPU_TESTS_ONE_IN}
     config.hook.pytest_deselected(items=[item for item in items if item in skipped])
     items[:] = [item for item in items if item not in skipped]
