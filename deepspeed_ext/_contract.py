@@ -70,10 +70,10 @@ _BUILT_WITH = (
 
 CONTRACT: dict[str, dict[str, Member]] = {
     "deepspeed": {
-        "DeepSpeedConfig": EXISTS,
         "DeepSpeedEngine": EXISTS,
         "DeepSpeedHybridEngine": EXISTS,
         "PipelineEngine": EXISTS,
+        "initialize": EXISTS,
     },
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": {"pin_empty": EXISTS},
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {
@@ -124,11 +124,9 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "seq_data_parallel_group": ASSIGNED,
         "training_dataloader": ASSIGNED,
     },
-    "deepspeed.runtime.config:DeepSpeedConfig": {
-        "__init__": "(self, config, mpu, mesh_device)",
-        "zero_config": ASSIGNED,
-    },
+    "deepspeed.runtime.config:DeepSpeedConfig": {"zero_config": ASSIGNED},
     "deepspeed.monitor.monitor:MonitorMaster": {"write_events": "(self, event_list)", "enabled": ASSIGNED},
+    "deepspeed.runtime.pipe.module:PipelineModule": {"mpu": "(self)"},
     "deepspeed.runtime.zero.config": {"get_zero_config": "(param_dict)"},
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig": {"__init__": EXISTS},
     "deepspeed.runtime.zero.partition_parameters": {

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from deepspeed_ext import _upstream
-from deepspeed_ext.construction import JointConfig
+from deepspeed_ext.construction import joint
 from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine
 from deepspeed_ext.zero_config import ZeroConfig
 
@@ -15,7 +15,7 @@ _enabled = False
 
 
 def _swaps() -> list[_upstream.Swap]:
-    return _upstream.entry_swaps(Engine, HybridEngine, PipeEngine, JointConfig, ZeroConfig)
+    return _upstream.entry_swaps(joint, Engine, HybridEngine, PipeEngine, ZeroConfig)
 
 
 def enable() -> None:

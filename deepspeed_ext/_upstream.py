@@ -22,10 +22,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
 from deepspeed.runtime.torch_autocast import get_autocast_dtype, is_autocast_initialized
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -45,7 +45,6 @@ from deepspeed_ext._contract import broken
 from deepspeed_ext._errors import UpstreamError
 
 __all__ = [
-    "DeepSpeedConfig",
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
     "DeepSpeedZenFlowConfig",
@@ -78,6 +77,7 @@ __all__ = [
     "local_world_size",
     "optimizer_class",
     "partition_exchange",
+    "pipeline_topology",
     "stage3_optimizer_class",
     "pins_offload_buffers",
     "swapped",
@@ -139,18 +139,19 @@ def swapped(*swaps: Swap) -> Iterator[None]:
 
 
 def entry_swaps(
+    initialize: Callable[[Callable[..., Any]], Callable[..., Any]],
     engine: type[DeepSpeedEngine],
     hybrid_engine: type[DeepSpeedHybridEngine],
     pipeline_engine: type[PipelineEngine],
-    config: type[DeepSpeedConfig],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """Return swaps for the names by which ``deepspeed.initialize`` finds its engines and its config classes."""
+    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, and for the names by which it finds its
+    engines and the class of its config's ZeRO section."""
     return [
+        Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
         Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
         Swap(deepspeed, "PipelineEngine", pipeline_engine),
-        Swap(deepspeed, "DeepSpeedConfig", config),
         Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config),
     ]
 
@@ -186,6 +187,11 @@ def counted_alike(params: Sequence[Any]) -> bool:
 def local_world_size() -> int:
     """Return the number of ranks on this host, from the launcher's environment variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def pipeline_topology(model: Any) -> Any:
+    """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any other model."""
+    return model.mpu() if isinstance(model, PipelineModule) else None
 
 
 def local_rank() -> int:

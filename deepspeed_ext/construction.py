@@ -6,16 +6,18 @@ meets the others at their next agreement. Only if DeepSpeed's next collective co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from deepspeed_ext._agreement import RankGroup, raise_together
-from deepspeed_ext._upstream import DeepSpeedConfig, dist, get_accelerator, local_rank
+from deepspeed_ext._upstream import dist, get_accelerator, local_rank, pipeline_topology
 
-__all__ = ["JointConfig", "builders", "built_together"]
+__all__ = ["builders", "built_together", "joint"]
 
 
 def builders(mpu: Any) -> RankGroup:
@@ -36,19 +38,20 @@ def built_together(mpu: Any) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    raise_together(builders(mpu), error, otherwise=None)  # looked up here: the block sets the current device
+        if dist.is_initialized():
+            get_accelerator().set_device(local_rank())  # the agreement needs it, and the block may have failed before
+    raise_together(builders(mpu), error, otherwise=None)
 
 
-class JointConfig(DeepSpeedConfig):
-    """DeepSpeed's config, as `deepspeed.initialize` reads it. An error of one rank is raised on every rank.
+def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `deepspeed.initialize` with an agreement around it: an error of one rank, such as a config that it cannot
+    read, is raised on every rank. The other ranks go on to build their engines, whose first agreement answers."""
+    signature = inspect.signature(initialize)
 
-    A rank that reads it without an error goes on to build its engine, whose first agreement answers the others.
-    """
+    @functools.wraps(initialize)
+    def joint_initialize(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        with built_together(given.get("mpu") or pipeline_topology(given.get("model"))):
+            return initialize(*args, **kwargs)
 
-    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        try:
-            super().__init__(config, mpu, mesh_device)
-        except Exception as error:
-            if dist.is_initialized():
-                get_accelerator().set_device(local_rank())  # as the engine would; the agreement needs it
-            raise_together(builders(mpu), error, otherwise=None)
+    return joint_initialize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -78,6 +79,9 @@ def after_training(engine: Any) -> tuple[dict[str, torch.Tensor], Any]:
     for path in sorted(Path(folder[0]).iterdir()):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         found |= {f"saved {name}": tensor for name, tensor in saved.items()}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
     for batch in batches(2, dist.get_rank(), seed=2):
         engine.backward(engine(batch.to(device)))
         engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from tests.support.ranks import run_ranks
 
 def entry_points() -> list[Any]:
     return [
+        deepspeed.initialize,
         deepspeed.DeepSpeedEngine,
         deepspeed.DeepSpeedHybridEngine,
         deepspeed.PipelineEngine,
@@ -44,7 +46,8 @@ def test_enable_and_disable_are_idempotent_and_leave_no_trace() -> None:
     before = entry_points()
     deepspeed_ext.enable()
     deepspeed_ext.enable()
-    assert entry_points() == [Engine, HybridEngine, PipeEngine, ZeroConfig]
+    assert entry_points()[1:] == [Engine, HybridEngine, PipeEngine, ZeroConfig]
+    assert inspect.unwrap(deepspeed.initialize) is before[0]
     deepspeed_ext.disable()
     assert entry_points() == before
     deepspeed_ext.disable()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import psutil
 import pytest
 import torch
@@ -22,7 +23,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.overrides import TorchFunctionMode
 
-from deepspeed_ext._errors import DeepSpeedExtError, UnsupportedError, WorkerError
+import deepspeed_ext
+from deepspeed_ext._errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.engine import Engine
 from deepspeed_ext.host import memory
@@ -34,7 +36,7 @@ from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.limits import limited
-from tests.support.models import batches
+from tests.support.models import OddModel, batches
 from tests.support.optimizer_process import PASS, running
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, run, train, zenflow_config
@@ -128,6 +130,52 @@ def start_with_a_bad_config(mistake: dict, on_ranks: tuple[int, ...]) -> tuple[s
     except Exception as error:
         kind, message = type(error).__name__, str(error)
     return kind, message, len(run(config, 2, rank=rank).losses)
+
+
+def start_with(config: Any, on_rank: int) -> tuple[str, int]:
+    """One rank gives `config`; then all ranks start."""
+    good, rank, message = zenflow_config(2, update_interval=1), dist.get_rank(), "no error"
+    deepspeed_ext.enable()
+    try:
+        model = OddModel().to(torch.bfloat16)
+        deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config if rank == on_rank else good
+        )
+    except DeepSpeedExtError as error:
+        message = str(error)
+    finally:
+        deepspeed_ext.disable()
+    return message, len(run(good, 2, rank=rank).losses)
+
+
+@pytest.mark.parametrize("on_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("config", "part"), [(None, "AssertionError: DeepSpeed requires"), ("cut.json", "DecodeError"), (7, "7")]
+)
+def test_what_is_no_config_on_one_rank_is_refused_by_all(config: Any, part: str, on_rank: int, tmp_path: Path) -> None:
+    (tmp_path / "cut.json").write_text('{"train_batch_size": ')
+    given = str(tmp_path / config) if config == "cut.json" else config
+    for message, steps in run_ranks(2, start_with, given, on_rank):
+        assert re.match(rf"rank {on_rank}: .*{part}", message)
+        assert steps == 2
+
+
+def read_a_bad_config_alone() -> str:
+    deepspeed_ext.enable()
+    try:
+        if dist.get_rank() == 1:
+            deepspeed.DeepSpeedConfig({"train_batch_size": 2, "zero_optimization": {"zenflw": {}}})
+    except ConfigError as error:
+        return str(error)
+    finally:
+        deepspeed_ext.disable()
+    return ""
+
+
+def test_a_config_read_outside_of_initialize_concerns_no_other_rank() -> None:
+    first, second = run_ranks(2, read_a_bad_config_alone)
+    assert first == ""
+    assert "zenflw is not a field" in second
 
 
 MISTAKES: dict[str, tuple[dict, str, str]] = {

@@ -19,6 +19,8 @@ import torch
 from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.worker import process as process_module
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import NUMEL, PASS, gone, running
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
@@ -49,11 +51,16 @@ def test_one_wait_covers_all_submissions() -> None:
         assert torch.allclose(arena.tensor("m"), torch.tensor(1 - 0.9**3))
 
 
+def submit_and_wait(process: OptimizerProcess, task: WorkerTask) -> None:
+    """Both may raise the worker's error: a fast worker answers before `submit` returns."""
+    process.submit([task])
+    process.wait()
+
+
 def test_an_exception_of_the_worker_is_raised_in_the_trainer() -> None:
     with running() as (_, process):
-        process.submit([replace(PASS, slots=(7,))])
         with pytest.raises(WorkerError, match=r"(?s)rank 3.*pid.*KeyError: ArrayKey\(.*slot=7\).*checkpoint"):
-            process.wait()
+            submit_and_wait(process, replace(PASS, slots=(7,)))
         assert gone(process.pid, 1.0)
 
 
