@@ -13,6 +13,7 @@ import torch
 from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import (
+    Swap,
     TensorFragment,
     all_gather_of_partitions,
     dist,
@@ -58,7 +59,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         placement: the worker's cores and memory node from the core plan; None: unbound.
     """
 
-    _hot_exchange: HotExchange
+    _exchange_of_hot_blocks: Swap
     single_partition_of_fp32_groups: list[Any]
 
     def __init__(
@@ -78,7 +79,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         as offloaded."""
         with self.startup.phase("optimizer process"), self._direct_buffers.resting():
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
-        self._hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
+        self._exchange_of_hot_blocks = partition_exchange(HotExchange(self.zenflow_adam, all_gather_of_partitions()))
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
@@ -128,7 +129,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        with swapped(partition_exchange(self._hot_exchange)):
+        with swapped(self._exchange_of_hot_blocks):
             super().step(closure)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
