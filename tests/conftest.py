@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+import deepspeed_ext._first_calls  # noqa: F401 (tests compare with torch's AdamW)
 from tests.support import ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

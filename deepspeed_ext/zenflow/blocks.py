@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+import deepspeed_ext._first_calls  # noqa: F401
 from deepspeed_ext.zenflow.kernel import AdamStep
 
 __all__ = ["AdamBlocks", "BlockSet", "step_blocks"]

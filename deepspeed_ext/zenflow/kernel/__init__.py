@@ -1,25 +1,19 @@
-"""Computes over host memory: the worker's exact Adam steps, and the trainer's estimate if the CPU is the accelerator.
+"""Computes the worker's exact Adam steps over host memory.
 
 `adam_pass` is the contract (`AdamPass`, `MeanPass`). `reference` implements it with torch operations; `native` with a
-small C++ and OpenMP library that `build` finds or compiles. `estimate` is the contract of the estimate. `native`
-implements it too, and `predictive.estimator` defines it with torch operations. Importing this package imports neither
-torch nor DeepSpeed.
+small C++ and OpenMP library that `build` finds or compiles. Importing this package imports neither torch nor DeepSpeed.
 """
 
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, MeanPass, Publish
 from deepspeed_ext.zenflow.kernel.build import library_path
-from deepspeed_ext.zenflow.kernel.estimate import CLAMP, Estimate
-from deepspeed_ext.zenflow.kernel.native import NativeEstimate, NativeKernel
+from deepspeed_ext.zenflow.kernel.native import NativeKernel
 
 __all__ = [
-    "CLAMP",
     "AdamPass",
     "AdamStep",
     "Array",
-    "Estimate",
     "Kernel",
     "MeanPass",
-    "NativeEstimate",
     "NativeKernel",
     "Publish",
     "library_path",

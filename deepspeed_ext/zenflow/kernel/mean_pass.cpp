@@ -1,6 +1,5 @@
 // Runs the worker's pass with a weighted sum of gradients and a step count per block (MeanPass in adam_pass.py).
 
-#include "convert.h"
 #include "passes.h"
 
 #include <vector>
@@ -57,6 +56,30 @@ class CorrectionTable {
     double beta1_ = -1.0, beta2_ = -1.0;
     std::vector<Corrections> entries_;
 };
+
+template <Dtype D>
+INLINE void add(const void *array, float factor, int64_t first, int64_t numel, float *__restrict sum) {
+    const auto *__restrict from = static_cast<const typename Element<D>::type *>(array) + first;
+    for (int64_t i = 0; i < numel; ++i) sum[i] += factor * Element<D>::load(from[i]);
+}
+
+template <Dtype D>
+INLINE void store(const float *__restrict values, int64_t first, int64_t numel, void *array) {
+    auto *__restrict to = static_cast<typename Element<D>::type *>(array) + first;
+    for (int64_t i = 0; i < numel; ++i) to[i] = Element<D>::store(values[i]);
+}
+
+#define CONVERT(SUFFIX, D) \
+    CLONES void add_##SUFFIX(const void *a, float f, int64_t first, int64_t n, float *x) { add<D>(a, f, first, n, x); } \
+    CLONES void store_##SUFFIX(const float *x, int64_t first, int64_t n, void *a) { store<D>(x, first, n, a); }
+
+CONVERT(32, kFloat32)
+CONVERT(bf, kBFloat16)
+CONVERT(fp, kFloat16)
+
+// Indexed by Dtype. They use elements first .. first + numel of the array and 0 .. numel of the fp32 buffer.
+void (*const kAdd[3])(const void *, float, int64_t, int64_t, float *) = {add_32, add_bf, add_fp};
+void (*const kStore[3])(const float *, int64_t, int64_t, void *) = {store_32, store_bf, store_fp};
 
 // Up to one tile of elements, in L1: their gradient, and the step constants that depend on their block's t.
 struct alignas(64) Piece {

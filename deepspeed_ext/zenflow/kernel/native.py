@@ -4,11 +4,10 @@ import ctypes
 from dataclasses import replace
 
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
-from deepspeed_ext.zenflow.kernel.estimate import CLAMP, Estimate
 
-__all__ = ["ABI_VERSION", "NativeEstimate", "NativeKernel"]
+__all__ = ["ABI_VERSION", "NativeKernel"]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -75,27 +74,6 @@ class _MeanPass(ctypes.Structure):
     ]
 
 
-class _Estimate(ctypes.Structure):
-    _fields_ = [
-        ("grad", ctypes.c_void_p),
-        ("published", ctypes.c_void_p),
-        ("inverse", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("drift", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("grad_scale", ctypes.c_float),
-        ("clamp", ctypes.c_float),
-        ("weights_coefficient", ctypes.c_float),
-        ("drift_coefficient", ctypes.c_float),
-        ("grad_dtype", ctypes.c_int32),
-        ("published_dtype", ctypes.c_int32),
-        ("weights_dtype", ctypes.c_int32),
-        ("drift_dtype", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-    ]
-
-
 def _open_library(path: str) -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     if library.dsext_adam_pass_version() != ABI_VERSION:
@@ -103,8 +81,6 @@ def _open_library(path: str) -> ctypes.CDLL:
     signatures = {
         "dsext_adam_pass": [ctypes.POINTER(_Pass)],
         "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
-        "dsext_predict": [ctypes.POINTER(_Estimate)],
-        "dsext_move": [ctypes.POINTER(_Estimate)],
         "dsext_first_touch": [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
     }
     for name, arguments in signatures.items():
@@ -205,44 +181,3 @@ class NativeKernel:
     def first_touch(self, address: int, nbytes: int) -> None:
         """Touch every page of a fresh mapping, which places it on the memory node of this process's cores."""
         self._library.dsext_first_touch(address, nbytes, self._threads)
-
-
-class NativeEstimate:
-    """Runs estimates in this process with the shared library at ``library``, on any number of threads.
-
-    Raises:
-        OSError: the file cannot be loaded, or has another version.
-    """
-
-    def __init__(self, library: str) -> None:
-        self._library = _open_library(library)
-
-    def predict(self, estimate: Estimate, threads: int) -> None:
-        """Compute ``weights = published - drift - weights_coefficient q``; without drift if there is none."""
-        self._library.dsext_predict(_estimate(estimate, threads))
-
-    def move(self, estimate: Estimate, threads: int) -> None:
-        """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``."""
-        self._library.dsext_move(_estimate(estimate, threads))
-
-
-def _estimate(estimate: Estimate, threads: int) -> _Estimate:
-    published, drift = estimate.published, estimate.drift
-    return _Estimate(
-        grad=estimate.grad.address,
-        published=published and published.address,
-        inverse=estimate.inverse.address,
-        weights=estimate.weights.address,
-        drift=drift and drift.address,
-        numel=estimate.grad.numel,
-        block_size=estimate.block_size,
-        grad_scale=estimate.grad_scale,
-        clamp=CLAMP,
-        weights_coefficient=estimate.weights_coefficient,
-        drift_coefficient=estimate.drift_coefficient,
-        grad_dtype=_DTYPE_CODES[estimate.grad.dtype],
-        published_dtype=_DTYPE_CODES[published.dtype] if published else 0,
-        weights_dtype=_DTYPE_CODES[estimate.weights.dtype],
-        drift_dtype=_DTYPE_CODES[drift.dtype] if drift else 0,
-        threads=threads,
-    )

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+import deepspeed_ext._first_calls  # noqa: F401
 from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
 
 __all__ = ["ReferenceKernel", "as_tensor"]

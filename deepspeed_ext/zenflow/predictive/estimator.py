@@ -41,28 +41,23 @@ so errors do not accumulate.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
-from deepspeed_ext.zenflow.kernel import (
-    CLAMP,
-    AdamStep,
-    Array,
-    Estimate,
-    NativeEstimate,
-    Publish,
-    library_path,
-)
+import deepspeed_ext._first_calls  # noqa: F401
+from deepspeed_ext.zenflow.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.predictive import elementwise
+from deepspeed_ext.zenflow.predictive.elementwise import CLAMP
 
 __all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"]
 
 _CHUNK_NUMEL = {"cpu": 1 << 18}
 _ACCELERATOR_CHUNK_NUMEL = 1 << 24
-_THREAD_NUMEL = 1 << 15
-"""Minimum number of elements per thread; torch uses the same."""
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPILED_CHUNKS_NUMEL = (1 << 22, 1 << 20)
+"""Each size is compiled once: large chunks need fewer calls, small ones leave less over."""
+_COMPILED_FROM_NUMEL = 1 << 22
+"""Smallest partition that is worth the seconds that `torch.compile` takes."""
 
 
 def _correction(beta: float, t: int) -> float:
@@ -128,23 +123,11 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
     return step.lr * (1.0 - step.beta1) * effect
 
 
-@functools.cache
-def _native() -> NativeEstimate | None:
-    """The native kernel for tensors in host memory; None: use torch operations."""
-    library = library_path()
-    return None if library is None else NativeEstimate(library)
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    return Array(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel())
-
-
 class Estimator:
     """Computes weights from the published y and the gradients in flight.
 
-    The torch operations define the result and run on accelerators. When all tensors are contiguous in host memory, the
-    native kernel computes the same in one pass; its results may differ in the last bit, and only on processors without
-    fused multiply-add. Neither depends on the number of threads.
+    It works in chunks, which keeps temporaries small. Chunks of large partitions in host memory are compiled, to be one
+    pass over memory. Results depend neither on that nor on the number of threads.
 
     Attributes:
         inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
@@ -189,11 +172,8 @@ class Estimator:
             move_coefficient: see the function of this name.
             drift_coefficient: see the function of this name.
         """
-        if self._estimated(weights, None, drift, grad, grad_scale, move_coefficient, drift_coefficient):
-            return
-        for part, q in self._normalized(grad, grad_scale):
-            weights[part].copy_(torch.add(weights[part].to(q.device), q, alpha=-move_coefficient))
-            drift[part].copy_(torch.add(drift[part], q, alpha=drift_coefficient))
+        coefficients = (move_coefficient, drift_coefficient)
+        self._in_chunks(elementwise.move, (weights, drift, grad), grad_scale, coefficients)
 
     @torch.no_grad()
     def predict(
@@ -214,59 +194,41 @@ class Estimator:
             grad_scale: c.
             coefficient: what q is multiplied with.
         """
-        if self._estimated(weights, published, drift, grad, grad_scale, coefficient, 0.0):
-            return
-        for part, q in self._normalized(grad, grad_scale):
-            arrived = published[part].to(q.device, non_blocking=True)
-            if drift is not None:
-                arrived = torch.sub(arrived, drift[part].float())
-            weights[part].copy_(torch.add(arrived, q, alpha=-coefficient))
+        self._in_chunks(elementwise.predict, (weights, published, drift, grad), grad_scale, (coefficient,))
 
-    def _estimated(
+    def _in_chunks(
         self,
-        weights: torch.Tensor,
-        published: torch.Tensor | None,
-        drift: torch.Tensor | None,
-        grad: torch.Tensor,
+        function: Callable[..., None],
+        tensors: tuple[torch.Tensor | None, ...],
         grad_scale: float,
-        weights_coefficient: float,
-        drift_coefficient: float,
-    ) -> bool:
-        """Run the native kernel: predict, or move if `published` is None. Returns False if it cannot run."""
-        tensors = [t for t in (weights, published, drift, grad, self.inverse) if t is not None]
-        if not all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in _NATIVE_DTYPES for t in tensors):
-            return False
-        if (native := _native()) is None:
-            return False
-        estimate = Estimate(
-            grad=_array(grad),
-            inverse=_array(self.inverse),
-            weights=_array(weights),
-            published=None if published is None else _array(published),
-            drift=None if drift is None else _array(drift),
-            block_size=self._block_size,
-            grad_scale=grad_scale,
-            weights_coefficient=weights_coefficient,
-            drift_coefficient=drift_coefficient,
+        coefficients: tuple[float, ...],
+    ) -> None:
+        """Call `function` with parts of `tensors`, the last of which is grad, as rows of whole blocks."""
+        grad, block = tensors[-1], self._block_size
+        assert grad is not None
+        n, factors = grad.numel(), self.inverse * grad_scale
+        whole = n // block * block
+        compiles = n >= _COMPILED_FROM_NUMEL and all(
+            t is None or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors
         )
-        threads = max(1, min(torch.get_num_threads(), grad.numel() // _THREAD_NUMEL))
-        (native.move if published is None else native.predict)(estimate, threads)
-        # The kernel writes behind torch's back; autograd checks saved tensors by version, so count it up.
-        torch.autograd.graph.increment_version(weights)
-        if published is None and drift is not None:
-            torch.autograd.graph.increment_version(drift)
-        return True
 
-    def _normalized(self, grad: torch.Tensor, grad_scale: float) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ``q = clamp(c g / d_b)`` in fp32, in parts, to keep temporaries small."""
-        n, block = grad.numel(), self._block_size
-        chunk = max(1, _CHUNK_NUMEL.get(grad.device.type, _ACCELERATOR_CHUNK_NUMEL) // block) * block
-        factor = self.inverse * grad_scale
-        for begin in range(0, n, chunk):
-            part = slice(begin, min(begin + chunk, n))
-            q = grad[part].to(torch.float32, copy=True)
-            factors = factor[begin // block : -(-part.stop // block)]
-            whole = q.numel() // block * block
-            q[:whole].view(-1, block).mul_(factors[: whole // block, None])
-            q[whole:].mul_(factors[whole // block :])
-            yield part, q.clamp_(-CLAMP, CLAMP)
+        def run(function: Callable[..., None], begin: int, end: int, row: int) -> None:
+            rows = (None if t is None else t[begin:end].view(-1, row) for t in tensors)
+            function(*rows, factors[begin // block : -(-end // block)], *coefficients)
+
+        begin = 0
+        for numel in _COMPILED_CHUNKS_NUMEL if compiles else ():
+            chunk = _whole_blocks(numel, block)
+            while begin + chunk <= n:
+                run(elementwise.compiled(function), begin, begin + chunk, block)
+                begin += chunk
+        chunk = _whole_blocks(_CHUNK_NUMEL.get(grad.device.type, _ACCELERATOR_CHUNK_NUMEL), block)
+        for first in range(begin, whole, chunk):
+            run(function, first, min(first + chunk, whole), block)
+        if whole < n:
+            run(function, whole, n, n - whole)
+
+
+def _whole_blocks(numel: int, block: int) -> int:
+    """The largest number of elements that is a multiple of `block` and at most `numel`; at least one block."""
+    return max(1, numel // block) * block

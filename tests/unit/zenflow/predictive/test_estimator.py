@@ -5,15 +5,14 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array
 from deepspeed_ext.zenflow.kernel.reference import ReferenceKernel
-from deepspeed_ext.zenflow.predictive import estimator
+from deepspeed_ext.zenflow.predictive import elementwise, estimator
 from deepspeed_ext.zenflow.predictive.estimator import (
     Estimator,
     drift_coefficient,
@@ -21,16 +20,10 @@ from deepspeed_ext.zenflow.predictive.estimator import (
     publish_ahead,
 )
 from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightSource
-from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
+from tests.support.kernels import DTYPES, KERNELS, array, make_kernel
 from tests.support.same import assert_same
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
-
-
-@pytest.fixture
-def torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates by torch operations, as on accelerators and where there is no native kernel."""
-    monkeypatch.setattr(estimator, "_native", lambda: None)
 
 
 def test_coefficients_are_the_closed_forms_once_bias_correction_has_faded() -> None:
@@ -100,7 +93,6 @@ def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(kernel:
     assert float((weights - p).abs()[::2].max()) < far
 
 
-@pytest.mark.usefixtures("torch_operations")
 def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     n, block = 5003, 8
     grad, means = torch.randn(n), torch.rand(-(-n // block))
@@ -135,35 +127,50 @@ class Estimation:
         return [self.weights, self.drift]
 
 
-@needs_native
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    n=st.integers(0, 3000),
-    block=st.integers(1, 700),
-    dtypes=st.tuples(*[st.sampled_from(list(DTYPES))] * 3),
-    drift=st.sampled_from([None, *DTYPES]),
-)
-def test_native_estimate_equals_torch_operations_to_rounding(monkeypatch, n, block, dtypes, drift) -> None:
-    for method in ("predict", "move") if drift else ("predict",):
-        native = getattr(Estimation(n, block, dtypes[0], dtypes[1], dtypes[2], drift), method)()
-        with monkeypatch.context() as without:
-            without.setattr(estimator, "_native", lambda: None)
-            reference = getattr(Estimation(n, block, dtypes[0], dtypes[1], dtypes[2], drift), method)()
-        for ours, theirs in zip(native, reference, strict=True):
-            # One unit in the last place: without fused multiply-adds fp32 values may lie on either side of a tie.
-            ulp = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}[ours.dtype]
-            torch.testing.assert_close(ours.float(), theirs.float(), rtol=ulp, atol=1e-7)
+def compile_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile chunks of 10 and of 2 blocks of 32, and anew."""
+    monkeypatch.setattr(estimator, "_COMPILED_FROM_NUMEL", 320)
+    monkeypatch.setattr(estimator, "_COMPILED_CHUNKS_NUMEL", (330, 64))
+    elementwise.compiled.cache_clear()
 
 
-@needs_native
-def test_native_estimate_runs_and_is_noticed_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimation = Estimation(1000, 32, "bfloat16", "bfloat16", "bfloat16", "bfloat16")
-    monkeypatch.setattr(Estimator, "_normalized", None)  # torch operations would fail
-    versions = estimation.weights._version, estimation.drift._version
-    estimation.predict()
-    assert (estimation.weights._version, estimation.drift._version) == (versions[0] + 1, versions[1])
-    estimation.move()
-    assert (estimation.weights._version, estimation.drift._version) == (versions[0] + 2, versions[1] + 1)
+def test_compiled_estimates_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole chunks are compiled; the rest, whole blocks and part of one, is not. Another factor does not compile anew,
+    and autograd is told of every change."""
+
+    def estimate() -> list[torch.Tensor]:
+        estimation = Estimation(3 * 320 + 64 + 45, 32, "float16", "bfloat16", "bfloat16", "float32")
+        estimation.grad[:3] = torch.tensor([math.nan, math.inf, -math.inf])
+        predicted, version = estimation.predict()[0].clone(), estimation.weights._version
+        moved = estimation.move()
+        assert estimation.weights._version > version > 0
+        return [predicted, *moved]
+
+    separate = estimate()
+    compile_everything(monkeypatch)
+    compiled = estimate()
+    for function in (elementwise.predict, elementwise.move):
+        assert elementwise.compiled(function)._compiled is not None
+        assert not elementwise.compiled(function)._failed
+    torch.testing.assert_close(compiled, separate, rtol=0, atol=0, equal_nan=True)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    estimation = Estimation(3 * 320 + 64 + 45, 32, "float16", "bfloat16", "bfloat16", "float32")
+    estimation.estimator.move(estimation.weights, estimation.drift, estimation.grad, 0.6, 1e-3, 0.1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_without_a_compiler_there_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = Estimation(1000, 32, *["bfloat16"] * 4).predict()
+    compile_everything(monkeypatch)
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("No working C++ compiler found\nin torch")))
+    for _ in range(2):
+        assert_same(expected, Estimation(1000, 32, *["bfloat16"] * 4).predict(), "weights")
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "torch.compile failed for ZenFlow's estimate (RuntimeError: No working C++ compiler found)"
+    ]
+    elementwise.compiled.cache_clear()
 
 
 def test_estimate_is_the_same_for_any_threads() -> None:
@@ -185,14 +192,11 @@ def test_estimate_on_strided_tensors_is_the_same() -> None:
         spread = torch.zeros(2 * 1003, dtype=torch.bfloat16)
         spread[::2] = getattr(strided, name)
         setattr(strided, name, spread[::2])
-    torch.testing.assert_close(dense.predict(), strided.predict(), rtol=2**-7, atol=1e-7)
-    torch.testing.assert_close(dense.move(), strided.move(), rtol=2**-7, atol=1e-7)
+    assert_same(dense.predict(), strided.predict(), "weights")
+    assert_same(dense.move(), strided.move(), "weights, drift")
 
 
-@pytest.mark.parametrize("way", [pytest.param("native", marks=needs_native), "torch"])
-def test_nan_gradient_gives_nan_and_infinity_the_bound(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "torch":
-        monkeypatch.setattr(estimator, "_native", lambda: None)
+def test_nan_gradient_gives_nan_and_infinity_the_bound() -> None:
     grad = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     weights = torch.empty(4)
     Estimator(torch.ones(1), 4, 1.0, 1e-8).predict(weights, torch.zeros(4), None, grad, 1.0, 1.0)
