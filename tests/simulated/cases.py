@@ -9,9 +9,19 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
-from tests.support.zenflow import RULES, Outcome, offload_config, run, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    Outcome,
+    full_masters_of,
+    make_engine,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 __all__ = ["CASES", "Case", "check", "expected"]
 
@@ -52,7 +62,7 @@ class Case:
         # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its rounding with it.
         # So each has its own processes, which no other test has used.
         pool = "simulated, stage 3" if self.stage == 3 else "simulated"
-        return run_ranks(self.ranks, train, self.config(), order, seed, device=device, pool=pool)
+        return run_ranks(self.ranks, train_in, order, seed, self.config(), device=device, pool=pool)
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.way}, {self.ranks} ranks, clip {self.clip:g}"
@@ -62,17 +72,24 @@ WAYS = (*RULES, "streamed", "flatten, gather")
 CASES = [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))]
 
 
-def train(config: dict[str, Any], order: str | None, seed: int) -> Outcome:
+def train_in(order: str | None, seed: int, config: dict[str, Any]) -> Outcome:
     """One run on this rank; `order` is one of the simulated accelerator's, None on the CPU."""
     if order is None:
-        return run(config, STEPS, rank=dist.get_rank())
+        return trained(config)
     from tests.support.simulated_accelerator import simulation
 
     simulation.configure(order, seed)  # type: ignore[arg-type]
     try:
-        return run(config, STEPS, rank=dist.get_rank())
+        return trained(config)
     finally:
         simulation.configure("held")
+
+
+def trained(config: dict[str, Any]) -> Outcome:
+    engine = make_engine(config)
+    outcome = Outcome(train(engine, batches(STEPS, dist.get_rank())), weights_of(engine), full_masters_of(engine))
+    engine.destroy()
+    return outcome
 
 
 _expected: dict[Case, list[Outcome]] = {}

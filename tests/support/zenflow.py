@@ -90,7 +90,8 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 
 def full_masters_of(engine: Any) -> list[torch.Tensor]:
     """Every parameter's fp32 value; unlike a partition it has no padding, which stage 3 leaves uninitialised."""
-    engine.optimizer.zenflow_adam.drain()
+    if hasattr(engine.optimizer, "zenflow_adam"):
+        engine.optimizer.zenflow_adam.drain()
     return [safe_get_full_fp32_param(p).float().cpu().clone() for p in engine.module.parameters()]
 
 
