@@ -1,1 +1,1 @@
-"""Many seeded orders on the simulated accelerator."""
+"""Many seeded orders on the simulated accelerator, and defects of older versions shown on it."""

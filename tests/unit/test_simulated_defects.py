@@ -1,0 +1,23 @@
+"""Defects of device code that the simulated accelerator shows with older versions stay mended."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tests.simulated.defects import RANKS
+from tests.support.ranks import run_ranks
+
+
+def see(name: str) -> tuple[bool, str]:
+    rows = importlib.import_module("tests.simulated.defect_rows").ROWS  # loads the simulated accelerator
+    assert rows.keys() == RANKS.keys()
+    seen = rows[name]()
+    return seen.defect, seen.what
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_defect_does_not_show(name: str) -> None:
+    for defect, what in run_ranks(RANKS[name], see, name, device="sim", pool="defects"):
+        assert not defect, what
