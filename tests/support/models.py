@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 
@@ -42,6 +43,11 @@ def two_groups(model: nn.Module) -> list[dict]:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def on_device(batch: torch.Tensor) -> torch.Tensor:
+    """`batch` on this rank's accelerator."""
+    return batch.to(get_accelerator().current_device_name())
 
 
 def batches(count: int, rank: int, seed: int = 0) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 import deepspeed_ext
 from tests.support.compare import base_config
-from tests.support.models import OddModel, batches, two_groups
+from tests.support.models import OddModel, batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
@@ -41,7 +41,7 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
 def step(engine: Any, data: list[torch.Tensor]) -> list[float]:
     losses = []
     for batch in data:
-        loss = engine(batch)
+        loss = engine(on_device(batch))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
+from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.simulated_accelerator.device import library
 
 __all__ = [
@@ -18,10 +21,12 @@ __all__ = [
     "Span",
     "configure",
     "decisions",
+    "exposed_us",
     "found_races",
     "idle_share",
     "recent_tasks",
     "timeline",
+    "worker_time",
     "write_chrome_trace",
 ]
 
@@ -104,14 +109,52 @@ def timeline(**speeds: float) -> Iterator[list[Span]]:
         spans += [Span(*span) for span in library.stop_timeline()]
 
 
+@contextmanager
+def worker_time(ns_per_element: float) -> Iterator[None]:
+    """Give the optimizer process a lane in the model of time: each pass takes so long, one after the other."""
+    free_us = 0.0
+
+    def send(link: WorkerLink, tasks: Sequence[WorkerTask], gradients: int) -> None:
+        nonlocal free_us
+        real_send(link, tasks, gradients)
+        numel = sum(link.arena.array("p", task.partition).numel for task in tasks)
+        begin = max(free_us, library.now_us())
+        free_us = library.spend("worker", "pass", begin, numel * ns_per_element / 1e3)
+
+    def wait(link: WorkerLink) -> Exception | None:
+        kept = real_wait(link)
+        library.host_waits_until(free_us, "the optimizer process")
+        return kept
+
+    real_send, real_wait = WorkerLink.send, WorkerLink.wait
+    with patch.object(WorkerLink, "send", send), patch.object(WorkerLink, "wait", wait):
+        yield
+
+
 def idle_share(spans: Sequence[Span], lane: str = "compute") -> float:
     """Return the share of the time from the first to the last span in which nothing runs on `lane`."""
     begin, end = min(span.begin_us for span in spans), max(span.end_us for span in spans)
-    busy, reached = 0.0, begin
-    for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin_us):
-        busy += max(0.0, span.end_us - max(span.begin_us, reached))
-        reached = max(reached, span.end_us)
-    return 1 - busy / (end - begin)
+    return 1 - sum(until - since for since, until in _busy(spans, {lane})) / (end - begin)
+
+
+def exposed_us(spans: Sequence[Span], lanes: Collection[str] = ("copy down", "copy up")) -> float:
+    """Return for how long something ran on `lanes` while nothing was computed."""
+    computing = _busy(spans, {"compute"})
+    exposed = 0.0
+    for begin, end in _busy(spans, lanes):
+        exposed += end - begin
+        exposed -= sum(max(0.0, min(end, until) - max(begin, since)) for since, until in computing)
+    return exposed
+
+
+def _busy(spans: Sequence[Span], lanes: Collection[str]) -> list[tuple[float, float]]:
+    """When something runs on any of `lanes`: periods without overlap, in order."""
+    periods: list[tuple[float, float]] = []
+    for begin, end in sorted((span.begin_us, span.end_us) for span in spans if span.lane in lanes):
+        if periods and begin <= periods[-1][1]:
+            begin, end = periods[-1][0], max(end, periods.pop()[1])
+        periods.append((begin, end))
+    return periods
 
 
 def write_chrome_trace(spans: Sequence[Span], path: Path) -> None:

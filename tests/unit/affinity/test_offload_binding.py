@@ -14,7 +14,7 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.config import CoreBindingConfig
-from tests.support.models import OddModel, batches
+from tests.support.models import OddModel, batches, on_device
 from tests.support.ranks import run_fresh_ranks
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -36,7 +36,7 @@ def train_bound() -> dict[str, Any]:
     model = OddModel()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
     for batch in batches(3, rank):
-        engine.backward(engine(batch))
+        engine.backward(engine(on_device(batch)))
         engine.step()
         found = binding.refresh()
     answer = {

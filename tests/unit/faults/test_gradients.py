@@ -10,7 +10,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from tests.support.models import batches
+from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
@@ -26,7 +26,7 @@ def train_with_bad_gradients(config: dict, extended: bool) -> dict[str, Any]:
     unchanged, losses = [], []
     for number, batch in enumerate(batches(STEPS, rank)):
         before = weights_of(engine)
-        loss = engine(batch)
+        loss = engine(on_device(batch))
         losses.append(loss.item())
         engine.backward(loss * BAD_STEPS[number] if number in BAD_STEPS and rank == 1 else loss)
         engine.step()
@@ -139,7 +139,7 @@ def nan_and_back(config: dict, folder: str) -> dict[str, Any]:
     train(engine, data[:5])
     engine.save_checkpoint(folder, tag="good")
     expected = train(engine, data[5:])
-    loss = engine(data[0])
+    loss = engine(on_device(data[0]))
     engine.backward(loss * float("nan"))
     engine.step()
     spoilt = train(engine, data[:3])

@@ -36,7 +36,7 @@ from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.limits import limited
-from tests.support.models import OddModel, batches
+from tests.support.models import OddModel, batches, on_device
 from tests.support.optimizer_process import PASS, running
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, run, train, zenflow_config
@@ -333,7 +333,7 @@ def forget(config: dict) -> dict[str, Any]:
     arena = what_is_left(before)["arena"]
     engine = make_engine(config)
     train(engine, batches(2, 0))
-    model, batch = engine.module, batches(1, 0)[0]
+    model, batch = engine.module, on_device(batches(1, 0)[0])
     was = engine(batch).item()
     del engine
     found = what_is_left(before)

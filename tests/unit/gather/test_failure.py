@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.gather import OURS, engine_for
-from tests.support.models import batches
+from tests.support.models import batches, on_device
 from tests.support.ranks import run_fresh_ranks
 from tests.support.waiting import GENEROUS_SECONDS, wait_until
 
@@ -39,7 +39,7 @@ class FailingGather:
 
 def train(engine: Any) -> None:
     for batch in batches(3, 0):
-        engine.backward(engine(batch))
+        engine.backward(engine(on_device(batch)))
         engine.step()
 
 

@@ -21,7 +21,7 @@ from deepspeed_ext.zero_config import ZeroConfig
 from tests.support.collectives import Collectives
 from tests.support.compare import train
 from tests.support.gather import OURS, engine_for, garbage_is_nan, way_config
-from tests.support.models import batches
+from tests.support.models import batches, on_device
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import assert_same
 from tests.support.zero3 import ZooModel, fetch, gathered
@@ -180,7 +180,7 @@ def inference_body() -> int:
         engine = through(model=ZooModel(), config=config)[0]
         engine.eval()
         with torch.no_grad():
-            outputs.append(torch.stack([engine(batch) for batch in batches(4, dist.get_rank())]))
+            outputs.append(torch.stack([engine(on_device(batch)) for batch in batches(4, dist.get_rank())]))
     assert torch.equal(*outputs)
     return engine.parameter_gather.num_collectives
 
@@ -249,7 +249,7 @@ def before_initialize_body(config_at_init: bool) -> list[str]:
     modes = {vars(p)["all_gather_coalesced"] for p in engine.module.parameters()}
     assert modes == {engine.parameter_gather}
     for batch in batches(3, dist.get_rank()):
-        engine.backward(engine(batch))
+        engine.backward(engine(on_device(batch)))
         engine.step()
     assert engine.parameter_gather.num_collectives > 0
     return engine.parameter_gather.plan.describe()

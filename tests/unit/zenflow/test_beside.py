@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_ext
 from tests.support import ranks as rank_pools
 from tests.support.matrix import cover
-from tests.support.models import OddModel, batches, two_groups
+from tests.support.models import OddModel, batches, on_device, two_groups
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
@@ -113,8 +113,8 @@ def half_evaluating(engine: Any, data: list[torch.Tensor]) -> list[float]:
         losses += train(engine, [batch])
         engine.eval()
         with torch.no_grad():
-            losses.append(engine(batch).item())
-            losses.append(engine.module(batch[:, :3]).item())
+            losses.append(engine(on_device(batch)).item())
+            losses.append(engine.module(on_device(batch)[:, :3]).item())
         engine.train()
     return losses
 

@@ -175,7 +175,7 @@ def load_universal(config: dict, folder: str) -> dict[str, Any]:
     adam = engine.optimizer.zenflow_adam
     found = {"updates": adam.updates, "masters": {}}
     for name, parameter in engine.module.named_parameters():
-        found["masters"][name] = safe_get_full_fp32_param(parameter).clone()
+        found["masters"][name] = safe_get_full_fp32_param(parameter).cpu().clone()
     found["losses"] = train(engine, batches(4, 0))
     close(engine)
     return found

@@ -9,7 +9,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from tests.support.models import batches, two_groups
+from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 from tests.support.zenflow_runs import exact_and_back
@@ -51,7 +51,7 @@ def with_overflows(config: dict, overflowing: list[int]) -> dict[str, Any]:
     engine = make_engine(config, groups=two_groups)
     trace = []
     for number, batch in enumerate(batches(14, dist.get_rank())):
-        loss = engine(batch)
+        loss = engine(on_device(batch))
         if number in overflowing:
             loss = loss * float("inf")
         engine.backward(loss)

@@ -1,0 +1,54 @@
+"""The model of time: what a step of ZenFlow hides and what it leaves exposed. It simulates overlap, not a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.models import batches, on_device
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, train, zenflow_config
+
+STEPS = 6
+
+
+def modelled(config: dict[str, Any], ns_per_element: float) -> dict[str, float]:
+    """Train a few steps with a worker of this speed: microseconds by lane, and of the worker alone with the clock."""
+    from tests.support.simulated_accelerator import simulation
+
+    engine = make_engine(config)
+    data = [on_device(batch) for batch in batches(4 + STEPS, 0)]
+    train(engine, data[:4])
+    speeds = {"operator_us": 20.0, "memory_gb_per_s": 100.0, "link_gb_per_s": 0.1, "copy_us": 2.0}
+    with simulation.worker_time(ns_per_element), simulation.timeline(**speeds) as spans:
+        train(engine, data[4:])
+    engine.destroy()
+    found = {lane: 0.0 for lane in ("compute", "copy down", "copy up", "worker")}
+    for span in spans:
+        found[span.lane] = found.get(span.lane, 0.0) + span.end_us - span.begin_us
+    return {
+        **found,
+        "exposed worker": simulation.exposed_us(spans, ["worker"]),
+        "exposed copies": simulation.exposed_us(spans),
+        "all": max(span.end_us for span in spans) - min(span.begin_us for span in spans),
+    }
+
+
+def steps_with(overlap: bool, ns_per_element: float) -> dict[str, float]:
+    config = zenflow_config(2, update_interval=1, overlap_step=overlap)
+    return run_ranks(1, modelled, config, ns_per_element, device="sim", pool="simulated time")[0]
+
+
+def test_an_overlapped_pass_is_hidden_as_far_as_there_is_a_step_to_hide_it() -> None:
+    short = steps_with(overlap=True, ns_per_element=10)
+    assert short["worker"] < short["compute"]
+    assert short["exposed worker"] < 0.25 * short["worker"]
+    long = steps_with(overlap=True, ns_per_element=1000)
+    assert long["worker"] > long["compute"]
+    assert long["exposed worker"] < long["worker"] - 0.5 * long["compute"]
+
+
+def test_a_pass_that_is_waited_for_is_exposed() -> None:
+    waited_for = steps_with(overlap=False, ns_per_element=100)
+    assert waited_for["exposed worker"] == pytest.approx(waited_for["worker"])
