@@ -29,7 +29,7 @@ _FLAGS = ["-O1", "-g0", "-std=c++20"]
 def library_path() -> Path:
     """Return the path of the compiled library; compiles it if there is none yet, which takes half a minute."""
     files = sorted(_SOURCES.iterdir())
-    digest = hashlib.sha256("\0".join([torch.__version__, *_FLAGS]).encode())
+    digest = hashlib.sha256("\0".join([str(sys.implementation.cache_tag), torch.__version__, *_FLAGS]).encode())
     for file in files:
         digest.update(file.name.encode() + file.read_bytes())
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
