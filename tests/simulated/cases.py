@@ -40,6 +40,8 @@ class Case:
         zero = config["zero_optimization"]
         if self.way == "streamed":  # gradients leave during backward
             zero["zenflow"] = {"update_interval": 1, "predict_clip": "previous", "full_warm_up_rounds": 2}
+        elif self.way == "selective, state on the host":
+            zero["zenflow"] = RULES["selective"] | {"offload": True}
         elif self.way == "flatten, gather":
             config = offload_config(config)
             if self.stage == 3:
@@ -58,7 +60,7 @@ class Case:
         return f"stage {self.stage}, {self.way}, {self.ranks} ranks, clip {self.clip:g}"
 
 
-WAYS = (*RULES, "streamed", "flatten, gather")
+WAYS = (*RULES, "selective, state on the host", "streamed", "flatten, gather")
 CASES = [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))]
 
 
