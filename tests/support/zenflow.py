@@ -69,14 +69,18 @@ def make_engine(
 
 
 def train(engine: Any, data: Iterable[torch.Tensor], times: float = 1.0) -> list[float]:
-    """One micro-step a batch, with the loss times `times`; returns the losses."""
+    """One micro-step a batch, with the loss times `times`; returns the losses.
+
+    All data goes up before the first step, and all losses come down after the last: both wait for the device, which
+    would hide that a step does not.
+    """
     losses = []
-    for batch in data:
-        loss = engine(batch.to(get_accelerator().current_device_name())) * times
+    for batch in [batch.to(get_accelerator().current_device_name()) for batch in data]:
+        loss = engine(batch) * times
         engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
-    return losses
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -90,7 +94,8 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 
 def full_masters_of(engine: Any) -> list[torch.Tensor]:
     """Every parameter's fp32 value; unlike a partition it has no padding, which stage 3 leaves uninitialised."""
-    engine.optimizer.zenflow_adam.drain()
+    if hasattr(engine.optimizer, "zenflow_adam"):
+        engine.optimizer.zenflow_adam.drain()
     return [safe_get_full_fp32_param(p).float().cpu().clone() for p in engine.module.parameters()]
 
 
@@ -125,6 +130,7 @@ def run(config: dict[str, Any], steps: int, *, rank: int, **how: Any) -> Outcome
     """Build an engine, train `steps` micro-steps on this rank's data, destroy it."""
     engine = make_engine(config, **how)
     losses = train(engine, batches(steps, rank))
-    outcome = Outcome(losses, weights_of(engine), masters_of(engine))
+    has_padding = engine.zero_optimization_stage() == 3 and not hasattr(engine.optimizer, "zenflow_adam")
+    outcome = Outcome(losses, weights_of(engine), (full_masters_of if has_padding else masters_of)(engine))
     engine.destroy()
     return outcome

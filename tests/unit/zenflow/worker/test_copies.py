@@ -212,6 +212,39 @@ def test_every_step_ends_with_a_wait_for_the_weights_it_wrote(rule: dict[str, An
     assert {last for last, _ in found} == {"wait"}
 
 
+def read_by_another_stream(config: dict[str, Any], steps: int) -> int:
+    """Read the weights after each step, and at both ends of `exact_weights`, on a stream that waits for none."""
+    accelerator = get_accelerator()
+    side = accelerator.Stream()
+    engine = make_engine(config)
+    reads = 0
+
+    def read() -> None:
+        nonlocal reads
+        with accelerator.stream(side):
+            reads += len([partition.weights().clone() for partition in engine.optimizer.zenflow_adam.partitions])
+        accelerator.current_stream().wait_stream(side)
+
+    for batch in [batch.to(accelerator.current_device_name()) for batch in batches(steps, dist.get_rank())]:
+        engine.backward(engine(batch))
+        engine.step()
+        read()
+    with engine.optimizer.exact_weights():
+        read()
+    read()
+    engine.destroy()
+    return reads
+
+
+@pytest.mark.parametrize("rule", [{"update_interval": 3, "full_warm_up_rounds": 2}, {"overlap_step": False}, SELECTIVE])
+def test_weights_are_there_for_every_stream_at_the_end_of_a_step(rule: dict[str, Any]) -> None:
+    config = zenflow_config(3, **{"overlap_step": True, **rule})
+    # Both wait for the device in every step: gathering persistent parameters, and DeepSpeed's timer.
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    config["timers"] = {"throughput": {"enabled": False}}
+    assert run_ranks(1, read_by_another_stream, config, 8, device="sim", pool="simulated, stage 3")[0] >= 10
+
+
 class RecordedAccelerator:
     """Streams and events that note the order of what is asked of them."""
 
