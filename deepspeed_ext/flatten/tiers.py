@@ -135,8 +135,7 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
 
     def packed() -> torch.Tensor:
         stored = _host_slice(numel, layout.dtype, staging)
-        staging.pack_to_host(lambda out, start: layout.pack(out, ranks.rank * numel + start), stored)
-        get_accelerator().synchronize()
+        staging.pack_to_host(lambda out, start: layout.pack(out, ranks.rank * numel + start), stored)  # waits for all
         return stored
 
     stored = try_on_all_ranks("pack", packed, ranks)

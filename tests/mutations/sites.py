@@ -12,6 +12,8 @@ from tests.support.paths import ROOT
 __all__ = ["Site", "sites", "without"]
 
 ORDERS = frozenset({"wait_stream", "wait_event", "record_stream", "record", "synchronize", "wait", "finish"})
+OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "wait_for_older"})
+"""Methods of the package that do nothing but such a wait: each call of one is a wait of its own."""
 NOT_OF_A_DEVICE = frozenset({"process", "_process", "all_limited", "initial_mask", "startup", "link", "self"})
 """Receivers of such a method that are processes, threads, files or callers of what is listed anyway."""
 
@@ -72,7 +74,11 @@ def _sites_of(tree: ast.AST, path: str, where: tuple[str, ...] = ()) -> Iterator
 
 
 def _orders(function: ast.expr) -> bool:
-    if not isinstance(function, ast.Attribute) or function.attr not in ORDERS:
+    if not isinstance(function, ast.Attribute):
+        return False
+    if function.attr in OUR_NAMES_FOR_THEM:
+        return True
+    if function.attr not in ORDERS:
         return False
     receiver = function.value
     name = (

@@ -69,14 +69,18 @@ def make_engine(
 
 
 def train(engine: Any, data: Iterable[torch.Tensor], times: float = 1.0) -> list[float]:
-    """One micro-step a batch, with the loss times `times`; returns the losses."""
+    """One micro-step a batch, with the loss times `times`; returns the losses.
+
+    All data goes up before the first step, and all losses come down after the last: both wait for the device, which
+    would hide that a step does not.
+    """
     losses = []
-    for batch in data:
-        loss = engine(batch.to(get_accelerator().current_device_name())) * times
+    for batch in [batch.to(get_accelerator().current_device_name()) for batch in data]:
+        loss = engine(batch) * times
         engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
-    return losses
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:

@@ -180,10 +180,12 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     @torch.no_grad()
     def _write_back(self, partition: Partition) -> None:
-        """Copy p, m, v of the hot blocks to the arena, where the worker skips them."""
+        """Copy p, m, v of the hot blocks to the arena, where the worker skips them.
+
+        If the host keeps them, the newest step's copies have arrived: a step that selects has handed over its gradients
+        before, every other step has ended, and both wait for the device.
+        """
         if (hot := self.states[partition.index].hot) is not None:
-            if self._settings.keeps_hot_on_host:
-                get_accelerator().synchronize()  # asynchronous copies of the newest step's state may be pending
             for array, rows in zip(partition.state, (hot.p, hot.m, hot.v), strict=True):
                 hot.blocks.put(array, rows)
 

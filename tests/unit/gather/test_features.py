@@ -23,7 +23,7 @@ from tests.support.compare import train
 from tests.support.gather import OURS, engine_for, garbage_is_nan, way_config
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_fresh_ranks, run_ranks
-from tests.support.same import assert_same
+from tests.support.same import assert_same, first_difference
 from tests.support.zero3 import ZooModel, fetch, gathered
 
 
@@ -286,3 +286,19 @@ def test_two_ways_of_gathering_contradict(rival: str) -> None:
 def test_min_numel_may_not_be_negative() -> None:
     with pytest.raises(ConfigError, match="stage3_single_param_min_numel = -1"):
         ZeroConfig(stage3_single_param_min_numel=-1)
+
+
+def all_left_to_upstream() -> str:
+    """A fetch that only upstream can make; the first difference of what the caller's stream then sees."""
+    engine = engine_for(OURS)
+    expected = gathered(engine)
+    parameters = list(engine.module.parameters())
+    with torch.no_grad():
+        parameters[0].all_gather_coalesced(parameters, safe_mode=True).wait()
+    found = {name: parameter.detach().cpu().clone() for name, parameter in engine.module.named_parameters()}
+    engine.destroy()
+    return first_difference(expected, found, "parameter")
+
+
+def test_a_fetch_left_to_upstream_is_waited_for() -> None:
+    assert run_ranks(2, all_left_to_upstream, device="sim", pool="simulated, stage 3") == ["", ""]

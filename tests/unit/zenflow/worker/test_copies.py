@@ -23,10 +23,11 @@ import deepspeed_ext
 from deepspeed_ext.zenflow import rule as rule_module
 from deepspeed_ext.zenflow.blocks import BlockSet
 from deepspeed_ext.zenflow.metrics import Metrics
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.worker import transfers as transfers_module
-from deepspeed_ext.zenflow.worker.transfers import Transfers
+from deepspeed_ext.zenflow.worker.transfers import Streamed, Transfers
 from tests.perf.stepping import Linears
 from tests.support.models import batches
 from tests.support.poison import delay, late_and_poisoned, synchronous, without_waiting
@@ -211,6 +212,39 @@ def test_every_step_ends_with_a_wait_for_the_weights_it_wrote(rule: dict[str, An
     assert {last for last, _ in found} == {"wait"}
 
 
+def read_by_another_stream(config: dict[str, Any], steps: int) -> int:
+    """Read the weights after each step, and at both ends of `exact_weights`, on a stream that waits for none."""
+    accelerator = get_accelerator()
+    side = accelerator.Stream()
+    engine = make_engine(config)
+    reads = 0
+
+    def read() -> None:
+        nonlocal reads
+        with accelerator.stream(side):
+            reads += len([partition.weights().clone() for partition in engine.optimizer.zenflow_adam.partitions])
+        accelerator.current_stream().wait_stream(side)
+
+    for batch in [batch.to(accelerator.current_device_name()) for batch in batches(steps, dist.get_rank())]:
+        engine.backward(engine(batch))
+        engine.step()
+        read()
+    with engine.optimizer.exact_weights():
+        read()
+    read()
+    engine.destroy()
+    return reads
+
+
+@pytest.mark.parametrize("rule", [{"update_interval": 3, "full_warm_up_rounds": 2}, {"overlap_step": False}, SELECTIVE])
+def test_weights_are_there_for_every_stream_at_the_end_of_a_step(rule: dict[str, Any]) -> None:
+    config = zenflow_config(3, **{"overlap_step": True, **rule})
+    # Both wait for the device in every step: gathering persistent parameters, and DeepSpeed's timer.
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    config["timers"] = {"throughput": {"enabled": False}}
+    assert run_ranks(1, read_by_another_stream, config, 8, device="sim", pool="simulated, stage 3")[0] >= 10
+
+
 class RecordedAccelerator:
     """Streams and events that note the order of what is asked of them."""
 
@@ -248,6 +282,72 @@ def test_flat_gradients_do_not_pile_up_behind_the_link() -> None:
             transfers.to_host(MagicMock(), MagicMock())
             transfers.wait_for_older()
     assert accelerator.order == ["copy 1", "copy 2", "waited for 1", "copy 3", "waited for 2"]
+
+
+def most_kept(count: int, numel: int) -> float:
+    """Hand over flat gradients that are not kept, while no copy arrives unasked; the most that exist, in gradients."""
+    accelerator = get_accelerator()
+    transfers, slot = Transfers(), torch.zeros(numel)
+    transfers.lock([slot])
+    partition = SimpleNamespace(index=0, group=0, streamed=Streamed(), collected=[])
+    adam = SimpleNamespace(
+        coming_slot=lambda index: slot,
+        link=SimpleNamespace(transfers=transfers),
+        updates=0,
+        _metrics=Metrics(),
+        _hyperparameters=SimpleNamespace(step=lambda *_: None),
+    )
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    accelerator.reset_peak_memory_stats()
+    before = accelerator.memory_reserved()
+    for _ in range(count):
+        gradient = torch.ones(numel, device=accelerator.current_device_name())
+        OffloadedAdam._collect(adam, partition, gradient, 1.0)  # type: ignore[arg-type]
+        del gradient
+    most = accelerator.max_memory_reserved() - before
+    transfers.unlock()
+    return most / slot.nbytes
+
+
+def test_a_step_keeps_few_flat_gradients_however_late_their_copies_are() -> None:
+    assert run_ranks(1, most_kept, 8, 1 << 14, device="sim")[0] <= 3
+
+
+def unlocked(numel: int) -> bool:
+    """Whether a gradient has arrived when its target is no longer page-locked, and may be unmapped."""
+    transfers, target = Transfers(), torch.zeros(numel)
+    transfers.lock([target])
+    transfers.to_host(torch.ones(numel, device=get_accelerator().current_device_name()), target)
+    transfers.unlock()
+    return bool((target == 1).all())
+
+
+def test_memory_is_unlocked_once_its_copies_have_arrived() -> None:
+    assert run_ranks(1, unlocked, 1000, device="sim") == [True]
+
+
+def late_after_discarded(config: dict[str, Any]) -> tuple[int, bool]:
+    """Discard a gradient that is streamed, write its slot: the streamed pieces, and whether one came after that."""
+    engine = make_engine(config)
+    adam = engine.optimizer.zenflow_adam
+    (batch,) = batches(1, dist.get_rank())
+    engine.backward(engine(batch.to(get_accelerator().current_device_name())))
+    pieces = len(adam.partitions[0].streamed.parts)
+    adam.masters_changed()
+    slot = adam.coming_slot(0).fill_(7)
+    get_accelerator().synchronize()
+    engine.destroy()
+    return pieces, bool((slot != 7).any())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_discarded_gradient_does_not_arrive_later(stage: int) -> None:
+    config = zenflow_config(stage, update_interval=1, predict_clip="previous")
+    pool = f"simulated, stage {stage}"  # DeepSpeed's stage 3 changes torch for the rest of the process
+    pieces, came = run_ranks(1, late_after_discarded, config, device="sim", pool=pool)[0]
+    assert pieces > 0
+    assert not came
 
 
 class LargestConversion(TorchDispatchMode):
