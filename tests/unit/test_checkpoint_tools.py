@@ -34,7 +34,7 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad and parameter.numel():
-            found[name] = safe_get_full_fp32_param(parameter).clone()
+            found[name] = safe_get_full_fp32_param(parameter).cpu().clone()
     return found
 
 

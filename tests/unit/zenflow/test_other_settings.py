@@ -23,7 +23,7 @@ def masters_and_hot(engine: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]
     rule = None if adam is None else adam.rule
     for mask, state in zip(hot, rule.states if isinstance(rule, SelectiveRule) else (), strict=False):
         blocks = torch.arange(mask.numel()) // rule.block_size
-        mask |= torch.isin(blocks, state.hot.blocks.ids)
+        mask |= torch.isin(blocks, state.hot.blocks.ids.cpu())
     return masters, hot
 
 

@@ -17,7 +17,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 
-from tests.support.models import batches, two_groups
+from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
@@ -115,8 +115,8 @@ def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:
     after = state_of(engine)
     wrong = first_difference({name: value * 2 for name, value in before.items()}, after, "doubled state")
     losses += train(engine, batches(4, rank, seed=1))
-    engine.backward(engine(batches(1, rank, seed=2)[0]))
-    gradients = {name: safe_get_full_grad(p).float().clone() for name, p in engine.module.named_parameters()}
+    engine.backward(engine(on_device(batches(1, rank, seed=2)[0])))
+    gradients = {name: safe_get_full_grad(p).float().cpu().clone() for name, p in engine.module.named_parameters()}
     engine.step()
     found = {"losses": losses, "wrong": wrong, "state": state_of(engine), "gradients": gradients}
     engine.destroy()
