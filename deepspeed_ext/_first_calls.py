@@ -6,4 +6,4 @@ them may get a version with 12 correct bits, for this call only (pytorch#188792)
 
 import torch
 
-torch.ones(1).sqrt()
+torch.ones(1, dtype=torch.float32, device="cpu").sqrt()

@@ -72,7 +72,9 @@ class Compiled:
                 self._compiled = self._compiled or torch.compile(
                     self._function, dynamic=False, options={"compile_threads": 1, "cpp.dynamic_threads": True}
                 )
-                numbers_as_tensors = (torch.tensor(a) if isinstance(a, float) else a for a in args)
+                numbers_as_tensors = (
+                    torch.tensor(a, dtype=torch.float32, device="cpu") if isinstance(a, float) else a for a in args
+                )
                 return self._compiled(*numbers_as_tensors)
             except Exception as error:  # before anything is written: what was compiled has no way to fail
                 self._failed = True

@@ -33,6 +33,8 @@ CANNOT_BE_AGREED_ON = {
         "_contract.py:",
         "_upstream.py:check",
         "_upstream.py:entry_swaps",
+        "_upstream.py:pipeline_topology",
+        "construction.py:joint",
     ),
     "the agreement itself": (
         "_agreement.py:",
