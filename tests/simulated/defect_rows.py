@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 import deepspeed_ext
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
-from tests.support.models import batches
+from tests.support.models import Branches, batches
 from tests.support.simulated_accelerator import device as sim
 from tests.support.simulated_accelerator import simulation
 from tests.support.zenflow import RULES, make_engine, offload_config, run, train, zenflow_config
@@ -45,21 +45,6 @@ Row = Callable[[], Seen]
 
 WIDTH = 64
 MAP_FIXED_NOREPLACE = 0x100000  # Linux
-
-
-class Branches(torch.nn.Module):
-    """Two layers; the second is used, and gets a gradient, only if the first token is not 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(64, 16)
-        self.always, self.sometimes = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.always(self.embed(tokens))
-        if int(tokens[0, 0]):
-            hidden = hidden + self.sometimes(hidden)
-        return hidden.float().square().mean()
 
 
 class Layers(torch.nn.Module):

@@ -36,6 +36,21 @@ class OddModel(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Branches(nn.Module):
+    """Two layers; the second is used, and gets a gradient, only if the first token is not 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.always, self.sometimes = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.always(self.embed(tokens))
+        if int(tokens[0, 0]):
+            hidden = hidden + self.sometimes(hidden)
+        return hidden.float().square().mean()
+
+
 def two_groups(model: nn.Module) -> list[dict]:
     """Optimizer groups as trainers make them: weight decay for matrices, none for vectors."""
     parameters = [p for p in model.parameters() if p.requires_grad]

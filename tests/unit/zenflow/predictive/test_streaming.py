@@ -10,27 +10,11 @@ from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.matrix import cover
-from tests.support.models import batches
+from tests.support.models import Branches, batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tests.support.zenflow import full_masters_of, make_engine, train, zenflow_config
 from tests.support.zenflow_runs import copies_and_result
-
-
-class Branches(torch.nn.Module):
-    """Two layers; the second is used, and gets a gradient, only if the first token is not 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(64, 16)
-        self.always, self.sometimes = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.always(self.embed(tokens))
-        if int(tokens[0, 0]):
-            hidden = hidden + self.sometimes(hidden)
-        return hidden.float().square().mean()
-
 
 CASES = list(itertools.product((1, 2, 3), (1, 3), (1, 2)))
 NEEDED = cover(CASES)
