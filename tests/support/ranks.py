@@ -113,7 +113,13 @@ class RankPool:
             self.processes[rank].send_signal(signal.SIGUSR1)  # the worker dumps its stacks into the log
         if len(outcomes) < self.world_size:
             time.sleep(0.5)
-        unfinished = RankOutcome(error=f"did not finish within {timeout_seconds:.0f} s")
+        has_failed = any(o.error or o.exit_code is not None for o in outcomes.values())
+        why = (
+            "was still running when another rank failed"
+            if has_failed
+            else f"did not finish within {timeout_seconds:.0f} s"
+        )
+        unfinished = RankOutcome(error=why)
         return [outcomes.get(rank, unfinished) for rank in range(self.world_size)]
 
     def _receive(self, rank: int) -> RankOutcome:

@@ -1,7 +1,8 @@
 """The estimate's arithmetic on whole blocks: one definition in torch operations, which `Compiled` makes one pass.
 
-All tensors are 2-D [blocks, block_size] and of any float dtype; `factors`, 1-D fp32 [blocks], are c / d_b. Symbols are
-those of `estimator`. Everything is computed in fp32 on `grad`'s device and rounded once, when it is stored.
+All tensors are 2-D [blocks, block_size] and of any float dtype; `inverse`, 1-D fp32 [blocks], is 1 / d_b, and
+`grad_scale` is c. Symbols are those of `estimator`. Everything is computed in fp32 on `grad`'s device and rounded once,
+when it is stored.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ CLAMP = 4.5
 """Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element that dominates
 it."""
 
-Coefficient = float | torch.Tensor
+Number = float | torch.Tensor
 
 
-def _normalized(grad: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    return grad.to(torch.float32, copy=True).mul_(factors[:, None]).clamp_(-CLAMP, CLAMP)
+def _normalized(grad: torch.Tensor, inverse: torch.Tensor, grad_scale: Number) -> torch.Tensor:
+    return grad.to(torch.float32, copy=True).mul_((inverse * grad_scale)[:, None]).clamp_(-CLAMP, CLAMP)
 
 
 def predict(
@@ -32,11 +33,12 @@ def predict(
     published: torch.Tensor,
     drift: torch.Tensor | None,
     grad: torch.Tensor,
-    factors: torch.Tensor,
-    coefficient: Coefficient,
+    inverse: torch.Tensor,
+    grad_scale: Number,
+    coefficient: Number,
 ) -> None:
     """Compute ``weights = published - drift - coefficient q``, in place; without drift if it is None."""
-    moved = _normalized(grad, factors).mul_(-coefficient)
+    moved = _normalized(grad, inverse, grad_scale).mul_(-coefficient)
     arrived = published.to(grad.device, non_blocking=True)
     weights.copy_(moved.add_(arrived if drift is None else arrived.float().sub(drift)))
 
@@ -45,12 +47,13 @@ def move(
     weights: torch.Tensor,
     drift: torch.Tensor,
     grad: torch.Tensor,
-    factors: torch.Tensor,
-    weights_coefficient: Coefficient,
-    drift_coefficient: Coefficient,
+    inverse: torch.Tensor,
+    grad_scale: Number,
+    weights_coefficient: Number,
+    drift_coefficient: Number,
 ) -> None:
     """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``, in place."""
-    q = _normalized(grad, factors)
+    q = _normalized(grad, inverse, grad_scale)
     weights.copy_((q * -weights_coefficient).add_(weights.to(q.device)))
     drift.copy_(q.mul_(drift_coefficient).add_(drift))
 
@@ -58,7 +61,8 @@ def move(
 class Compiled:
     """`function` as `torch.compile` makes it, with the same results to the bit; as it is, if that fails.
 
-    Numbers among the arguments are passed as fp32 tensors: a new value does not compile again.
+    It is compiled once for any number of blocks. Numbers among the arguments are passed as fp32 tensors, because a new
+    value would compile again.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -70,12 +74,11 @@ class Compiled:
         if not self._failed:
             try:
                 self._compiled = self._compiled or torch.compile(
-                    self._function, dynamic=False, options={"compile_threads": 1, "cpp.dynamic_threads": True}
+                    self._function, options={"compile_threads": 1, "cpp.dynamic_threads": True}
                 )
-                numbers_as_tensors = (
-                    torch.tensor(a, dtype=torch.float32, device="cpu") if isinstance(a, float) else a for a in args
-                )
-                return self._compiled(*numbers_as_tensors)
+                return self._compiled(*(_compilable(arg) for arg in args))
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
             except Exception as error:  # before anything is written: what was compiled has no way to fail
                 self._failed = True
                 first_line = str(error).strip().partition("\n")[0]
@@ -84,6 +87,15 @@ class Compiled:
                     "it runs as separate torch operations, which takes several times as long. Is there a C++ compiler?"
                 )
         return self._function(*args)
+
+
+def _compilable(arg: Any) -> Any:
+    """`arg` such that another number, or another number of blocks, does not compile again."""
+    if isinstance(arg, float):
+        return torch.tensor(arg, dtype=torch.float32, device="cpu")
+    if isinstance(arg, torch.Tensor):
+        torch._dynamo.maybe_mark_dynamic(arg, 0)
+    return arg
 
 
 @functools.cache

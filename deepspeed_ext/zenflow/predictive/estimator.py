@@ -54,8 +54,6 @@ __all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"
 
 _CHUNK_NUMEL = {"cpu": 1 << 18}
 _ACCELERATOR_CHUNK_NUMEL = 1 << 24
-_COMPILED_CHUNKS_NUMEL = (1 << 22, 1 << 20)
-"""Each size is compiled once: large chunks need fewer calls, small ones leave less over."""
 _COMPILED_FROM_NUMEL = 1 << 22
 """Smallest partition that is worth the seconds that `torch.compile` takes."""
 
@@ -126,8 +124,8 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
 class Estimator:
     """Computes weights from the published y and the gradients in flight.
 
-    It works in chunks, which keeps temporaries small. Chunks of large partitions in host memory are compiled, to be one
-    pass over memory. Results depend neither on that nor on the number of threads.
+    Large partitions in host memory are one compiled pass. Others are processed in chunks, which keeps temporaries
+    small. Results depend neither on that nor on the number of threads.
 
     Attributes:
         inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
@@ -172,8 +170,8 @@ class Estimator:
             move_coefficient: see the function of this name.
             drift_coefficient: see the function of this name.
         """
-        coefficients = (move_coefficient, drift_coefficient)
-        self._in_chunks(elementwise.move, (weights, drift, grad), grad_scale, coefficients)
+        tensors = (weights, drift, grad)
+        self._in_chunks(elementwise.move, tensors, grad_scale, move_coefficient, drift_coefficient)
 
     @torch.no_grad()
     def predict(
@@ -194,19 +192,18 @@ class Estimator:
             grad_scale: c.
             coefficient: what q is multiplied with.
         """
-        self._in_chunks(elementwise.predict, (weights, published, drift, grad), grad_scale, (coefficient,))
+        self._in_chunks(elementwise.predict, (weights, published, drift, grad), grad_scale, coefficient)
 
     def _in_chunks(
         self,
         function: Callable[..., None],
         tensors: tuple[torch.Tensor | None, ...],
-        grad_scale: float,
-        coefficients: tuple[float, ...],
+        *numbers: float,
     ) -> None:
-        """Call `function` with parts of `tensors`, the last of which is grad, as rows of whole blocks."""
+        """Call `function` with parts of `tensors` as rows of whole blocks; the last of `tensors` is the gradient."""
         grad, block = tensors[-1], self._block_size
         assert grad is not None
-        n, factors = grad.numel(), self.inverse * grad_scale
+        n = grad.numel()
         whole = n // block * block
         compiles = n >= _COMPILED_FROM_NUMEL and all(
             t is None or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors
@@ -214,21 +211,13 @@ class Estimator:
 
         def run(function: Callable[..., None], begin: int, end: int, row: int) -> None:
             rows = (None if t is None else t[begin:end].view(-1, row) for t in tensors)
-            function(*rows, factors[begin // block : -(-end // block)], *coefficients)
+            function(*rows, self.inverse[begin // block : -(-end // block)], *numbers)
 
-        begin = 0
-        for numel in _COMPILED_CHUNKS_NUMEL if compiles else ():
-            chunk = _whole_blocks(numel, block)
-            while begin + chunk <= n:
-                run(elementwise.compiled(function), begin, begin + chunk, block)
-                begin += chunk
-        chunk = _whole_blocks(_CHUNK_NUMEL.get(grad.device.type, _ACCELERATOR_CHUNK_NUMEL), block)
-        for first in range(begin, whole, chunk):
-            run(function, first, min(first + chunk, whole), block)
+        if compiles:
+            run(elementwise.compiled(function), 0, whole, block)
+        else:
+            chunk = max(1, _CHUNK_NUMEL.get(grad.device.type, _ACCELERATOR_CHUNK_NUMEL) // block) * block
+            for begin in range(0, whole, chunk):
+                run(function, begin, min(begin + chunk, whole), block)
         if whole < n:
             run(function, whole, n, n - whole)
-
-
-def _whole_blocks(numel: int, block: int) -> int:
-    """The largest number of elements that is a multiple of `block` and at most `numel`; at least one block."""
-    return max(1, numel // block) * block

@@ -128,15 +128,14 @@ class Estimation:
 
 
 def compile_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile chunks of 10 and of 2 blocks of 32, and anew."""
+    """Compile small partitions too, and anew."""
     monkeypatch.setattr(estimator, "_COMPILED_FROM_NUMEL", 320)
-    monkeypatch.setattr(estimator, "_COMPILED_CHUNKS_NUMEL", (330, 64))
     elementwise.compiled.cache_clear()
 
 
 def test_compiled_estimates_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole chunks are compiled; the rest, whole blocks and part of one, is not. Another factor does not compile anew,
-    and autograd is told of every change."""
+    """Whole blocks are compiled, part of one is not. Neither another size nor another factor compiles anew, and
+    autograd is told of every change."""
 
     def estimate() -> list[torch.Tensor]:
         estimation = Estimation(3 * 320 + 64 + 45, 32, "float16", "bfloat16", "bfloat16", "float32")
@@ -154,7 +153,7 @@ def test_compiled_estimates_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch
         assert not elementwise.compiled(function)._failed
     torch.testing.assert_close(compiled, separate, rtol=0, atol=0, equal_nan=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    estimation = Estimation(3 * 320 + 64 + 45, 32, "float16", "bfloat16", "bfloat16", "float32")
+    estimation = Estimation(2 * 320 + 45, 32, "float16", "bfloat16", "bfloat16", "float32")
     estimation.estimator.move(estimation.weights, estimation.drift, estimation.grad, 0.6, 1e-3, 0.1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
@@ -295,3 +294,11 @@ def test_training_follows_adamw(interval: int, closed: float) -> None:
         losses["late"].append(loss)
     means = {name: math.log(sum(values[200:]) / 200) for name, values in losses.items()}
     assert (means["late"] - means["ours"]) / (means["late"] - means["adamw"]) > closed
+
+
+def test_out_of_memory_is_no_failed_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_everything(monkeypatch)
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=torch.OutOfMemoryError("no memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        Estimation(1000, 32, *["bfloat16"] * 4).predict()
+    elementwise.compiled.cache_clear()
