@@ -230,6 +230,11 @@ def run_fresh_ranks(
         pool.close()
 
 
+def on_sim(body: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any]:
+    """`run_ranks` on the simulated accelerator."""
+    return run_ranks(ranks, body, *args, device="sim")
+
+
 def is_simulated(device: str = "accelerator") -> bool:
     """Whether ranks on `device` have the simulated accelerator."""
     return device in _simulated

@@ -53,6 +53,10 @@ def collectives(device: str) -> dict[str, torch.Tensor]:
         part := torch.empty(12 // size, device=device), list(numbers().chunk(size)) if rank == 0 else None, src=0
     )
     results["scatter"] = part
+    for sender in (0, 1):  # there and back, as a pipeline does
+        value = numbers() if rank == sender else torch.empty(12, device=device)
+        dist.send(value, 1 - sender) if rank == sender else dist.recv(value, sender)
+        results[f"sent by {sender}"] = value
     group = dist.new_group(list(range(size)))
     dist.all_reduce(value := numbers(), group=group)
     results["in another group"] = value

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.models import batches, on_device
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_sim, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 STEPS = 6
+
+
+def overlap(link_gb_per_s: float) -> tuple[float, list[str], dict[str, Any]]:
+    from tests.support.simulated_accelerator import device as sim
+    from tests.support.simulated_accelerator import simulation
+
+    down, up = sim.Stream(), sim.Stream()
+    a, b, c = (torch.ones(1_000_000, device="sim") for _ in range(3))
+    host, source = torch.empty(1_000_000, pin_memory=True), torch.ones(1_000_000, pin_memory=True)
+    sim.synchronize()
+    with simulation.timeline(operator_us=100, link_gb_per_s=link_gb_per_s, copy_us=0, memory_gb_per_s=1e9) as spans:
+        with sim.stream(down):
+            host.copy_(a, non_blocking=True)
+        with sim.stream(up):
+            b.copy_(source, non_blocking=True)
+        for _ in range(4):
+            c.add_(1)
+        sim.synchronize()
+    path = Path(tempfile.mkdtemp()) / "trace.json"
+    simulation.write_chrome_trace(spans, path)
+    trace = json.loads(path.read_text())
+    path.unlink()
+    path.parent.rmdir()
+    return simulation.idle_share(spans), sorted({span.lane for span in spans}), trace
+
+
+def test_the_model_of_time_overlaps_lanes() -> None:
+    lanes = ["compute", "copy down", "copy up", "host waits"]
+    ((idle, found, trace),) = on_sim(overlap, 40)  # 4 MB in 100 us
+    assert (found, idle) == (lanes, pytest.approx(0, abs=0.01))
+    assert len([event for event in trace["traceEvents"] if event["ph"] == "X"]) >= 6
+    ((idle, _, _),) = on_sim(overlap, 5)  # both in 800 us, at the same time
+    assert idle == pytest.approx(0.5, abs=0.01)
 
 
 def modelled(config: dict[str, Any], ns_per_element: float) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch
 import torch._meta_registrations  # the Meta kernels that torch writes in Python
 import torch.distributed as dist
 
+from tests.support.simulated_accelerator import autocast
 from tests.support.simulated_accelerator.build import load_library
 
 library = load_library()
@@ -200,6 +201,7 @@ def _process_group(store: dist.Store, rank: int, size: int, timeout: Any) -> Any
     return library.make_process_group(gloo)
 
 
+_autocast = autocast.register()
 torch._register_device_module("sim", sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(
     for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True

@@ -9,6 +9,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
 from deepspeed_ext._agreement import RankGroup
@@ -69,7 +70,7 @@ def test_equals_upstream_with_hpz(world_size: int, dtype: str) -> None:
 
 
 def bits_body() -> int:
-    ranks = RankGroup.of(dist.get_world_group(), torch.device("cpu"))
+    ranks = RankGroup.of(dist.get_world_group(), torch.device(get_accelerator().current_device_name()))
     specials = [-0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 1.0]
     checked = 0
     for dtypes in ((torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32, torch.float16)):
@@ -79,7 +80,7 @@ def bits_body() -> int:
             values.view(torch.int32 if values.itemsize == 4 else torch.int16)[-1:] |= (
                 5  # NaN with a payload, or odd bits
             )
-            wholes.append(values)
+            wholes.append(values.to(ranks.device))
         for gather in ("together", "singles", "grouped"):
             arrivals = [arrival_of(whole, ranks) for whole in wholes]
             if gather == "together":
@@ -98,9 +99,9 @@ def bits_body() -> int:
 def arrival_of(whole: torch.Tensor, ranks: RankGroup) -> PendingParameter:
     """This rank's part of `whole`, padded with NaN, as ZeRO-3 would hold it."""
     part_numel = -(-whole.numel() // ranks.size)
-    padded = torch.full((part_numel * ranks.size,), float("nan"), dtype=whole.dtype)
+    padded = torch.full((part_numel * ranks.size,), float("nan"), dtype=whole.dtype, device=whole.device)
     padded[: whole.numel()] = whole
-    parameter = torch.nn.Parameter(torch.empty(0, dtype=whole.dtype), requires_grad=False)
+    parameter = torch.nn.Parameter(torch.empty(0, dtype=whole.dtype, device=whole.device), requires_grad=False)
     parameter.ds_numel = whole.numel()  # type: ignore[attr-defined]
     part = padded[part_numel * ranks.rank :][:part_numel].clone()
     return PendingParameter(parameter, part, whole.dtype)

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <future>
 #include <map>
 #include <numeric>
 
@@ -59,6 +60,19 @@ struct Sequence final : c10d::Work {
 
  private:
   std::vector<WorkPtr> parts_;
+};
+
+// What gloo sends or receives counts as done only once somebody has waited for it; so a thread of its own waits.
+struct Waited final : c10d::Work {
+  explicit Waited(WorkPtr work) : done_(std::async(std::launch::async, [work = std::move(work)] { work->wait(); })) {}
+  bool isCompleted() override { return done_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
+  bool wait(std::chrono::milliseconds) override {
+    done_.get();
+    return true;
+  }
+
+ private:
+  std::future<void> done_;
 };
 
 bool is_average(const c10d::ReduceOp& op) { return op == c10d::ReduceOp::AVG; }
@@ -159,10 +173,14 @@ class ProcessGroup final : public c10d::Backend {
                });
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
-    return add(c10d::OpType::SEND, "send", tensors, {}, [gloo = gloo_, to, tag](Tensors& in, Tensors&) { return gloo->send(in, to, tag); });
+    return add(c10d::OpType::SEND, "send", tensors, {}, [gloo = gloo_, to, tag](Tensors& in, Tensors&) {
+      return c10::make_intrusive<Waited>(gloo->send(in, to, tag));
+    });
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
-    return add(c10d::OpType::RECV, "recv", {}, tensors, [gloo = gloo_, from, tag](Tensors&, Tensors& out) { return gloo->recv(out, from, tag); });
+    return add(c10d::OpType::RECV, "recv", {}, tensors, [gloo = gloo_, from, tag](Tensors&, Tensors& out) {
+      return c10::make_intrusive<Waited>(gloo->recv(out, from, tag));
+    });
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     Pending pending{"barrier", {}, {}, [gloo = gloo_](Tensors&, Tensors&) { return gloo->barrier(c10d::BarrierOptions()); }, {}};

@@ -1,4 +1,5 @@
 // What torch asks of a device: its streams and events, hooks and generators.
+#include <ATen/Context.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Storage.h>
@@ -139,6 +140,7 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
 void register_device() {
   c10::SetAllocator(c10::kPrivateUse1, device_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  at::globalContext().lazyInitDevice(c10::kPrivateUse1);  // before it, torch takes no memory for page-locked
 }
 
 }  // namespace simulated
