@@ -114,11 +114,6 @@ class ZenFlowConfig(_Section):
     block_size: BlockSize = 32
     """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes per parameter."""
 
-    predict_clip: Literal["current", "previous"] = "current"
-    """``predictive``: clip factor used by the prediction: this step's (``current``) or the previous step's.
-    ``previous`` allows gradients to be copied to the host during backward, but is slightly less accurate. Gradients
-    must then not be changed between backward and step (``safe_set_full_grad``)."""
-
     publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more than float32 but
     needs half the host memory and link traffic if it has 16 bits."""
@@ -200,7 +195,7 @@ CHOOSES_SELECTIVE = frozenset(
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
-    "predictive": frozenset({"block_size", "predict_clip"}),
+    "predictive": frozenset({"block_size"}),
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio", "steps_per_epoch"},
 }
 """Fields that only one rule reads."""

@@ -27,7 +27,6 @@ SECTION = "deepspeed_ext_zenflow"
 
 def section(adam: OffloadedAdam) -> dict[str, Any]:
     """This rank's section; its tensors are copies. Call `OffloadedAdam.drain` first."""
-    rule_state, partitions = adam.rule.saved()
     return {
         "version": VERSION,
         "rule": adam.rule.name,
@@ -35,7 +34,6 @@ def section(adam: OffloadedAdam) -> dict[str, Any]:
         "block_size": adam.rule.block_size,
         "schedule": adam.rule.schedule.state_dict(),
         "updates": adam.updates,
-        "rule_state": rule_state,
         "partitions": [
             {
                 "numel": partition.master.numel(),
@@ -43,7 +41,7 @@ def section(adam: OffloadedAdam) -> dict[str, Any]:
                 "gradients": [gradient.clone() for gradient in _collected_gradients(adam, partition)],
                 **saved,
             }
-            for partition, saved in zip(adam.partitions, partitions, strict=True)
+            for partition, saved in zip(adam.partitions, adam.rule.saved(), strict=True)
         ],
     }
 
@@ -112,7 +110,7 @@ def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
         partition.collected = values.steps
         for target, gradient in zip(_collected_gradients(adam, partition), values.gradients, strict=True):
             target.copy_(gradient)
-    rule.restore(saved.rule_state, saved.partitions)
+    rule.restore(saved.partitions)
     rule.resume()
     return True
 

@@ -16,12 +16,11 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._ranges import in_profile
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
-from deepspeed_ext.zenflow.partition import GradFactor, Partition
+from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.schedule import StepPlan
 from deepspeed_ext.zenflow.worker.arena import ArrayKey
 from deepspeed_ext.zenflow.worker.link import UpdatePhase, WorkerLink
-from deepspeed_ext.zenflow.worker.transfers import Streamed
 
 __all__ = ["OffloadedAdam"]
 
@@ -85,19 +84,19 @@ class OffloadedAdam:
             if plan.waits_first:
                 self.link.receive()
 
-    def step_partition(self, index: int, grad: torch.Tensor, factor: GradFactor) -> None:
+    def step_partition(self, index: int, grad: torch.Tensor, grad_scale: float) -> None:
         """Take the gradient of one partition, on this rank alone.
 
         Args:
             index: number of the partition; each is taken once, in order, between `begin_step` and `finish_weights`.
             grad: 1-D [n], reduced, neither unscaled nor clipped; may be reused after the call.
-            factor: multiplies the gradient.
+            grad_scale: c, multiplies the gradient (loss scale and clipping).
         """
         # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition = self._current_plan, self.partitions[index]
-            grad = self._collect(partition, grad, factor.value)
-            self.rule.step_partition(plan, partition, grad, factor)
+            grad = self._collect(partition, grad, grad_scale)
+            self.rule.step_partition(plan, partition, grad, grad_scale)
             if plan.waits_last:  # the worker steps this partition while the next gradient is prepared
                 self.link.send([self.rule.task(plan, partition)], gradients=plan.handed_over)
 
@@ -150,39 +149,17 @@ class OffloadedAdam:
         """Slot of the coming step's gradient of a partition; 1-D [n], in the arena. Free after `begin_step`."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
-    def stream_gradient(self, index: int, offset: int, piece: torch.Tensor, wanted: int) -> None:
-        """Start copying a part of the coming step's gradient to the host during backward. Call it only if the rule
-        streams gradients.
-
-        Args:
-            index: number of the partition.
-            offset: first element of the part within the partition.
-            piece: 1-D, reduced, neither unscaled nor clipped; must not change until the step, unless a later piece at
-                the same offset replaces it.
-            wanted: elements of the partition without its padding.
-        """
-        streamed, slot = self.partitions[index].streamed, self.coming_slot(index)
-        self.link.transfers.to_host(piece.to(slot.dtype), slot[offset : offset + piece.numel()])
-        streamed.parts[offset], streamed.wanted = piece.numel(), wanted
-
-    def forget_streamed(self) -> None:
-        """Discard what was streamed: it does not belong to the coming step, whose gradient must be copied in full."""
-        self.link.transfers.finish()  # a late piece must not overwrite the slot's next gradient
-        for partition in self.partitions:
-            partition.streamed = Streamed()
-
-    def _collect(self, partition: Partition, grad: torch.Tensor, factor: float) -> torch.Tensor:
+    def _collect(self, partition: Partition, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
         """Copy `grad` to its slot unless it is there already, record its constants and return it in the slot's
         dtype."""
         slot = self.coming_slot(partition.index)
         if grad.dtype != slot.dtype:
             grad = grad.to(slot.dtype)
-        if not partition.streamed.is_complete and grad.data_ptr() != slot.data_ptr():
+        if grad.data_ptr() != slot.data_ptr():
             self.link.transfers.to_host(grad, slot)
             self.link.transfers.wait_for_older()  # else flat gradients pile up when the host runs ahead of the link
-        partition.streamed = Streamed()
         self._metrics.bytes_down += slot.nbytes
-        partition.collected.append(self._hyperparameters.step(partition.group, self.updates + 1, factor))
+        partition.collected.append(self._hyperparameters.step(partition.group, self.updates + 1, grad_scale))
         return grad
 
     @property
@@ -234,7 +211,6 @@ class OffloadedAdam:
         Args:
             updates: number of updates the new values have had; None: as many as the old ones.
         """
-        self.forget_streamed()
         self.updates = self.updates if updates is None else updates
         self.rule.schedule.restart()
         for partition in self.partitions:

@@ -1,4 +1,4 @@
-"""Describes one partition on the trainer's side, and the factor of its gradient."""
+"""Describes one partition on the trainer's side."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.transfers import Streamed
 
-__all__ = ["GradFactor", "Partition"]
-
-
-@dataclass(frozen=True)
-class GradFactor:
-    """The factor of a gradient, ``c = unscale * clip``. Kept in two parts because a prediction may use the previous
-    clip factor."""
-
-    unscale: float
-    clip: float
-
-    @property
-    def value(self) -> float:
-        """The product c."""
-        return self.unscale * self.clip
+__all__ = ["Partition"]
 
 
 @dataclass
@@ -41,7 +26,6 @@ class Partition:
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
         ring: slots of the gradient ring in the arena, each 1-D [n].
         collected: constants of the gradients that have not been handed over, oldest first.
-        streamed: parts of the coming step's gradient that are already being copied to the host.
     """
 
     index: int
@@ -54,7 +38,6 @@ class Partition:
     per_block: torch.Tensor
     ring: list[torch.Tensor]
     collected: list[AdamStep] = field(default_factory=list)
-    streamed: Streamed = field(default_factory=Streamed)
 
     @property
     def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

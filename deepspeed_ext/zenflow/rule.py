@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from deepspeed_ext.zenflow.metrics import Metrics
-from deepspeed_ext.zenflow.partition import GradFactor, Partition
+from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT, Schedule, StepPlan
 from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
@@ -84,14 +84,14 @@ class UpdateRule(ABC, Generic[PlanT]):
     # -- one optimizer step, in this order ------------------------------------------------------------------------
 
     @abstractmethod
-    def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor, factor: GradFactor) -> None:
+    def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
         """Use the collected gradient of one partition. If the plan waits first, the update in flight has arrived.
 
         Args:
             plan: what the step does.
             partition: the partition; its newest constants are ``partition.collected[-1]``.
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped.
-            factor: multiplies the gradient.
+            grad_scale: c, multiplies the gradient.
         """
 
     @abstractmethod
@@ -117,11 +117,6 @@ class UpdateRule(ABC, Generic[PlanT]):
         """
 
     # -- queries --------------------------------------------------------------------------------------------------
-
-    @property
-    def streams_gradients(self) -> bool:
-        """Whether gradients may be copied to the host during backward."""
-        return False
 
     def changed_blocks(self, plan: PlanT, partition: Partition) -> Any:
         """The `BlockSet` whose weights the step changes; None: all weights may change."""
@@ -153,12 +148,9 @@ class UpdateRule(ABC, Generic[PlanT]):
         """
 
     @abstractmethod
-    def saved(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return what a checkpoint stores of the rule. Nothing may be in flight.
-
-        Returns:
-            The rule's own state, and per partition its state besides p, m, v and the collected gradients.
-        """
+    def saved(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint stores of the rule, per partition: its state besides p, m, v and the collected
+        gradients. Nothing may be in flight."""
 
     @abstractmethod
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
@@ -170,7 +162,7 @@ class UpdateRule(ABC, Generic[PlanT]):
         """
 
     @abstractmethod
-    def restore(self, values: Any, partitions: Sequence[Any]) -> None:
+    def restore(self, partitions: Sequence[Any]) -> None:
         """Continue from what `saved` returned; p, m, v, schedule and collected gradients are already in place."""
 
     # -- for the rules --------------------------------------------------------------------------------------------

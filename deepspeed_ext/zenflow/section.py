@@ -14,22 +14,21 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues, PredictiveRuleValues
+from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues
 from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, Count, Positive, SavedSchedule, SavedValues, misfit
 from deepspeed_ext.zenflow.selective.section import (
     SelectivePartitionValues,
-    SelectiveRuleValues,
     SelectiveSavedSchedule,
 )
 
 __all__ = ["VERSION", "Section", "read_section"]
 
-VERSION = 5
+VERSION = 6
 _MISTAKES_TOLD = 3
 
 
 class _Section(SavedValues):
-    version: Literal[5]
+    version: Literal[6]
     kernel: str
     block_size: Positive
     updates: Count
@@ -48,7 +47,6 @@ class PredictiveSection(_Section):
 
     rule: Literal["predictive"]
     schedule: SavedSchedule
-    rule_state: PredictiveRuleValues
     partitions: list[PredictivePartitionValues]
 
 
@@ -57,7 +55,6 @@ class SelectiveSection(_Section):
 
     rule: Literal["selective"]
     schedule: SelectiveSavedSchedule
-    rule_state: SelectiveRuleValues
     partitions: list[SelectivePartitionValues]
 
 

@@ -28,7 +28,6 @@ from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.partition import GradFactor
 from deepspeed_ext.zenflow.section import Section, read_section
 from deepspeed_ext.zenflow.start import start_adam
 from deepspeed_ext.zenflow.supported import require_publishable, require_supported
@@ -59,24 +58,22 @@ class PartitionStandIn:
 class StepFactor:
     """The factor of one step's gradients, found by letting DeepSpeed unscale and clip a tensor that holds 1."""
 
-    _factor: GradFactor | None = None
+    _factor: float | None = None
 
-    def get(self, unscale_and_clip: Callable[[torch.Tensor], None], loss_scale: float) -> GradFactor:
+    def get(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> float:
         """The step's factor; the first call in a step computes it.
 
         Args:
             unscale_and_clip: DeepSpeed's method, applied in place to a 1-element fp32 tensor.
-            loss_scale: the current loss scale.
         """
         if self._factor is None:
             one = torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
             unscale_and_clip(one)
-            unscale = 1.0 / float(loss_scale)
-            self._factor = GradFactor(unscale, float(one) / unscale)
+            self._factor = float(one)
         return self._factor
 
     @property
-    def value(self) -> GradFactor:
+    def value(self) -> float:
         """The step's factor, after it was computed."""
         assert self._factor is not None, "DeepSpeed stepped without unscaling"
         return self._factor
@@ -166,8 +163,6 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         try:
             super().step(closure)
             if self.overflow:
-                with self.zenflow_adam.link.keeping():
-                    self.zenflow_adam.forget_streamed()
                 self.zenflow_adam.link.raise_kept()
             else:
                 self.zenflow_adam.end_step()
@@ -195,10 +190,10 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     def _optimizer_step(self, index: int) -> None:
         self._begin_once()
-        factor = GradFactor(1.0, 1.0)  # placeholder: without a factor, the step has kept an error
+        grad_scale = 1.0  # placeholder: without a factor, the step has kept an error
         with self.zenflow_adam.link.keeping():
-            factor = self._factor.value
-        self.zenflow_adam.step_partition(index, self._masters[index].grad, factor)
+            grad_scale = self._factor.value
+        self.zenflow_adam.step_partition(index, self._masters[index].grad, grad_scale)
         if index == len(self._masters) - 1:
             self.zenflow_adam.finish_weights()
 

@@ -94,22 +94,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
-    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> Any:
-        """Start copying the reduced gradients to the host now, if the rule streams them."""
-        buffers = super().partition_grads(params_to_release, grad_partitions)
-        with self.zenflow_adam.link.keeping():
-            self._stream_gradients(params_to_release, buffers)
-        return buffers
-
-    def _stream_gradients(self, params_to_release: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
-        adam = self.zenflow_adam
-        if adam.rule.streams_gradients and self.is_gradient_accumulation_boundary():
-            held = [param for param in params_to_release if self._held_numel(param)]
-            for param, buffer in zip(held, buffers, strict=True):
-                sub_group, offset, _ = self.grad_position[self.get_param_id(param)]
-                wanted = sum(map(self._held_numel, self.fp16_groups[sub_group]))
-                adam.stream_gradient(sub_group, offset, buffer.view(-1)[: self._held_numel(param)], wanted)
-
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
         upstream = super().unscale_and_clip_grads
@@ -121,7 +105,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             stand_in.grad = gradient
 
         with self.zenflow_adam.link.keeping():
-            self._factor.get(on_one, self.loss_scale)
+            self._factor.get(on_one)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -107,25 +107,6 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         rank = dist.get_rank(group=self.real_dp_process_group[index])
         return self.parallel_partitioned_bit16_groups[index][rank].data
 
-    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Start copying the reduced gradient of `param` to the host now, if the rule streams gradients."""
-        super().copy_grads_in_partition(param, group_idx)
-        with self.zenflow_adam.link.keeping():
-            self._stream_gradient(param)
-
-    def _stream_gradient(self, param: Any) -> None:
-        adam = self.zenflow_adam
-        if not adam.rule.streams_gradients or not self.is_gradient_accumulation_boundary():
-            return
-        param_id = self.get_param_id(param)
-        group, start, offset, numel = self.grad_position[param_id]
-        rank = dist.get_rank(group=self.real_dp_process_group[group])
-        piece = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
-        if piece is None:
-            piece = self.get_gradient_for_reduction(param).view(-1).narrow(0, start, numel)
-        held = sum(numel for index, *_, numel in self.grad_position.values() if index == group)
-        adam.stream_gradient(group, offset, piece, held)
-
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
@@ -165,7 +146,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
         upstream = super().unscale_and_clip_grads
         with self.zenflow_adam.link.keeping():
-            self._factor.get(lambda one: upstream([one], total_norm), self.loss_scale)
+            self._factor.get(lambda one: upstream([one], total_norm))
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ def valid(rule: str) -> dict[str, Any]:
         "block_size": BLOCK_SIZE,
         "schedule": {"steps": 5, "interval": 2}
         | ({"steps_in_flight": None, "since_selection": 1} if rule == "selective" else {}),
-        "rule_state": {"last_clip": 1.0} if rule == "predictive" else {},
         "updates": 5,
         "partitions": [_partition(rule, numel) for numel in NUMELS],
     }

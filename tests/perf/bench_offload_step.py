@@ -47,9 +47,7 @@ ALONE_SIDES = (
     sides.UPSTREAM_SEQUENTIAL,
     sides.UPSTREAM_OVERLAPPED,
     sides.PREDICTIVE_1,
-    sides.PREDICTIVE_1_PREVIOUS,
     sides.PREDICTIVE_4,
-    sides.PREDICTIVE_4_PREVIOUS,
     sides.SELECTIVE_4_LAG,
 )
 """What a Llama is trained with."""

@@ -81,12 +81,9 @@ def _upstream(name: str, overlap: bool) -> Side:
     return Side(f"upstream ZenFlow, {name}", adam="deepspeed", zenflow=zenflow | {"overlap_step": overlap})
 
 
-def _predictive(interval: int, publish_dtype: str | None = None, clip: str | None = None) -> Side:
+def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
     zenflow: dict[str, Any] = {"update_rule": "predictive", "update_interval": interval, "overlap_step": True}
     name = f"predictive, interval {interval}"
-    if clip is not None:
-        zenflow["predict_clip"] = clip
-        name += f", clip {clip}"
     if publish_dtype is not None:
         zenflow["publish_dtype"] = publish_dtype
         name += f", y in {publish_dtype}"
@@ -110,8 +107,6 @@ UPSTREAM_SEQUENTIAL = _upstream("sequential", False)
 UPSTREAM_OVERLAPPED = _upstream("overlapped", True)
 PREDICTIVE_1 = _predictive(1)
 PREDICTIVE_4 = _predictive(4)
-PREDICTIVE_1_PREVIOUS = _predictive(1, clip="previous")
-PREDICTIVE_4_PREVIOUS = _predictive(4, clip="previous")
 PREDICTIVE_1_SLOW = replace(PREDICTIVE_1, name="predictive, interval 1, worker of torch operations", native=False)
 PREDICTIVE_1_FP32 = _predictive(1, "float32")
 PREDICTIVE_4_FP32 = _predictive(4, "float32")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
-from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.same import first_difference
 from tests.support.zenflow import (
     Outcome,
-    full_masters_of,
     make_engine,
     offload_config,
     run,
@@ -71,31 +68,6 @@ def exact_and_back(config: dict) -> dict[str, Any]:
         "after": first_difference(predicted, after, "weights after the block"),
         "losses": first_difference(undisturbed, losses, "losses after the block"),
     }
-
-
-def copies_and_result(config: dict, micro_steps: int, streams: bool) -> dict[str, Any]:
-    """Bytes that are copied to the host inside and outside of the engine's step, and what the run leaves behind."""
-    copied = {"inside": 0, "outside": 0}
-    where = ["outside"]
-    with patch.object(PredictiveRule, "streams_gradients", streams):
-        engine = make_engine(config, groups=two_groups)
-        transfers, step = engine.optimizer.zenflow_adam.link.transfers, engine.step
-        to_host = transfers.to_host
-
-        def counted(source: torch.Tensor, target: torch.Tensor) -> None:
-            copied[where[0]] += target.nbytes
-            to_host(source, target)
-
-        def stepping() -> None:
-            where[0] = "inside"
-            step()
-            where[0] = "outside"
-
-        with patch.object(transfers, "to_host", counted), patch.object(engine, "step", stepping):
-            losses = train(engine, batches(micro_steps, dist.get_rank()))
-        found = {"copied": copied, "losses": losses, "masters": full_masters_of(engine), "weights": weights_of(engine)}
-        engine.destroy()
-    return found
 
 
 def selective_config(stage: int, dtype: torch.dtype = torch.float32, **zenflow: Any) -> dict[str, Any]:

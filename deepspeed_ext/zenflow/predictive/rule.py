@@ -12,10 +12,10 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.metrics import Metrics, PredictionProbe
-from deepspeed_ext.zenflow.partition import GradFactor, Partition
+from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.predictive.estimator import Estimator, drift_coefficient, move_coefficient, publish_ahead
 from deepspeed_ext.zenflow.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
-from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues, PredictiveRuleValues
+from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues
 from deepspeed_ext.zenflow.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT, is_overloaded, smallest_interval
@@ -47,7 +47,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     Attributes:
         states: state of each partition, in order.
-        last_clip: clip factor of the newest step; None before the first.
     """
 
     name = "predictive"
@@ -62,29 +61,20 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         ranks: RankGroup,
         metrics: Metrics,
     ) -> None:
-        schedule = PredictiveSchedule(
-            settings.update_interval, settings.overlapped, settings.warm_up_steps, early=settings.uses_previous_clip
-        )
+        schedule = PredictiveSchedule(settings.update_interval, settings.overlapped, settings.warm_up_steps)
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
-        self.last_clip: float | None = None
         self._settings = settings
         self._ranks = ranks
-        self._clip: float | None = None
         self._probe = PredictionProbe()
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
-    def step_partition(
-        self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, factor: GradFactor
-    ) -> None:
-        self._clip = factor.clip
+    def step_partition(self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
         if plan.source is WeightSource.EXACT:
             return
         if plan.source is WeightSource.PREDICTED:
             self._read_results()
-        previous = self._settings.uses_previous_clip and self.last_clip is not None
-        scale = factor.unscale * (self.last_clip or 1.0) if previous else factor.value
         state, weights = self.states[partition.index], partition.weights()
         step, position = partition.collected[-1], plan.position + 1
         assert state.estimator is not None, "the schedule begins with a synchronous step"
@@ -93,9 +83,9 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             if state.drift is None:
                 state.drift = torch.zeros_like(weights, device=grad.device)
             move = move_coefficient(step, position, self._interval)
-            state.estimator.move(weights, state.drift, grad, scale, move, drift)
+            state.estimator.move(weights, state.drift, grad, grad_scale, move, drift)
             return
-        state.estimator.predict(weights, partition.published, state.drift, grad, scale, drift)
+        state.estimator.predict(weights, partition.published, state.drift, grad, grad_scale, drift)
         self._metrics.bytes_up += partition.published.nbytes
         if state.drift is not None:
             state.drift.zero_()
@@ -125,7 +115,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
                 assert state.last is not None
                 state.publish = publish_ahead(state.last, self._interval)
             self._publish_again()
-        self.last_clip = self._clip
 
     def measured_interval(self, plan: PredictivePlan) -> int | None:
         if not self.schedule.wants_interval:
@@ -174,10 +163,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    @property
-    def streams_gradients(self) -> bool:
-        return self._settings.uses_previous_clip
-
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         state = self.states[partition.index]
         kept = [state.drift, None if state.estimator is None else state.estimator.inverse]
@@ -196,8 +181,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             if state.drift is not None:
                 state.drift.zero_()
 
-    def saved(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        return {"last_clip": self.last_clip}, [
+    def saved(self) -> list[dict[str, Any]]:
+        return [
             {
                 "publish": None if state.publish is None else asdict(state.publish),
                 "drift": None if state.drift is None else state.drift.cpu().clone(),
@@ -212,8 +197,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             return f"zenflow.update_interval ({there} in the checkpoint)"
         return None if self._settings.overlapped or not position else "zenflow.overlap_step"
 
-    def restore(self, values: PredictiveRuleValues, partitions: Sequence[PredictivePartitionValues]) -> None:
-        self.last_clip = values.last_clip
+    def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
             state.publish = None if saved.publish is None else saved.publish.make()
             state.drift = None if saved.drift is None else saved.drift.to(partition.device)

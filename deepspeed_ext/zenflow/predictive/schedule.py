@@ -51,14 +51,13 @@ class PredictivePlan(StepPlan):
         return self.source is WeightSource.EXACT
 
 
-def ring_of(interval: int, early: bool) -> int:
+def ring_of(interval: int) -> int:
     """Number of ring slots needed at `interval`, overlapped.
 
     An interval's gradients are in flight while the next interval's are collected. The last of these may reuse a slot
-    that is in flight, because its step waits for the worker first. If gradients are written `early`, before their step,
-    it needs its own slot.
+    that is in flight, because its step waits for the worker first.
     """
-    return 2 * interval - 1 + early
+    return 2 * interval - 1
 
 
 class PredictiveSchedule(Schedule[PredictivePlan, State]):
@@ -69,12 +68,10 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
             `choose_interval`.
         overlap: False makes every step synchronous.
         warm_up_steps: synchronous steps at the start; None: one at interval 1, otherwise five intervals.
-        early: gradients are written before their step, while the worker may still read those in flight.
     """
 
-    def __init__(self, interval: int | None, overlap: bool, warm_up_steps: int | None, early: bool = False) -> None:
+    def __init__(self, interval: int | None, overlap: bool, warm_up_steps: int | None) -> None:
         super().__init__(State(interval=interval))
-        self._early = early
         self._overlap = overlap
         self._warm_up_steps = warm_up_steps
 
@@ -91,7 +88,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
     @property
     def ring(self) -> int:
         interval = self.state.interval
-        return ring_of(interval, self._early) if self._overlap and interval is not None else 1
+        return ring_of(interval) if self._overlap and interval is not None else 1
 
     def plan(self) -> PredictivePlan:
         """Describe the coming step."""

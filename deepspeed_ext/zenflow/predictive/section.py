@@ -12,7 +12,7 @@ from deepspeed_ext.zenflow.kernel import Publish
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, PartitionValues, SavedValues, misfit
 
-__all__ = ["PredictivePartitionValues", "PredictiveRuleValues"]
+__all__ = ["PredictivePartitionValues"]
 
 
 class PublishValues(SavedValues):
@@ -28,12 +28,6 @@ class PublishValues(SavedValues):
     def make(self) -> Publish:
         """Build the `Publish`."""
         return Publish(**dict(self))
-
-
-class PredictiveRuleValues(SavedValues):
-    """State of the rule itself."""
-
-    last_clip: float | None
 
 
 class PredictivePartitionValues(PartitionValues):

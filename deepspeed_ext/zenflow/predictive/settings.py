@@ -20,8 +20,6 @@ class PredictiveSettings:
     warm_up_steps: int | None
     """None: the schedule chooses."""
     block_size: int
-    uses_previous_clip: bool
-    """The estimate uses the previous step's clip factor, so gradients can be copied during backward."""
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> PredictiveSettings:
@@ -31,7 +29,6 @@ class PredictiveSettings:
             overlapped=config.overlapped,
             warm_up_steps=config.warm_up_steps,
             block_size=config.block_size,
-            uses_previous_clip=config.predict_clip == "previous",
         )
 
     @property
@@ -39,7 +36,7 @@ class PredictiveSettings:
         """Slots of the gradient ring. If the interval is chosen later, enough for the longest one."""
         if not self.overlapped:
             return 1
-        return ring_of(self.update_interval or MEASURED_INTERVAL_LIMIT, self.uses_previous_clip)
+        return ring_of(self.update_interval or MEASURED_INTERVAL_LIMIT)
 
     @property
     def per_block(self) -> tuple[str, str, bool]:

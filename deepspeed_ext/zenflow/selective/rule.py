@@ -24,11 +24,11 @@ from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
-from deepspeed_ext.zenflow.partition import GradFactor, Partition
+from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 from deepspeed_ext.zenflow.selective.schedule import SelectivePlan, SelectiveSchedule
-from deepspeed_ext.zenflow.selective.section import SelectivePartitionValues, SelectiveRuleValues
+from deepspeed_ext.zenflow.selective.section import SelectivePartitionValues
 from deepspeed_ext.zenflow.selective.selection import scores, select
 from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.worker.link import WorkerLink
@@ -86,10 +86,10 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
-    def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, factor: GradFactor) -> None:
+    def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
         state = self.states[partition.index]
         if state.hot is not None:
-            stepped = state.hot.step(state.hot.blocks.take(grad), factor.value, partition.collected[-1])
+            stepped = state.hot.step(state.hot.blocks.take(grad), grad_scale, partition.collected[-1])
             state.hot_weights = stepped.to(partition.weights().dtype)
         if plan.selects:
             state.scores = scores(grad, self.block_size)
@@ -231,8 +231,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 partition.per_block.fill_(updates)
             state.hot = None
 
-    def saved(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        return {}, [
+    def saved(self) -> list[dict[str, Any]]:
+        return [
             {
                 "block_updates": self._all_updates(partition),
                 "hot_blocks": None if state.hot is None else state.hot.blocks.ids.cpu(),
@@ -247,7 +247,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         fits = in_flight is None or (self._settings.lag is not None and in_flight < self._settings.lag)
         return None if fits else "zenflow.overlap_step or overlap_lag"
 
-    def restore(self, values: SelectiveRuleValues, partitions: Sequence[SelectivePartitionValues]) -> None:
+    def restore(self, partitions: Sequence[SelectivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
             partition.per_block.copy_(saved.block_updates)
             if saved.hot_blocks is not None:

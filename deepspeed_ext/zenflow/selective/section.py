@@ -8,9 +8,9 @@ import torch
 
 from deepspeed_ext.zenflow.blocks import step_blocks
 from deepspeed_ext.zenflow.partition import Partition
-from deepspeed_ext.zenflow.section_parts import Count, PartitionValues, SavedSchedule, SavedValues, misfit
+from deepspeed_ext.zenflow.section_parts import Count, PartitionValues, SavedSchedule, misfit
 
-__all__ = ["SelectivePartitionValues", "SelectiveRuleValues", "SelectiveSavedSchedule"]
+__all__ = ["SelectivePartitionValues", "SelectiveSavedSchedule"]
 
 
 class SelectiveSavedSchedule(SavedSchedule):
@@ -18,10 +18,6 @@ class SelectiveSavedSchedule(SavedSchedule):
 
     steps_in_flight: Count | None
     since_selection: Count
-
-
-class SelectiveRuleValues(SavedValues):
-    """State of the rule itself: none."""
 
 
 class SelectivePartitionValues(PartitionValues):

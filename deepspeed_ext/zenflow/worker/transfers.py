@@ -6,7 +6,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,25 +13,7 @@ import torch
 from deepspeed_ext._logging import warn_once
 from deepspeed_ext._upstream import get_accelerator
 
-__all__ = ["Streamed", "Transfers"]
-
-
-@dataclass
-class Streamed:
-    """The parts of a gradient whose copy to the host was started before its step.
-
-    Attributes:
-        parts: size of each part in elements, by its first element.
-        wanted: elements needed for a complete gradient; the rest of the partition is padding.
-    """
-
-    parts: dict[int, int] = field(default_factory=dict)
-    wanted: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left to copy."""
-        return bool(self.parts) and sum(self.parts.values()) >= self.wanted
+__all__ = ["Transfers"]
 
 
 class Transfers:

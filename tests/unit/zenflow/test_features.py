@@ -98,7 +98,6 @@ def publish_variants(config: dict) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("zenflow", "published"),
     [
-        ({"predict_clip": "previous"}, "torch.bfloat16"),
         ({"publish_dtype": "float32"}, "torch.float32"),
         ({"update_interval": None}, "torch.bfloat16"),
     ],

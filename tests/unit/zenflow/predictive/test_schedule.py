@@ -40,14 +40,13 @@ def test_interval_two_as_drawn_in_the_module() -> None:
     interval=st.integers(1, 9),
     warm_up=st.one_of(st.none(), st.integers(0, 30)),
     steps=st.integers(0, 120),
-    early=st.booleans(),
 )
 def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
-    interval: int, warm_up: int | None, steps: int, early: bool
+    interval: int, warm_up: int | None, steps: int
 ) -> None:
-    """`early` gradients are written before their step waits for the worker, others after."""
-    schedule = PredictiveSchedule(interval, True, warm_up, early)
-    assert schedule.ring == 2 * interval - (not early)
+    """Gradients are written after their step has waited for the worker."""
+    schedule = PredictiveSchedule(interval, True, warm_up)
+    assert schedule.ring == 2 * interval - 1
     collected: list[int] = []
     in_flight: list[int] = []
     handed_over = 0
@@ -55,7 +54,7 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
         plan = schedule.plan()
         assert plan.position == len(collected)
         assert schedule.latest(len(collected)) == tuple(collected)
-        if plan.waits_first and not early:
+        if plan.waits_first:
             in_flight = []
         collected.append(schedule.coming)
         assert len({*collected, *in_flight}) == len(collected) + len(in_flight), "a gradient is overwritten"

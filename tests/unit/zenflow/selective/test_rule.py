@@ -10,7 +10,6 @@ from deepspeed import comm as dist
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.partition import GradFactor
 from deepspeed_ext.zenflow.start import start_adam
 from tests.support.models import batches, two_groups
 from tests.support.poison import host_state_arrives_late
@@ -118,7 +117,7 @@ def differences(numel: int, interval: int, lag: int, every: int, steps: int, off
     for number in range(steps):
         gradient = torch.randn(numel, generator=generator) * scale.roll(number)
         adam.begin_step()
-        adam.step_partition(0, gradient * 8, GradFactor(0.25, 0.5))
+        adam.step_partition(0, gradient * 8, 0.125)
         adam.finish_weights()
         adam.end_step()
         expected = simulated.step(gradient)

@@ -78,7 +78,7 @@ def test_host_bytes_per_parameter() -> None:
     n = 1 << 20
     how: dict[str, Any] = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
     for publish_dtype, interval, expected in (("bfloat16", 1, 16.125), ("float32", 1, 18.125), ("bfloat16", 4, 28.125)):
-        slots = ring_of(interval, False)
+        slots = ring_of(interval)
         layout = plan_layout(
             partition_specs(0, n, publish_dtype=publish_dtype, slots=slots, touched_slots=slots, **how)
         )

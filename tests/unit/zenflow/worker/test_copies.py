@@ -27,7 +27,7 @@ from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.worker import transfers as transfers_module
-from deepspeed_ext.zenflow.worker.transfers import Streamed, Transfers
+from deepspeed_ext.zenflow.worker.transfers import Transfers
 from tests.perf.stepping import Linears
 from tests.support.models import batches
 from tests.support.poison import delay, late_and_poisoned, synchronous, without_waiting
@@ -40,7 +40,6 @@ WAYS = {"late and poisoned": late_and_poisoned, "synchronous": synchronous, "wit
 RULES: dict[str, dict[str, Any]] = {
     "predictive 1": {"update_interval": 1},
     "predictive 3": {"update_interval": 3, "full_warm_up_rounds": 2},
-    "previous clip": {"update_interval": 1, "predict_clip": "previous"},
     "selective": {"topk_ratio": 0.1, "select_block_size": 32, "update_interval": 2, "select_interval": 4},
     "selective, hot state on the host": {
         "topk_ratio": 0.1,
@@ -289,7 +288,7 @@ def most_kept(count: int, numel: int) -> float:
     accelerator = get_accelerator()
     transfers, slot = Transfers(), torch.zeros(numel)
     transfers.lock([slot])
-    partition = SimpleNamespace(index=0, group=0, streamed=Streamed(), collected=[])
+    partition = SimpleNamespace(index=0, group=0, collected=[])
     adam = SimpleNamespace(
         coming_slot=lambda index: slot,
         link=SimpleNamespace(transfers=transfers),
@@ -325,29 +324,6 @@ def unlocked(numel: int) -> bool:
 
 def test_memory_is_unlocked_once_its_copies_have_arrived() -> None:
     assert run_ranks(1, unlocked, 1000, device="sim") == [True]
-
-
-def late_after_discarded(config: dict[str, Any]) -> tuple[int, bool]:
-    """Discard a gradient that is streamed, write its slot: the streamed pieces, and whether one came after that."""
-    engine = make_engine(config)
-    adam = engine.optimizer.zenflow_adam
-    (batch,) = batches(1, dist.get_rank())
-    engine.backward(engine(batch.to(get_accelerator().current_device_name())))
-    pieces = len(adam.partitions[0].streamed.parts)
-    adam.masters_changed()
-    slot = adam.coming_slot(0).fill_(7)
-    get_accelerator().synchronize()
-    engine.destroy()
-    return pieces, bool((slot != 7).any())
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_discarded_gradient_does_not_arrive_later(stage: int) -> None:
-    config = zenflow_config(stage, update_interval=1, predict_clip="previous")
-    pool = f"simulated, stage {stage}"  # DeepSpeed's stage 3 changes torch for the rest of the process
-    pieces, came = run_ranks(1, late_after_discarded, config, device="sim", pool=pool)[0]
-    assert pieces > 0
-    assert not came
 
 
 class LargestConversion(TorchDispatchMode):
