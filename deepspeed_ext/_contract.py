@@ -40,9 +40,7 @@ _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     "check_overflow": "(self, partition_gradients)",
     "destroy": "(self)",
     "get_grad_norm_direct": "(self, gradients, params, norm_type)",
-    "get_param_id": "(self, param)",
     "initialize_optimizer_states": "(self)",
-    "is_gradient_accumulation_boundary": "(self)",
     "load_state_dict": (
         "(self, state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial,"
         " param_shapes)"
@@ -53,7 +51,6 @@ _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     "device": ASSIGNED,
     "dp_process_group": ASSIGNED,
     "dtype": ASSIGNED,
-    "grad_position": ASSIGNED,
     "gradient_accumulation_dtype": ASSIGNED,
     "optimizer": ASSIGNED,
     "overflow": ASSIGNED,
@@ -165,18 +162,15 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "__init__": Takes(
             ("init_optimizer", "allgather_bucket_size", "dp_process_group", "has_moe_layers", *_BUILT_WITH)
         ),
-        "_get_compact_grad_partition_slice": "(self, group_idx, partition_id, param_id, num_elements)",
         "_get_preflattened_grad_partition": "(self, group_idx)",
         "_lazy_init_hp_params_optimizer_state": "(self)",
         "_link_all_hp_params": "(self)",
         "_load_legacy_checkpoint": EXISTS,
         "_optimizer_step": "(self, group_no)",
         "_update_model_bit16_weights": "(self, group_index)",
-        "copy_grads_in_partition": "(self, param, group_idx)",
         "create_gradient_handling_hooks": "(self)",
         "flatten_dense_tensors_aligned": "(self, tensor_list, alignment, use_cpu_data, param_padding)",
         "get_data_parallel_partitions": "(self, tensor, group_id)",
-        "get_gradient_for_reduction": "(self, param)",
         "initialize_gradient_partitioning_data_structures": "(self)",
         "unscale_and_clip_grads": "(self, grad_groups_flat, total_norm)",
         "update_lp_params": "(self)",
@@ -204,7 +198,6 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_partition_all_parameters": "(self)",
         "_rigid_load_state_dict": EXISTS,
         "invalidate_secondary_tensor": "(self)",
-        "partition_grads": "(self, params_to_release, grad_partitions)",
         "unscale_and_clip_grads": "(self, sub_group_id, total_norm)",
         "deepspeed_adam_offload": ASSIGNED,
         "fp16_groups": ASSIGNED,

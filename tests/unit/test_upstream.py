@@ -131,12 +131,12 @@ def test_every_member_that_we_touch_is_in_the_contract() -> None:
 
 def test_an_omission_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     members = dict(_contract.CONTRACT[OPTIMIZER])
-    for name in ("_offload_gradient_safety_enabled", "copy_grads_in_partition"):
+    for name in ("_offload_gradient_safety_enabled", "unscale_and_clip_grads"):
         del members[name]
     monkeypatch.setitem(_contract.CONTRACT, OPTIMIZER, members)
     assert omissions()[0] == {
         f"ZenFlowZeroOptimizer: DeepSpeedZeroOptimizer.{name}"
-        for name in ("_offload_gradient_safety_enabled", "copy_grads_in_partition")
+        for name in ("_offload_gradient_safety_enabled", "unscale_and_clip_grads")
     }
 
 
