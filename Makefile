@@ -38,6 +38,10 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 # Processes of an environment that is not .venv: DeepSpeed finds ninja beside the interpreter, and operators of its torch.
 OFFLINE = PATH="$$(dirname "$$python"):$$PATH" TORCH_EXTENSIONS_DIR="$$(dirname "$$(dirname "$$python")")/torch_extensions"
 
+# What trains with several ranks on the CPU, and also runs on the simulated accelerator: but for tests marked `cpu`.
+SIMULATED := --all-simulated -m 'not gpu' tests/unit/faults tests/unit/flatten tests/unit/gather tests/unit/zenflow \
+	tests/unit/test_checkpoint_tools.py
+
 PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
@@ -52,12 +56,14 @@ train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 AR
 
 test: $(VENV)/.stamp-operators  ## run the tests, about a quarter of an hour on two cores
 	$(PYTEST) --simulated $(ARGS)
+	$(PYTEST) $(SIMULATED) --one-in 12
 
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
 	$(PYTEST) --simulated --full $(ARGS)
 
-test-sim: $(VENV)/.stamp-operators  ## run the GPU tests on the simulated accelerator, and SEEDS orders of its tasks
+test-sim: $(VENV)/.stamp-operators  ## run the tests on the simulated accelerator, and SEEDS orders of its tasks
 	$(PYTEST) --simulated --full -m gpu $(ARGS)
+	$(PYTEST) $(SIMULATED) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
