@@ -38,9 +38,9 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 # Processes of an environment that is not .venv: DeepSpeed finds ninja beside the interpreter, and operators of its torch.
 OFFLINE = PATH="$$(dirname "$$python"):$$PATH" TORCH_EXTENSIONS_DIR="$$(dirname "$$(dirname "$$python")")/torch_extensions"
 
-# What trains with several ranks on the CPU, and also runs on the simulated accelerator: but for tests marked `cpu`.
-SIMULATED := --all-simulated -m 'not gpu' tests/unit/faults tests/unit/flatten tests/unit/gather tests/unit/zenflow \
-	tests/unit/test_checkpoint_tools.py
+# Tests that train on the CPU, on the simulated accelerator instead: the files with ranks, but for what is marked `cpu`.
+SIMULATED = --all-simulated -m 'not gpu' $(sort $(shell grep -lrE 'run_(fresh_)?ranks|failed_resumes' --include='test_*.py' \
+	$(addprefix tests/unit/,faults flatten gather zenflow test_checkpoint_tools.py)))
 
 PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 

@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
 
 
+@pytest.hookimpl(trylast=True)  # `--one-in` counts what -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all-simulated"):
         ranks.simulate("cpu", "accelerator")
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "faults" not in item.path.parts)
     left_out: set[pytest.Item] = set()
     if config.getoption("--all-simulated"):
-        left_out |= {item for item in items if item.get_closest_marker("cpu")}
+        left_out |= {item for item in items if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))}
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
         on_gpu = [item for item in items if item.get_closest_marker("gpu")]
