@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup
@@ -20,7 +19,7 @@ from deepspeed_ext.flatten import exchange, staging
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from tests.support.meter import LiveBytes
-from tests.support.models import on_device
+from tests.support.models import on_device, this_device
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
@@ -42,10 +41,6 @@ def reference(layout: GroupLayout) -> torch.Tensor:
     for segment in layout.segments:
         flat[segment.start : segment.start + segment.numel] = segment.parameter.detach().reshape(-1).cpu()
     return flat
-
-
-def this_device() -> torch.device:
-    return torch.device(get_accelerator().current_device_name())
 
 
 def flatten(layout: GroupLayout, forced: Any = None, check_replicas: bool = False) -> tuple[torch.Tensor, Any]:
