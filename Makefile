@@ -38,6 +38,10 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 # Processes of an environment that is not .venv: DeepSpeed finds ninja beside the interpreter, and operators of its torch.
 OFFLINE = PATH="$$(dirname "$$python"):$$PATH" TORCH_EXTENSIONS_DIR="$$(dirname "$$(dirname "$$python")")/torch_extensions"
 
+# The files whose tests have ranks of the CPU, which are simulated accelerators instead, but for what is marked `cpu`.
+SIMULATED = --all-simulated -m 'not gpu' $(sort $(shell grep -lrE 'run_(fresh_)?ranks|failed_resumes' tests/unit \
+	--include='test_*.py' $(addprefix --exclude=test_,simulated_*.py support.py benchmarks.py gpu_suite.py)))
+
 PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
@@ -50,14 +54,16 @@ help:  ## list the commands
 train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 ARGS="--steps 100 --resume")
 	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
-test: $(VENV)/.stamp-operators  ## run the tests, about a quarter of an hour on two cores
+test: $(VENV)/.stamp-operators  ## run the tests, a good quarter of an hour on two cores
 	$(PYTEST) --simulated $(ARGS)
+	$(PYTEST) $(SIMULATED) --one-in 24
 
 test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of settings
 	$(PYTEST) --simulated --full $(ARGS)
 
-test-sim: $(VENV)/.stamp-operators  ## run the GPU tests on the simulated accelerator, and SEEDS orders of its tasks
+test-sim: $(VENV)/.stamp-operators  ## run the tests on the simulated accelerator, and SEEDS orders of its tasks
 	$(PYTEST) --simulated --full -m gpu $(ARGS)
+	$(PYTEST) $(SIMULATED) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none

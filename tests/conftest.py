@@ -21,10 +21,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
     parser.addoption("--simulated", action="store_true", help="run the tests marked `gpu` on the simulated accelerator")
     parser.addoption(
-        "--all-simulated", action="store_true", help="run the ranks of all tests on the simulated accelerator"
+        "--all-simulated",
+        action="store_true",
+        help="run the ranks of all tests on the simulated accelerator, but for those marked `cpu`",
     )
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
 
 
+@pytest.hookimpl(trylast=True)  # `--one-in` counts what -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all-simulated"):
         ranks.simulate("cpu", "accelerator")
@@ -36,11 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
     # With several processes (-n), the files with the longest tests come first: none of them is left for the end.
     items.sort(key=lambda item: "faults" not in item.path.parts)
-    if config.getoption("--full"):
-        return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    simulated = config.getoption("--simulated")
-    skipped = {item for item in items if item.get_closest_marker("full")}
-    skipped |= {item for number, item in enumerate(on_gpu) if simulated and number % SIMULATED_GPU_TESTS_ONE_IN}
-    config.hook.pytest_deselected(items=[item for item in items if item in skipped])
-    items[:] = [item for item in items if item not in skipped]
+    left_out: set[pytest.Item] = set()
+    if config.getoption("--all-simulated"):
+        left_out |= {item for item in items if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))}
+    if not config.getoption("--full"):
+        left_out |= {item for item in items if item.get_closest_marker("full")}
+        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        if config.getoption("--simulated"):
+            left_out |= {item for number, item in enumerate(on_gpu) if number % SIMULATED_GPU_TESTS_ONE_IN}
+    chosen = [item for item in items if item not in left_out][:: config.getoption("--one-in")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen

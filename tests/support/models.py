@@ -60,9 +60,14 @@ def two_groups(model: nn.Module) -> list[dict]:
     ]
 
 
+def this_device() -> torch.device:
+    """This rank's accelerator."""
+    return torch.device(get_accelerator().current_device_name())
+
+
 def on_device(batch: torch.Tensor) -> torch.Tensor:
     """`batch` on this rank's accelerator."""
-    return batch.to(get_accelerator().current_device_name())
+    return batch.to(this_device())
 
 
 def batches(count: int, rank: int, seed: int = 0) -> list[torch.Tensor]:

@@ -10,12 +10,13 @@ import torch
 from deepspeed_ext import _errors
 from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, require_same_plan, section, together
 from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
+from tests.support.models import this_device
 from tests.support.ranks import run_ranks
 
 
 def fail(errors: dict[int, Exception]) -> tuple[str, str]:
     """Each rank raises its entry inside `together`; returns type and message of what comes out of it."""
-    ranks = RankGroup.of(None, torch.device("cpu"))
+    ranks = RankGroup.of(None, this_device())
     try:
         with together(ranks, otherwise=CheckpointError):
             if (error := errors.get(ranks.rank)) is not None:
@@ -113,9 +114,9 @@ def test_every_error_can_be_named() -> None:
 
 def fail_around_a_section(where: str) -> tuple[str, str]:
     """Ranks 0 and 2 have a group of their own; rank 2 fails before the group's section, inside of it or after it."""
-    world = RankGroup.of(None, torch.device("cpu"))
+    world = RankGroup.of(None, this_device())
     groups = [torch.distributed.new_group(members) for members in ([0, 2], [1])]
-    inner = RankGroup.of(groups[world.rank % 2], torch.device("cpu"))
+    inner = RankGroup.of(groups[world.rank % 2], this_device())
 
     def at(place: str) -> None:
         if world.rank == 2 and where == place:
@@ -143,7 +144,7 @@ def test_a_rank_that_fails_around_a_section_meets_the_others(where: str) -> None
 
 
 def fail_alike(kinds: dict[int, type[Exception]]) -> str:
-    ranks = RankGroup.of(None, torch.device("cpu"))
+    ranks = RankGroup.of(None, this_device())
     try:
         with together(ranks, otherwise=None):
             if (kind := kinds.get(ranks.rank)) is not None:
@@ -166,7 +167,7 @@ def test_an_error_of_all_ranks_can_keep_its_type(kinds: dict[int, type[Exception
 
 
 def disagree() -> str:
-    ranks = RankGroup.of(None, torch.device("cpu"))
+    ranks = RankGroup.of(None, this_device())
     with pytest.raises(_errors.PlanMismatchError) as caught:
         require_same_plan("a test", ("plan", ranks.rank == 1), ranks)
     return str(caught.value)

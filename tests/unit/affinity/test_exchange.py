@@ -21,6 +21,7 @@ from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
 from deepspeed_ext.affinity.topology import Core, Topology
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
+from tests.support.models import this_device
 from tests.support.ranks import run_ranks
 from tests.support.sysfs import write, write_host
 from tests.support.topologies import cores
@@ -239,7 +240,7 @@ def real_agreement() -> tuple[str, str, list[str]]:
     mask = [frozenset({0, 1, 2}), frozenset({2, 3, 4, 5, 6})][rank]
     topology = flat(8)
     report = RankReport(rank, "a", RankFacts(rank, mask), topology.digest(), PlanRequest())
-    answer = agree(report, topology, RankGroup.of(None, torch.device("cpu")))
+    answer = agree(report, topology, RankGroup.of(None, this_device()))
     return *sets(answer), list(answer.warnings)
 
 

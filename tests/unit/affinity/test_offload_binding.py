@@ -14,7 +14,7 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.config import CoreBindingConfig
-from tests.support.models import OddModel, batches, on_device
+from tests.support.models import OddModel, batches, on_device, this_device
 from tests.support.ranks import run_fresh_ranks
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -30,9 +30,7 @@ CONFIG = {
 def train_bound() -> dict[str, Any]:
     rank = dist.get_rank()
     before = set(thread_masks().values())
-    binding = CoreBinding.start(
-        CoreBindingConfig(), RankGroup.of(None, torch.device("cpu")), local_rank=rank, separate=False
-    )
+    binding = CoreBinding.start(CoreBindingConfig(), RankGroup.of(None, this_device()), local_rank=rank, separate=False)
     model = OddModel()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
     for batch in batches(3, rank):

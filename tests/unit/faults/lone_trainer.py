@@ -1,6 +1,7 @@
 """A user's training script with one rank. Its first argument says how it ends, its second is a folder.
 
-Prints a line of JSON when it trains: its worker's process id and kernel. Run by `test_trainer` and `test_bare_machine`.
+Prints a line of JSON when it trains: its worker's process id and kernel. With DSEXT_TEST_DEVICE=sim it does so on the
+simulated accelerator. Run by `test_trainer` and `test_bare_machine`.
 """
 
 import importlib
@@ -13,7 +14,7 @@ import threading
 import torch
 
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from tests.support.models import batches
+from tests.support.models import batches, on_device
 from tests.support.waiting import wait_to_be_killed
 from tests.support.zenflow import make_engine, train, zenflow_config
 
@@ -42,7 +43,11 @@ def announce_at_launch() -> None:
 
 def main(end: str) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    backend = "gloo"
+    if os.environ.get("DSEXT_TEST_DEVICE") == "sim":
+        importlib.import_module("tests.support.simulated_accelerator.accelerator").install()
+        backend = "sim"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     if end == "starting":
         announce_at_launch()
     elif end == "without operators":  # DeepSpeed's CPU accelerator, and no other, cannot do without this one
@@ -60,7 +65,7 @@ def main(end: str) -> None:
         train(engine, batches(1, 0))
         wait_to_be_killed()
     elif end == "exception":
-        loss = engine(batches(1, 1)[0])
+        loss = engine(on_device(batches(1, 1)[0]))
         engine.backward(loss)
         raise RuntimeError("a mistake of the user's")
     elif end == "interrupt":

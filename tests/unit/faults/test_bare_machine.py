@@ -17,6 +17,8 @@ import pytest
 from deepspeed_ext.zenflow.kernel import library_path
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.cpu(reason="the simulated accelerator needs the compiler that is missing here")
+
 TINY_DEV_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
 
 

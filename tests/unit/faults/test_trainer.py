@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from tests.support.models import batches
 from tests.support.optimizer_process import gone
 from tests.support.paths import ROOT
-from tests.support.ranks import run_fresh_ranks, run_ranks
+from tests.support.ranks import is_simulated, run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
@@ -35,7 +35,8 @@ class Script:
         self.folder = folder
         command = [sys.executable, "-m", "tests.unit.faults.lone_trainer", end, str(folder)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+        environment = {**os.environ, "DSEXT_TEST_DEVICE": "sim" if is_simulated("cpu") else "cpu"}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
         self._worker = 0
 
     @property

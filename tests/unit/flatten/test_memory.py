@@ -19,6 +19,7 @@ from deepspeed_ext.flatten import exchange, staging
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from tests.support.meter import LiveBytes
+from tests.support.models import on_device, this_device
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
@@ -29,19 +30,21 @@ CHUNK_BYTES = MIB // 2
 
 def make_layout(ranks: int, dtype: torch.dtype = torch.bfloat16) -> GroupLayout:
     generator = torch.Generator().manual_seed(7)
-    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    parameters = [torch.nn.Parameter(on_device(value)) for value in values]
     return GroupLayout.of(parameters, [index % 3 for index in range(len(SHAPES))], 2 * ranks)
 
 
 def reference(layout: GroupLayout) -> torch.Tensor:
+    """What the flat buffer must hold, on the host."""
     flat = torch.zeros(layout.numel, dtype=layout.dtype)
     for segment in layout.segments:
-        flat[segment.start : segment.start + segment.numel] = segment.parameter.detach().reshape(-1)
+        flat[segment.start : segment.start + segment.numel] = segment.parameter.detach().reshape(-1).cpu()
     return flat
 
 
 def flatten(layout: GroupLayout, forced: Any = None, check_replicas: bool = False) -> tuple[torch.Tensor, Any]:
-    ranks = RankGroup.of(dist.get_world_group(), torch.device("cpu"), keeps_scratch=True)
+    ranks = RankGroup.of(dist.get_world_group(), this_device(), keeps_scratch=True)
     return Flattener(forced, 0.05, MIB, check_replicas).flatten(layout, ranks, 0)
 
 
@@ -64,7 +67,7 @@ def peak_body(tier: str) -> dict[str, float]:
         meter.watch(*(segment.parameter for segment in layout.segments))
         flat, plan = flatten(layout, tier)
     assert plan.tier == tier
-    assert torch.equal(flat.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(flat.cpu().view(torch.int16), expected.view(torch.int16))
     return {"P": layout.nbytes, **meter.peak}
 
 
@@ -95,7 +98,7 @@ def different_memory_body(free_bytes: list[int]) -> tuple[str, int]:
         patch.object(allocation, "total_accelerator_bytes", lambda: 100 * MIB),
     ):
         flat, plan = flatten(layout)
-    assert torch.equal(flat.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(flat.cpu().view(torch.int16), expected.view(torch.int16))
     return plan.tier, plan.facts.free_bytes
 
 
@@ -113,7 +116,7 @@ def next_tier_body(failures: list[list[int]]) -> str:
     expected = reference(layout)
     with failing(failures[dist.get_rank()]):
         flat, plan = flatten(layout)
-    assert torch.equal(flat.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(flat.cpu().view(torch.int16), expected.view(torch.int16))
     return plan.tier
 
 
@@ -137,7 +140,7 @@ def test_single_rank_falls_back_to_host() -> None:
 
 def last_tier_body(failures: list[list[int]], forced: str | None, host_fails_on: int | None) -> str:
     layout = make_layout(dist.get_world_size())
-    before = [segment.parameter.detach().clone() for segment in layout.segments]
+    before = [segment.parameter.detach().cpu().clone() for segment in layout.segments]
     real = allocation.host_empty
 
     def host_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -153,7 +156,7 @@ def last_tier_body(failures: list[list[int]], forced: str | None, host_fails_on:
         flatten(layout, forced)
     for segment, value in zip(layout.segments, before, strict=True):
         assert segment.parameter.shape == value.shape
-        assert torch.equal(segment.parameter.detach().view(torch.int16), value.view(torch.int16))
+        assert torch.equal(segment.parameter.detach().cpu().view(torch.int16), value.view(torch.int16))
     return str(error.value)
 
 
@@ -240,7 +243,8 @@ def fault_at(place: int, fault: str) -> Iterator[list[int]]:
 def small_layout() -> tuple[GroupLayout, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     shapes = [(40, 41), (7,), (0,), (3, 5, 7), (1, 1)]
-    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+    values = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    parameters = [torch.nn.Parameter(on_device(value)) for value in values]
     layout = GroupLayout.of(parameters, [2, 0, 1, 0, 0], 4)
     return layout, reference(layout)
 
@@ -258,7 +262,7 @@ def outcome(tier: str, fault: str, place: int) -> tuple[str, bool]:
         except DeepSpeedExtError as error:
             flat, end = None, f"{type(error).__name__}: {error}"
     if flat is not None:
-        assert torch.equal(flat.view(torch.int16), expected.view(torch.int16)), (tier, fault, place)
+        assert torch.equal(flat.cpu().view(torch.int16), expected.view(torch.int16)), (tier, fault, place)
     else:
         intact = reference(layout)
         assert torch.equal(intact.view(torch.int16), expected.view(torch.int16)), (tier, fault, place, end)
@@ -271,7 +275,7 @@ def sweep(tier: str) -> list[tuple[str, int, str]]:
         for place in range(20):
             end, happened = outcome(tier, fault, place)
             found.append((fault, place, end))
-            if not RankGroup.of(dist.get_world_group(), torch.device("cpu")).minimum(-int(happened))[0]:
+            if not RankGroup.of(dist.get_world_group(), this_device()).minimum(-int(happened))[0]:
                 break
         else:
             raise AssertionError("there is no end of allocations")
@@ -293,14 +297,14 @@ def test_wherever_an_allocation_fails_all_ranks_end_alike_and_nothing_is_lost(ti
 
 
 def both_exchanges() -> list[torch.Tensor]:
-    ranks = RankGroup.of(dist.get_world_group(), torch.device("cpu"))
+    ranks = RankGroup.of(dist.get_world_group(), this_device())
     found = []
     for way in (exchange.all_gather, exchange.broadcasts):
-        flat = torch.full((6 * ranks.size,), float("nan"), dtype=torch.bfloat16)
-        flat[6 * ranks.rank : 6 * ranks.rank + 6] = torch.arange(6) + 10 * ranks.rank
+        flat = torch.full((6 * ranks.size,), float("nan"), dtype=torch.bfloat16, device=ranks.device)
+        flat[6 * ranks.rank : 6 * ranks.rank + 6] = torch.arange(6, device=ranks.device) + 10 * ranks.rank
         way(flat, ranks, 4)
-        found.append(flat)
-    assert exchange.backend_of(ranks) == "gloo"
+        found.append(flat.cpu())
+    assert exchange.backend_of(ranks) == ("gloo" if ranks.device.type == "cpu" else "sim")
     return found
 
 

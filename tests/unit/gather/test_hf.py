@@ -16,6 +16,8 @@ from tests.support.zero3 import gathered
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
+
 STEPS = 6
 
 

@@ -15,6 +15,8 @@ from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
+
 
 def test_logs_and_resume_with_our_fields(tmp_path: Path) -> None:
     flags = ("--config", config_file(tmp_path, flatten_tier="distributed", flatten_reserve_fraction=0.1))

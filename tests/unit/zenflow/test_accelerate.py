@@ -15,6 +15,8 @@ from tests.support.zenflow import zenflow_config
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
+
 SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4, "overlap_step": True}
 
 

@@ -10,6 +10,8 @@ from tests.support.ranks import nursery, run_ranks
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
+
 INTERVAL_2 = {"update_interval": 2, "full_warm_up_rounds": 2}
 SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4, "overlap_step": True}
 
