@@ -143,6 +143,7 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
 void register_device() {
   c10::SetAllocator(c10::kPrivateUse1, device_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  register_new_generator([](c10::DeviceIndex device) { return at::detail::getPrivateUse1Hooks().getNewGenerator(device); });
   at::globalContext().lazyInitDevice(c10::kPrivateUse1);  // before it, torch takes no memory for page-locked
 }
 

@@ -3,6 +3,7 @@
 // A torch before 2.7, 2.9 or 2.10 lacks functions that the later one asks of a device. There they are plain functions
 // that nobody calls.
 #pragma once
+#include <ATen/core/GeneratorForPrivateuseone.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <torch/version.h>
 
@@ -44,5 +45,12 @@ using c10::DeviceCapability;
 #else
 struct DeviceCapability {};
 #endif
+
+// Since 2.7, torch asks the hooks for a new generator.
+inline void register_new_generator([[maybe_unused]] at::Generator (*make)(c10::DeviceIndex)) {
+#if !TORCH_IS_SINCE(7)
+  static const at::_GeneratorRegister registered(make);
+#endif
+}
 
 }  // namespace simulated
