@@ -73,6 +73,7 @@ class Nursery:
     def __init__(self, device: str = "cpu") -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        environment["TORCH_WARM_POOL"] = "0"  # else torch starts a thread when it is imported, if there is Triton
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno()), device],
             cwd=ROOT,

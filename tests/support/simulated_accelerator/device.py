@@ -49,6 +49,10 @@ def is_initialized() -> bool:
     return True
 
 
+def _lazy_init() -> None:
+    """Nothing is left to do; but torch 2.6 does not wait for a device that has no such function."""
+
+
 def _is_in_bad_fork() -> bool:
     return bool(library.in_bad_fork())
 
@@ -201,6 +205,15 @@ def _process_group(store: dist.Store, rank: int, size: int, timeout: Any) -> Any
     return library.make_process_group(gloo)
 
 
+def _let_autograd_through() -> torch.library.Library:
+    """Torch 2.6 knows no autograd kernel for an operator that the library registers, unless it has derivatives."""
+    everything = torch.library.Library("_", "IMPL")
+    if not torch._C._dispatch_has_backend_fallback(torch._C.DispatchKey.AutogradPrivateUse1):
+        everything.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")
+    return everything
+
+
+_autograd = _let_autograd_through()
 _autocast = autocast.register()
 torch._register_device_module("sim", sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(

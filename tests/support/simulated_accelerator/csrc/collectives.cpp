@@ -8,6 +8,7 @@
 
 #include "memory.h"
 #include "tensors.h"
+#include "torch_versions.h"
 
 namespace simulated {
 namespace {
@@ -88,7 +89,7 @@ class ProcessGroup final : public c10d::Backend {
     if (size_ > 1) keep_running();
   }
   const std::string getBackendName() const override { return "sim"; }
-  bool supportsCoalescing() const override { return true; }
+  bool supportsCoalescing() const OVERRIDE_SINCE_2_7 { return true; }
   void startCoalescing() override { is_coalescing_ = true; }
   WorkPtr endCoalescing() override {
     is_coalescing_ = false;

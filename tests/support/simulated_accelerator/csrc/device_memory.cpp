@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "memory.h"
+#include "torch_versions.h"
 
 namespace simulated {
 namespace {
@@ -127,7 +128,7 @@ Block* new_block(Stream* stream, size_t bytes) {
   return new Block{address, bytes, stream->device, stream, {}};
 }
 
-struct Allocator final : public c10::DeviceAllocator {
+struct Allocator final : public DeviceAllocator {
   c10::DataPtr allocate(size_t wanted) override {
     const c10::Device device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(current_device()));
     if (wanted == 0) return {nullptr, nullptr, &free_nothing, device};
@@ -161,10 +162,12 @@ struct Allocator final : public c10::DeviceAllocator {
     task.run = [to = behind(to), from = behind(from), bytes] { std::memcpy(to, from, bytes); };
     enqueue(current_stream(), std::move(task));
   }
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override { empty_cache(current_device()); }
-  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override { record_stream(pointer, from_torch(stream)); }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+  bool initialized() OVERRIDE_SINCE_2_9 { return true; }
+  void emptyCache(MempoolId_t) OVERRIDE_SINCE_2_9 { empty_cache(current_device()); }
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) OVERRIDE_SINCE_2_9 {
+    record_stream(pointer, from_torch(stream));
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) OVERRIDE_SINCE_2_9 {
     c10::CachingDeviceAllocator::DeviceStats stats;
     const auto figures = memory_figures(device);
     stats.allocated_bytes[0].current = figures.allocated;
@@ -173,9 +176,9 @@ struct Allocator final : public c10::DeviceAllocator {
     stats.reserved_bytes[0].peak = figures.most_reserved;
     return stats;
   }
-  void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex device) override { reset_peaks(device); }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+  void resetAccumulatedStats(c10::DeviceIndex) OVERRIDE_SINCE_2_9 {}
+  void resetPeakStats(c10::DeviceIndex device) OVERRIDE_SINCE_2_9 { reset_peaks(device); }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) OVERRIDE_SINCE_2_10 {
     const auto figures = memory_figures(device);
     return {figures.total - figures.reserved, figures.total};
   }

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "memory.h"
+#include "torch_versions.h"
 
 namespace simulated {
 namespace {
@@ -42,13 +43,15 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void setDevice(c10::Device device) const override { set_current_device(resolve(device)); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { set_current_device(resolve(device)); }
-  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+  DeviceCapability getDeviceCapability(c10::Device) const OVERRIDE_SINCE_2_10 { return {}; }
 
-  c10::Stream getStream(c10::Device device) const override { return to_torch(current_stream_of(resolve(device))); }
+  c10::Stream getStream(c10::Device device) const NOEXCEPT_BEFORE_2_7 override {
+    return to_torch(current_stream_of(resolve(device)));
+  }
   c10::Stream getDefaultStream(c10::Device device) const override { return to_torch(default_stream(resolve(device))); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream getNewStream(c10::Device device, int) const override { return to_torch(new_stream(resolve(device))); }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
+  c10::Stream exchangeStream(c10::Stream stream) const NOEXCEPT_BEFORE_2_7 override {
     const auto before = getStream(stream.device());
     set_current_stream(from_torch(stream));
     return before;
@@ -95,8 +98,8 @@ struct Generator final : public at::CPUGeneratorImpl {
 struct Hooks final : public at::PrivateUse1HooksInterface {
   static int resolve(c10::DeviceIndex device) { return device < 0 ? current_device() : device; }
 
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isBuilt() const OVERRIDE_SINCE_2_7 { return true; }
+  bool isAvailable() const OVERRIDE_SINCE_2_7 { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(device_count()); }
   void setCurrentDevice(c10::DeviceIndex device) const override { set_current_device(device); }
@@ -140,6 +143,7 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
 void register_device() {
   c10::SetAllocator(c10::kPrivateUse1, device_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  register_new_generator([](c10::DeviceIndex device) { return at::detail::getPrivateUse1Hooks().getNewGenerator(device); });
   at::globalContext().lazyInitDevice(c10::kPrivateUse1);  // before it, torch takes no memory for page-locked
 }
 
