@@ -13,7 +13,7 @@ from tests.support import ranks
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SIMULATED_GPU_TESTS_ONE_IN = 5
+SIMULATED_GPU_TESTS_ONE_IN = 8
 """`make test-sim` and `make test-full` run all of them."""
 
 

@@ -219,9 +219,9 @@ def go_through(config: dict, folder: str, name: str, every: int, first: int = 0)
 @pytest.mark.parametrize(
     ("name", "stage", "rule", "every"),
     [
-        ("step", 2, "predictive", 5),
-        ("save", 2, "selective", 4),
-        ("load", 3, "predictive", 17),
+        ("step", 2, "predictive", 8),
+        ("save", 2, "selective", 6),
+        ("load", 3, "predictive", 23),
         *(
             pytest.param(name, stage, rule, 1, marks=pytest.mark.full)
             for name in ("step", "save", "load")
@@ -249,7 +249,7 @@ def test_all_ranks_have_the_same_error(name: str, stage: int, rule: str, every: 
 @pytest.mark.parametrize(
     ("ways", "first", "every"),
     [
-        (STARTS, 0, 29),
+        (STARTS, 0, 37),
         *(
             pytest.param((way,), first, 2, marks=pytest.mark.full)
             for way in (*STARTS, "zenflow predictive 3", "zenflow selective 2")
