@@ -206,7 +206,7 @@ def _process_group(store: dist.Store, rank: int, size: int, timeout: Any) -> Any
 
 
 def _let_autograd_through() -> torch.library.Library:
-    """Torch 2.6 knows no autograd kernel for an operator that the library registers, unless it has derivatives."""
+    """For operators that the library registers and that have no derivatives: torch 2.13 does it, 2.9 does not yet."""
     everything = torch.library.Library("_", "IMPL")
     if not torch._C._dispatch_has_backend_fallback(torch._C.DispatchKey.AutogradPrivateUse1):
         everything.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")
