@@ -13,10 +13,10 @@ import torch
 
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.section import VERSION
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 
-VERSION = 5
 NUMELS = (70, 33)
 BLOCK_SIZE = 32
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64)

@@ -59,7 +59,7 @@ def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path
     assert whole[-1][1] < whole[0][1]
 
 
-@pytest.mark.parametrize("mode", ["zenflow", "zenflow_selective"])
+@pytest.mark.parametrize("mode", ["zenflow", pytest.param("zenflow_selective", marks=pytest.mark.full)])
 def test_zenflow_resumes_and_reports_overlap(mode: str, tmp_path: Path) -> None:
     held_out = run_ranks(2, train, str(tmp_path / "whole"), "--mode", mode)
     run_ranks(2, train, str(tmp_path / "parts"), "--mode", mode, "--stop-after", "3")

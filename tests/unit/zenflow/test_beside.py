@@ -153,7 +153,9 @@ def with_gathered_parameters(engine: Any, data: list[torch.Tensor]) -> list[floa
 DRIVERS = (half_evaluating, without_synchronization, compiled, with_states_away, with_gathered_parameters)
 
 
-@pytest.mark.parametrize(("drive", "stage", "rule"), some(list(itertools.product(DRIVERS, (1, 2, 3), RULES))))
+@pytest.mark.parametrize(
+    ("drive", "stage", "rule"), some(list(itertools.product(DRIVERS, (1, 2, 3), RULES)), strength=1)
+)
 def test_ways_of_driving_it(drive: Callable, stage: int, rule: str) -> None:
     accumulation = 2 if drive is without_synchronization else 1
     check(1, zenflow_config(stage, torch.float32, accumulation, **RULES[rule]), drive=drive)
@@ -191,7 +193,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "stage", "rule"), some(MODELS))
+@pytest.mark.parametrize(("model", "stage", "rule"), some(MODELS, strength=1))
 def test_models(model: Callable, stage: int, rule: str) -> None:
     check(1, zenflow_config(stage, torch.float32, **RULES[rule]), model=model)
 

@@ -44,7 +44,7 @@ def resumed(folder: str, configs: dict[str, str], stops: list[int]) -> dict[str,
     ("ranks", "stages"),
     [
         (2, {2: {"update_interval": 1}}),
-        (1, {3: INTERVAL_2}),
+        pytest.param(1, {3: INTERVAL_2}, marks=pytest.mark.full),
         pytest.param(2, {1: INTERVAL_2}, marks=pytest.mark.full),
         pytest.param(1, {1: {"update_interval": 1}, 2: INTERVAL_2}, marks=pytest.mark.full),
         pytest.param(2, {3: INTERVAL_2}, marks=pytest.mark.full),
