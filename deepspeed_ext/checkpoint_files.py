@@ -38,11 +38,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             node-local storage.
 
     Attributes:
-        names_latest: whether the next `commit` updates ``latest``; DeepSpeed must then not do it itself.
-        kept: the first error of this rank since `create`.
+        kept: the first error of this rank since `begin_save`.
     """
-
-    names_latest = False
 
     def __init__(self, config_params: Any, ranks: RankGroup, leads: bool) -> None:
         super().__init__(config_params)
@@ -51,9 +48,19 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._folder: CheckpointFolder | None = None
         self._save_id = UNKNOWN
         self._loaded_id: str | None = None
+        self._names_latest = False
         self.kept = KeptError()
 
     # -- saving ---------------------------------------------------------------------------------------------------
+
+    def begin_save(self, names_latest: bool) -> None:
+        """Call this before anything else of a save; it forgets an earlier one that was interrupted.
+
+        Args:
+            names_latest: whether `commit` updates ``latest``; DeepSpeed must then not do it itself.
+        """
+        self._folder, self._names_latest = None, names_latest
+        self.kept.take()
 
     def create(self, info: Any) -> None:
         """Begin a save. A collective.
@@ -65,7 +72,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         super().create(info)
         require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
         self._save_id = self._ranks.gather(uuid.uuid4().hex)[0]
-        self._folder = None
         what = f"checkpoint {info.tag!r} was not saved"
         with self._all(what, "save elsewhere"):
             self.kept.raise_here()  # kept when the folder of all tags was created
@@ -115,11 +121,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             if self._leads:
                 folder.give_up(self._save_id)
             raise
-        names_latest, self.names_latest = self.names_latest, False
         with self._all(f"checkpoint {info.tag!r} was saved, but finishing the save failed", "load it by its tag"):
             if self._leads:
                 folder.end()
-            if names_latest and self._ranks.rank == 0:
+            if self._names_latest and self._ranks.rank == 0:
                 _files.replace_file(os.path.join(info.save_dir, "latest"), info.tag)
         return super().commit(info)
 

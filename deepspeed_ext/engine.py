@@ -242,7 +242,8 @@ class Engine(DeepSpeedEngine):
         """
         self._settle_zenflow()
         if isinstance(self.checkpoint_engine, JointCheckpointEngine):
-            self.checkpoint_engine.names_latest, save_latest = save_latest, False
+            self.checkpoint_engine.begin_save(names_latest=save_latest)
+            save_latest = False
         client_state = {} if client_state is None else client_state
         return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from deepspeed_ext.checkpoint_files import JointCheckpointEngine
 from deepspeed_ext.checkpoint_folder import CheckpointFolder, FolderState, choose_save
 from tests.support.crash.driver import CONFIG, Disks, load, save
 
+STATE = "mp_rank_00_model_states.pt"
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
 
 
@@ -177,3 +181,55 @@ def test_a_damaged_marker_is_a_checkpoint_error(text: str, tmp_path: Path) -> No
     (tmp_path / "t" / checkpoint_folder._MARKER).write_text(text)
     with pytest.raises(CheckpointError, match="damaged"):
         CheckpointFolder(str(tmp_path), "t").state()
+
+
+INTERRUPTIONS = ("created", "folder made", "a file failed", "a file saved", "committing")
+
+
+def interrupted_save(engine: JointCheckpointEngine, folder: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save under tag a that ends `at` this point, as if Ctrl-C had been pressed there."""
+    info = SimpleNamespace(tag="a", save_dir=str(folder))
+    engine.begin_save(names_latest=True)
+    engine.makedirs(str(folder), exist_ok=True)
+    engine.create(info)
+    if at == "created":
+        return
+    engine.makedirs(f"{folder}/a", exist_ok=True)
+    if at == "folder made":
+        return
+    with monkeypatch.context() as patched:
+        if at == "a file failed":
+            patched.setattr(torch, "save", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+        engine.save({"state": torch.ones(3)}, f"{folder}/a/{STATE}")
+        assert (engine.kept.error is not None) == (at == "a file failed")
+        if at == "committing":
+            patched.setattr(CheckpointFolder, "swap", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.commit(info)
+
+
+@pytest.mark.parametrize("at", INTERRUPTIONS)
+@pytest.mark.parametrize("tag", ["a", "b"])
+def test_an_interrupted_save_does_not_affect_the_next(tag: str, at: str, tmp_path: Path, monkeypatch: Any) -> None:
+    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
+    interrupted_save(engine, tmp_path, at, monkeypatch)
+    info = SimpleNamespace(tag=tag, save_dir=str(tmp_path))
+    engine.begin_save(names_latest=True)
+    engine.makedirs(str(tmp_path), exist_ok=True)
+    engine.create(info)
+    engine.makedirs(f"{tmp_path}/{tag}", exist_ok=True)
+    engine.save({"state": torch.full((3,), 2)}, f"{tmp_path}/{tag}/{STATE}")
+    engine.commit(info)
+    reader = JointCheckpointEngine(CONFIG, ALONE, leads=True)
+    assert reader.begin_load(str(tmp_path), None) == tag
+    assert reader.load(f"{tmp_path}/{tag}/{STATE}")["state"].tolist() == [2, 2, 2]
+    assert not (tmp_path / ("b" if tag == "a" else "a")).exists()
+
+
+def test_an_error_of_the_folder_of_all_tags_refuses_its_own_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
+    engine.begin_save(names_latest=True)
+    engine.makedirs(f"{tmp_path}/file", exist_ok=True)
+    with pytest.raises(CheckpointError, match="was not saved"):
+        engine.create(SimpleNamespace(tag="a", save_dir=f"{tmp_path}/file"))

@@ -58,7 +58,7 @@ def save(ranks: RankGroup, disks: Disks, tag: str, value: int, crash: Case | Non
     folder = disks.of(ranks.rank)
     if crash is not None and crash.victim == ranks.rank:
         ctypes.CDLL(None).crash_arm(ctypes.c_long(crash.call))
-    engine.names_latest = True
+    engine.begin_save(names_latest=True)
     if disks.leads(ranks.rank):
         engine.makedirs(folder, exist_ok=True)
     ranks.minimum(0)

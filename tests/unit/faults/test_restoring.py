@@ -156,7 +156,7 @@ def test_latest_that_cannot_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     engine = Joint(CONFIG, RankGroup(None, 0, 1, torch.device("cpu")), leads=True)
     info = SimpleNamespace(tag="t", save_dir=str(tmp_path), save_latest=True)
-    engine.names_latest = True
+    engine.begin_save(names_latest=True)
     engine.create(info)
     engine.makedirs(str(tmp_path / "t"), exist_ok=True)
     engine.save({"a": math.pi}, str(tmp_path / "t" / "mp_rank_00_model_states.pt"))

@@ -23,6 +23,7 @@ from tests.support.optimizer_process import gone
 from tests.support.paths import ROOT
 from tests.support.ranks import is_simulated, run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
+from tests.support.waiting import GENEROUS_SECONDS
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
 ENDS = ["idle", "stepping", "starting", "in a thread", "exception", "interrupt", "preempted", "exit", "destroy"]
@@ -71,7 +72,7 @@ def test_a_killed_trainer_leaves_no_worker(scripts: dict[str, Script], moment: s
     worker = script.worker
     script.process.kill()
     script.process.wait()
-    assert gone(worker, 2.0)
+    assert gone(worker)
 
 
 def test_an_exception_between_backward_and_step_ends_the_worker(scripts: dict[str, Script]) -> None:
@@ -79,7 +80,7 @@ def test_an_exception_between_backward_and_step_ends_the_worker(scripts: dict[st
     status, said = scripts["exception"].end()
     assert status == 1
     assert said.rstrip().endswith("RuntimeError: a mistake of the user's")
-    assert gone(worker, 0.5)
+    assert gone(worker)
 
 
 def test_ctrl_c_ends_trainer_and_worker(scripts: dict[str, Script]) -> None:
@@ -91,7 +92,7 @@ def test_ctrl_c_ends_trainer_and_worker(scripts: dict[str, Script]) -> None:
     assert status in (-signal.SIGINT, 128 + signal.SIGINT)
     assert said.count("Traceback") == said.count("KeyboardInterrupt") == 1
     assert "zenflow/worker/main.py" not in said
-    assert gone(worker, 0.5)
+    assert gone(worker)
 
 
 def test_a_preempted_script_saves_and_ends(scripts: dict[str, Script]) -> None:
@@ -103,14 +104,14 @@ def test_a_preempted_script_saves_and_ends(scripts: dict[str, Script]) -> None:
     assert status == -signal.SIGTERM, said
     assert (script.folder / "latest").read_text() == "last"
     assert len(list((script.folder / "last").glob("*optim_states.pt"))) == 1
-    assert gone(worker, 2.0)
+    assert gone(worker)
 
 
 @pytest.mark.parametrize("end", ["exit", "destroy"])
 def test_the_worker_ends_with_the_script(scripts: dict[str, Script], end: str) -> None:
     worker = scripts[end].worker
     assert scripts[end].end()[0] == 0
-    assert gone(worker, 0.5)
+    assert gone(worker)
 
 
 def lose_a_rank(config: dict) -> dict[str, Any]:
@@ -128,18 +129,18 @@ def lose_a_rank(config: dict) -> dict[str, Any]:
     except RuntimeError as error:  # gloo's
         message = str(error)
     seconds = time.monotonic() - begin
-    other_gone = gone(workers[1], 2.0)
+    other_gone = gone(workers[1])
     engine.destroy()
-    return {"message": message, "seconds": seconds, "other gone": other_gone, "own gone": gone(workers[0], 0.5)}
+    return {"message": message, "seconds": seconds, "other gone": other_gone, "own gone": gone(workers[0])}
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_the_other_rank_ends_its_worker_after_a_rank_is_killed(stage: int) -> None:
-    survivor, killed = run_fresh_ranks(2, lose_a_rank, zenflow_config(stage), group_timeout_seconds=20)
+    survivor, killed = run_fresh_ranks(2, lose_a_rank, zenflow_config(stage), group_timeout_seconds=600)
     assert killed.exit_code == -signal.SIGKILL
     assert survivor.error is None
     assert "Connection" in survivor.value["message"]
-    assert survivor.value["seconds"] < 5
+    assert survivor.value["seconds"] < GENEROUS_SECONDS
     assert survivor.value["other gone"]
     assert survivor.value["own gone"]
 
@@ -170,7 +171,7 @@ def train_with_forked_loader(config: dict) -> dict[str, Any]:
         "difference": difference,
         "alive": alive,
         "forked": len(forked),
-        "gone": gone(worker, 0.5),
+        "gone": gone(worker),
         "still forked": sum(map(psutil.pid_exists, forked)),
     }
 

@@ -13,7 +13,7 @@ namespace {
 constexpr int kOutOfMemory = 2;
 constexpr int kAlreadyRegistered = 712;
 constexpr int kNotRegistered = 713;
-constexpr size_t kPage = 4096;
+constexpr size_t kHostPage = 4096;
 
 struct Range {
   size_t bytes;
@@ -69,11 +69,11 @@ void free_page_locked(void* address) {
 struct PageLocked final : public c10::Allocator {
   c10::DataPtr allocate(size_t wanted) override {
     if (wanted == 0) return {nullptr, nullptr, [](void*) {}, c10::kCPU};
-    const size_t bytes = (wanted + kPage - 1) / kPage * kPage;
+    const size_t bytes = (wanted + kHostPage - 1) / kHostPage * kHostPage;
     const std::lock_guard lock(host().mutex);
     free_pending();
     TORCH_CHECK(fits(bytes), "simulated accelerator error: out of memory (", bytes, " page-locked bytes)");
-    auto* address = static_cast<char*>(std::aligned_alloc(kPage, bytes));
+    auto* address = static_cast<char*>(std::aligned_alloc(kHostPage, bytes));
     TORCH_CHECK(address != nullptr, "simulated accelerator error: out of memory (", bytes, " page-locked bytes)");
     host().locked += static_cast<int64_t>(bytes);
     std::memset(address, 0xFF, bytes);

@@ -15,14 +15,14 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import PASS, gone, make_plan, running, step_for_ever
 from tests.support.paths import ROOT
-from tests.support.waiting import wait_until
+from tests.support.waiting import GENEROUS_SECONDS, wait_until
 
 
 def test_close_is_idempotent_and_later_calls_raise() -> None:
     with running() as (_, process):
         process.close()
         process.close()
-        assert gone(process.pid, 1.0)
+        assert gone(process.pid)
         with pytest.raises(WorkerError, match=r"rank 3.*closed"):
             process.submit([PASS])
         with pytest.raises(WorkerError, match="closed"):
@@ -33,14 +33,14 @@ def test_the_process_ends_when_its_object_is_deleted() -> None:
     plan = make_plan()
     with running() as (_, process):
         pid = OptimizerProcess(Arena.create(plan.layout), plan, rank=0, timeout_seconds=60).pid
-        assert gone(pid, 3.0)
+        assert gone(pid)
         process.submit([PASS])
         assert process.wait().number == 1
 
 
 @pytest.mark.parametrize("stepping", [False, True], ids=["idle", "stepping"])
 def test_killed_worker_is_an_error_at_once(stepping: bool) -> None:
-    with running(numel=4_000_000) as (arena, process):
+    with running(numel=4_000_000, timeout_seconds=600.0) as (arena, process):
         if stepping:
             arena.tensor("g").fill_(1.0)
             process.submit([PASS] * 2000)
@@ -49,7 +49,7 @@ def test_killed_worker_is_an_error_at_once(stepping: bool) -> None:
         begin = time.monotonic()
         with pytest.raises(WorkerError, match=r"rank 3.*SIGKILL.*exit status -9.*checkpoint"):
             step_for_ever(process)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < GENEROUS_SECONDS
 
 
 def test_the_worker_ignores_interrupts() -> None:
@@ -95,7 +95,7 @@ def test_killed_trainer_leaves_no_worker(stepping: bool, fork: bool) -> None:
     worker, child = map(int, trainer.stdout.readline().split())
     trainer.kill()
     trainer.wait()
-    assert gone(worker, 2.0)
+    assert gone(worker)
     if fork:
         os.kill(child, signal.SIGKILL)
 
@@ -110,12 +110,12 @@ def test_an_inherited_socket_does_not_hide_the_end(monkeypatch: pytest.MonkeyPat
             super().__init__(*args, **kwargs)
 
     monkeypatch.setattr(process_module.subprocess, "Popen", Popen)
-    with running() as (_, process):
+    with running(timeout_seconds=600.0) as (_, process):
         os.kill(process.pid, signal.SIGKILL)
         begin = time.monotonic()
         with pytest.raises(WorkerError, match="SIGKILL"):
             step_for_ever(process)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < GENEROUS_SECONDS
     os.close(copies.pop())
 
 
@@ -130,7 +130,7 @@ def test_an_inherited_socket_does_not_prevent_close() -> None:
 def test_the_end_of_an_idle_worker_is_noticed() -> None:
     with running() as (_, process):
         os.kill(process.pid, signal.SIGKILL)
-        assert gone(process.pid, 5.0)
+        assert gone(process.pid)
         assert process.wait().number == 0  # nothing was in flight: what is in the arena is complete
         for ask in (process.require_alive, process.wait, process.require_alive):
             with pytest.raises(WorkerError, match="SIGKILL"):

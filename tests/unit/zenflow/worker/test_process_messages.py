@@ -61,7 +61,7 @@ def test_an_exception_of_the_worker_is_raised_in_the_trainer() -> None:
     with running() as (_, process):
         with pytest.raises(WorkerError, match=r"(?s)rank 3.*pid.*KeyError: ArrayKey\(.*slot=7\).*checkpoint"):
             submit_and_wait(process, replace(PASS, slots=(7,)))
-        assert gone(process.pid, 1.0)
+        assert gone(process.pid)
 
 
 def test_a_stopped_worker_times_out_and_is_killed() -> None:
@@ -70,7 +70,7 @@ def test_a_stopped_worker_times_out_and_is_killed() -> None:
         process.submit([PASS])
         with pytest.raises(WorkerError, match=r"did not answer within 0\.3 s"):
             process.wait(timeout_seconds=0.3)
-        assert gone(process.pid, 1.0)
+        assert gone(process.pid)
 
 
 def test_a_submission_that_is_not_read_times_out() -> None:
@@ -80,7 +80,7 @@ def test_a_submission_that_is_not_read_times_out() -> None:
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"did not read its orders within 2 s.*worker_timeout_seconds"):
             process.submit([replace(PASS, partition=index) for index in range(20_000)])
-        assert gone(process.pid, 1.0)
+        assert gone(process.pid)
 
 
 SUSPENDED = """
