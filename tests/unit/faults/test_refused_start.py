@@ -109,7 +109,13 @@ def start_refused_on_one_rank(config: dict, refusal: str) -> dict[str, Any]:
     return {"message": message, "left": left, "leaked": leaked, "losses": run(config, 3, rank=rank).losses}
 
 
-@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name in ("descriptors, process", "not a program") else name
+        for name in REFUSALS
+    ],
+)
 def test_refusal_is_an_error_on_every_rank(refusal: str) -> None:
     for outcome in run_ranks(2, start_refused_on_one_rank, zenflow_config(2, update_interval=1), refusal):
         assert REFUSALS[refusal][1] in outcome["message"]

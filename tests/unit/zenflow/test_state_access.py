@@ -93,9 +93,21 @@ def looking_on(config: dict) -> list[str]:
     return list(filter(None, [*differences, first_difference(*outcomes)]))
 
 
-@pytest.mark.parametrize("rule", RULES)
+READ_BY_DEFAULT = (
+    (2, 2, "predictive"),
+    (3, 2, "predictive, interval 3"),
+    (3, 2, "selective"),
+    (2, 2, "selective, overlapped"),
+)
+
+
 @pytest.mark.parametrize(
-    ("stage", "ranks"), [(2, 2), (3, 2), *(pytest.param(*c, marks=pytest.mark.full) for c in ((1, 1), (1, 2), (3, 1)))]
+    ("stage", "ranks", "rule"),
+    [
+        case if case in READ_BY_DEFAULT else pytest.param(*case, marks=pytest.mark.full)
+        for rule in RULES
+        for case in ((1, 1, rule), (1, 2, rule), (2, 2, rule), (3, 1, rule), (3, 2, rule))
+    ],
 )
 def test_reading_state_changes_nothing(stage: int, ranks: int, rule: str) -> None:
     config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
