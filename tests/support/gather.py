@@ -23,7 +23,7 @@ from tests.support.same import assert_same
 from tests.support.zero3 import Experts, ZooModel, gathered
 
 OURS = {"stage3_allgather_single_param": True}
-STEPS = 20
+STEPS = 8
 WAYS = ("plain", "zero_init", "leaf", "offload", "persistent", "reuse")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -118,9 +118,6 @@ def compare_gathers(dtype: str, accumulation: int, min_numel: int | None, way: s
 
 def engine_for(zero: dict[str, Any], model: torch.nn.Module | None = None, through: Any = None) -> Any:
     """A ZeRO-3 engine with other fields of ``zero_optimization``."""
-    """Train with DeepSpeed and with the extension, and compare to the bit; losses, plan, collectives."""
-    """Train with DeepSpeed or with the extension; returns the record and the gather, if there is one."""
-    """A `ZooModel`, made and marked as `way` asks for."""
     config = way_config("plain", "fp32", 1)
     config["zero_optimization"] |= zero
     torch.manual_seed(0)

@@ -6,7 +6,8 @@ streams and everything happens in order: then `late_and_poisoned` shows only tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -16,12 +17,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.blocks import AdamBlocks
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rule import UpdateRule
-from deepspeed_ext.zenflow.worker.arena import ArrayKey
-from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey
+from deepspeed_ext.zenflow.worker.hidden_transfers import HiddenTransfers
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from deepspeed_ext.zenflow.worker.transfers import Transfers
 
 DELAY_WIDTH, DELAY_PRODUCTS = 4096, 8  # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
@@ -51,11 +55,11 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
     """
     poison = _Poison()
     with ExitStack() as stack:
-        _patch(stack, Transfers, "to_host", poison.to_host)
+        _patch(stack, OffloadedAdam, "step_partition", poison.step_partition)
         _patch(stack, Estimator, "predict", poison.predict)
         _patch(stack, UpdateRule, "_take_published", poison.take_published)
         _patch(stack, PredictiveRule, "_read_results", poison.read_results)
-        _patch(stack, WorkerLink, "send", poison.send)
+        _patch(stack, OptimizerProcess, "submit", poison.submit)
         _patch(stack, AdamBlocks, "step", poison.step_hot)
         yield poison.counts
 
@@ -65,16 +69,20 @@ class _Poison:
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("gradients", "published", "block means", "hot state"), 0)
+        self._arenas: dict[OptimizerProcess, Arena] = {}
 
-    def to_host(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(transfers: Transfers, source: torch.Tensor, target: torch.Tensor) -> None:
-            self.counts["gradients"] += 1
-            produced = source.clone()
-            target.fill_(float("nan"))
-            source.fill_(float("nan"))
-            delay()
-            source.copy_(produced)
-            original(transfers, source, target)
+    def step_partition(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(adam: OffloadedAdam, index: int, grad: torch.Tensor, grad_scale: float) -> None:
+            self._arenas[adam.link.process] = adam.link.arena
+            slot = adam.coming_slot(index)
+            if grad.data_ptr() != slot.data_ptr():
+                self.counts["gradients"] += 1
+                produced = grad.clone()
+                slot.fill_(float("nan"))
+                grad.fill_(float("nan"))
+                delay()
+                grad.copy_(produced)
+            original(adam, index, grad, grad_scale)
 
         return method
 
@@ -101,17 +109,11 @@ class _Poison:
 
         return method
 
-    def send(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(link: WorkerLink, tasks: Any, gradients: int) -> None:
-            submit = link.process.submit
-
-            def poisoning(submitted: Any) -> None:  # the worker is idle, and all that it wrote must have been read
-                for task in submitted:
-                    self._poison_results(link, task.partition)
-                submit(submitted)
-
-            with patch.object(link.process, "submit", poisoning):
-                original(link, tasks, gradients)
+    def submit(self, original: Callable[..., int]) -> Callable[..., int]:
+        def method(process: OptimizerProcess, tasks: Sequence[WorkerTask]) -> int:
+            for task in tasks:  # all that the worker wrote there before must have been read
+                self._poison_results(self._arenas[process], task)
+            return original(process, tasks)
 
         return method
 
@@ -123,46 +125,15 @@ class _Poison:
 
         return method
 
-    def _poison_results(self, link: WorkerLink, partition: int) -> None:
+    def _poison_results(self, arena: Arena, task: WorkerTask) -> None:
         for kind, counted in (("y", "published"), ("block_means", "block means")):
-            if (key := ArrayKey(kind, partition)) in link.arena.layout.by_key():
-                link.arena.tensor(*key).fill_(float("nan"))
+            if (key := ArrayKey(kind, task.partition)) in arena.layout.by_key():
+                array = arena.tensor(*key)
+                if task.span is not None:
+                    blocks = arena.tensor("p", task.partition).numel() / array.numel()
+                    array = array[math.floor(task.span.begin / blocks) : math.ceil(task.span.end / blocks)]
+                array.fill_(float("nan"))
                 self.counts[counted] += 1
-
-
-@contextmanager
-def host_state_arrives_late() -> Iterator[None]:
-    """Let hot state that is kept on the host be there only after the next wait, as page-locked memory is on a GPU."""
-    on_their_way: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def arrive(*_: Any) -> None:
-        while on_their_way:
-            target, source = on_their_way.pop(0)
-            target.copy_(source)
-
-    def step(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def method(blocks: AdamBlocks, *args: Any) -> torch.Tensor:
-            arrive()  # copies down and up are in order
-            names = ("p", "m", "v", "updates")
-            on_device = AdamBlocks(blocks.blocks, *(getattr(blocks, name).clone() for name in names))
-            p = original(on_device, *args)
-            on_their_way.extend((getattr(blocks, name), getattr(on_device, name)) for name in names)
-            return p
-
-        return method
-
-    def waiting(original: Callable[..., None]) -> Callable[..., None]:
-        def method(*args: Any) -> None:
-            arrive()
-            original(*args)
-
-        return method
-
-    with ExitStack() as stack:
-        _patch(stack, AdamBlocks, "step", step)
-        _patch(stack, Transfers, "finish", waiting)
-        _patch(stack, type(get_accelerator()), "synchronize", waiting)
-        yield
 
 
 @contextmanager
@@ -181,8 +152,11 @@ def synchronous() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name in (
-            (Transfers, "to_host"),
-            (Transfers, "finish"),
+            (Transfers, "take"),
+            (Transfers, "depart"),
+            (HiddenTransfers, "take"),
+            (HiddenTransfers, "depart"),
+            (HiddenTransfers, "results"),
             (Estimator, "predict"),
             (Estimator, "move"),
             (UpdateRule, "_take_published"),
@@ -197,19 +171,14 @@ def synchronous() -> Iterator[None]:
 def without_waiting() -> Iterator[None]:
     """Leave out that a gradient's copy waits for the gradient: the mistake that the tests must be able to see."""
 
-    def to_host(original: Callable[..., None]) -> Callable[..., None]:
-        def method(transfers: Transfers, source: torch.Tensor, target: torch.Tensor) -> None:
-            if transfers._stream is None:
-                original(transfers, source, target)
-                return
-            with get_accelerator().stream(transfers._stream):
-                target.copy_(source, non_blocking=True)
-                source.record_stream(transfers._stream)
+    def take(original: Callable[..., None]) -> Callable[..., None]:
+        def method(transfers: Transfers, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
+            original(transfers, index, grad, slot, ready and get_accelerator().Event())  # never recorded
 
         return method
 
     with ExitStack() as stack:
-        _patch(stack, Transfers, "to_host", to_host)
+        _patch(stack, Transfers, "take", take)
         yield
 
 

@@ -77,10 +77,6 @@ def selective_config(stage: int, dtype: torch.dtype = torch.float32, **zenflow: 
 
 def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
     """Losses of a run, and its interval, figures and weights."""
-    """A config with the selective rule; `zenflow` are other fields of its section."""
-    """The model that `make_engine` starts from."""
-    """The same run by ZeRO-Offload and by ZenFlow."""
-    """Full weights right after `initialize`."""
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(steps, dist.get_rank()))
     adam = engine.optimizer.zenflow_adam

@@ -9,10 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
-from deepspeed_ext.zenflow.worker.link import WorkerLink
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from tests.support.simulated_accelerator.device import library
 
 __all__ = [
@@ -26,7 +23,6 @@ __all__ = [
     "idle_share",
     "recent_tasks",
     "timeline",
-    "worker_time",
     "write_chrome_trace",
 ]
 
@@ -107,28 +103,6 @@ def timeline(**speeds: float) -> Iterator[list[Span]]:
         yield spans
     finally:
         spans += [Span(*span) for span in library.stop_timeline()]
-
-
-@contextmanager
-def worker_time(ns_per_element: float) -> Iterator[None]:
-    """Give the optimizer process a lane in the model of time: each pass takes so long, one after the other."""
-    free_us = 0.0
-
-    def send(link: WorkerLink, tasks: Sequence[WorkerTask], gradients: int) -> None:
-        nonlocal free_us
-        real_send(link, tasks, gradients)
-        numel = sum(link.arena.array("p", task.partition).numel for task in tasks)
-        begin = max(free_us, library.now_us())
-        free_us = library.spend("worker", "pass", begin, numel * ns_per_element / 1e3)
-
-    def wait(link: WorkerLink) -> Exception | None:
-        kept = real_wait(link)
-        library.host_waits_until(free_us, "the optimizer process")
-        return kept
-
-    real_send, real_wait = WorkerLink.send, WorkerLink.wait
-    with patch.object(WorkerLink, "send", send), patch.object(WorkerLink, "wait", wait):
-        yield
 
 
 def idle_share(spans: Sequence[Span], lane: str = "compute") -> float:

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <mutex>
 
 #include "memory.h"
 #include "torch_versions.h"
@@ -36,7 +35,6 @@ struct Figures {
 };
 
 struct Memory {
-  std::recursive_mutex mutex;
   char* addresses;  // no access: a host that uses them gets SIGSEGV
   char* bytes;      // what kernels see
   size_t next = 0;
@@ -89,7 +87,7 @@ void collect_pending() {
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   auto& m = memory();
-  const std::lock_guard lock(m.mutex);
+  const Lock lock;
   m.figures[block->device].allocated -= static_cast<int64_t>(block->bytes);
   Freed freed{block, {}};
   for (auto* stream : block->others) freed.marks.push_back(mark(stream));
@@ -137,7 +135,7 @@ struct Allocator final : public DeviceAllocator {
     Block* block;
     {
       auto& m = memory();
-      const std::lock_guard lock(m.mutex);
+      const Lock lock;
       collect_pending();
       auto& cached = m.cached[{stream, bytes}];
       if (cached.empty()) {
@@ -205,19 +203,19 @@ void record_stream(const c10::DataPtr& pointer, Stream* stream) {
   if (pointer.get() == nullptr) return;
   TORCH_CHECK(pointer.get_deleter() == &free_block, "record_stream of memory that is not the simulated accelerator's");
   auto& block = *static_cast<Block*>(pointer.get_context());
-  const std::lock_guard lock(memory().mutex);
+  const Lock lock;
   auto& others = block.others;
   if (stream != block.stream && std::find(others.begin(), others.end(), stream) == others.end()) others.push_back(stream);
 }
 
 MemoryFigures memory_figures(int device) {
-  const std::lock_guard lock(memory().mutex);
+  const Lock lock;
   const auto& f = memory().figures[device];
   return {f.allocated, f.most_allocated, f.reserved, f.most_reserved, f.total};
 }
 
 void reset_peaks(int device) {
-  const std::lock_guard lock(memory().mutex);
+  const Lock lock;
   auto& figures = memory().figures[device];
   figures.most_allocated = figures.allocated;
   figures.most_reserved = figures.reserved;
@@ -226,7 +224,7 @@ void reset_peaks(int device) {
 void empty_cache(int device) {
   synchronize(device);
   auto& m = memory();
-  const std::lock_guard lock(m.mutex);
+  const Lock lock;
   collect_pending();
   for (auto& [key, blocks] : m.cached) {
     if (key.first->device != device) continue;
@@ -241,7 +239,7 @@ void empty_cache(int device) {
 }
 
 void set_memory_bytes(int device, int64_t bytes) {
-  const std::lock_guard lock(memory().mutex);
+  const Lock lock;
   memory().figures[device].total = bytes;
 }
 

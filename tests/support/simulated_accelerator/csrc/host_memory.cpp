@@ -2,7 +2,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <mutex>
 
 #include "memory.h"
 
@@ -22,7 +21,6 @@ struct Range {
 };
 
 struct Host {
-  std::mutex mutex;
   std::map<char*, Range> ranges;
   std::vector<std::pair<char*, Range>> pending;  // freed, and copies may not be done
   int64_t locked = 0;
@@ -59,7 +57,7 @@ void free_pending() {
 }
 
 void free_page_locked(void* address) {
-  const std::lock_guard lock(host().mutex);
+  const Lock lock;
   const auto found = host().ranges.find(static_cast<char*>(address));
   host().pending.emplace_back(found->first, std::move(found->second));
   host().ranges.erase(found);
@@ -70,7 +68,7 @@ struct PageLocked final : public c10::Allocator {
   c10::DataPtr allocate(size_t wanted) override {
     if (wanted == 0) return {nullptr, nullptr, [](void*) {}, c10::kCPU};
     const size_t bytes = (wanted + kHostPage - 1) / kHostPage * kHostPage;
-    const std::lock_guard lock(host().mutex);
+    const Lock lock;
     free_pending();
     TORCH_CHECK(fits(bytes), "simulated accelerator error: out of memory (", bytes, " page-locked bytes)");
     auto* address = static_cast<char*>(std::aligned_alloc(kHostPage, bytes));
@@ -97,13 +95,13 @@ c10::Allocator* page_locked_allocator() {
 }
 
 bool is_page_locked(const void* address) {
-  const std::lock_guard lock(host().mutex);
+  const Lock lock;
   return range_of(address) != host().ranges.end();
 }
 
 int register_host(void* address, size_t bytes) {
   auto& h = host();
-  const std::lock_guard lock(h.mutex);
+  const Lock lock;
   auto* begin = static_cast<char*>(address);
   const auto next = h.ranges.lower_bound(begin);
   const bool overlaps = range_of(begin) != h.ranges.end() || (next != h.ranges.end() && next->first < begin + bytes);
@@ -116,7 +114,7 @@ int register_host(void* address, size_t bytes) {
 
 int unregister_host(void* address) {
   auto& h = host();
-  const std::lock_guard lock(h.mutex);
+  const Lock lock;
   const auto found = h.ranges.find(static_cast<char*>(address));
   if (found == h.ranges.end() || found->second.is_own)
     return refuse(kNotRegistered, "pointer does not correspond to a registered memory region");
@@ -126,12 +124,12 @@ int unregister_host(void* address) {
 }
 
 void set_page_lock_limit(int64_t bytes) {
-  const std::lock_guard lock(host().mutex);
+  const Lock lock;
   host().limit = bytes;
 }
 
 void record_host_use(const void* address, const Mark& mark) {
-  const std::lock_guard lock(host().mutex);
+  const Lock lock;
   const auto found = range_of(address);
   if (found != host().ranges.end() && found->second.is_own) found->second.uses.push_back(mark);
 }

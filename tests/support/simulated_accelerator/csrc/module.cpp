@@ -73,17 +73,29 @@ void bind_simulation(py::module_& m) {
       .def_readwrite("link_gb_per_s", &Speeds::link_gb_per_s)
       .def_readwrite("collective_us", &Speeds::collective_us)
       .def_readwrite("network_gb_per_s", &Speeds::network_gb_per_s);
-  m.def("start_timeline", [](const Speeds& speeds) { timeline().start(speeds); });
+  // Each thread of the host has a clock, and calls these.
+  m.def("start_timeline", [](const Speeds& speeds) {
+    const Lock lock;
+    timeline().start(speeds);
+  });
   m.def("stop_timeline", [] {
+    const Lock lock;
     std::vector<std::tuple<std::string, std::string, int, int64_t, double, double>> spans;
     for (const auto& s : timeline().stop()) spans.emplace_back(s.name, s.lane, s.device, s.stream, s.begin_us, s.end_us);
     return spans;
   });
-  m.def("now_us", [] { return timeline().now_us(); });
+  m.def("now_us", [] {
+    const Lock lock;
+    return timeline().now_us();
+  });
   m.def("spend", [](const std::string& lane, const std::string& name, double begin_us, double us) {
+    const Lock lock;
     return timeline().spend(lane, name, begin_us, us);
   });
-  m.def("host_waits_until", [](double us, const std::string& name) { timeline().host_waits_until(us, name); });
+  m.def("host_waits_until", [](double us, const std::string& name) {
+    const Lock lock;
+    timeline().host_waits_until(us, name);
+  });
 }
 
 }  // namespace

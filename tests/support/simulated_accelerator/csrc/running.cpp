@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <thread>
@@ -86,7 +87,7 @@ void wait_for_peers(Lock& lock, Stream& stream, std::chrono::steady_clock::time_
 void watch() {
   while (true) {
     std::this_thread::sleep_for(kPatience / 4);
-    auto lock = locked();
+    const Lock lock;
     auto& s = scheduler();
     if (std::chrono::steady_clock::now() - s.last_call < kPatience) continue;
     const auto is_collective = [](const TaskPtr& task) { return task->starts_collective || task->is_ready; };
@@ -104,7 +105,19 @@ Scheduler& scheduler() {
   static auto* it = new Scheduler;
   return *it;
 }
-Lock locked() { return Lock(scheduler().mutex); }
+
+void Lock::lock() {
+  auto& mutex = scheduler().mutex;
+  if (mutex.try_lock()) return;
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    const py::gil_scoped_release others_may_run;
+    mutex.lock();
+  } else {
+    mutex.lock();
+  }
+}
+
+void Lock::unlock() { scheduler().mutex.unlock(); }
 
 Stream* needed_for(const Mark& mark) {
   Stream* stream = mark.stream;

@@ -35,8 +35,6 @@ struct Scheduler {
 };
 
 Scheduler& scheduler();
-using Lock = std::unique_lock<std::recursive_mutex>;
-Lock locked();
 
 // The stream whose next task must run first so that `mark` is reached.
 Stream* needed_for(const Mark& mark);

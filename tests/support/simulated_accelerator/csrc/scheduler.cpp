@@ -87,7 +87,7 @@ void join(Clock& clock, const Clock& other) {
 
 void configure(Order order, uint64_t seed, std::vector<Decision> given) {
   for (int device = 0; device < device_count(); ++device) synchronize(device);
-  const auto lock = locked();
+  const Lock lock;
   state_at_import();
   auto& s = scheduler();
   for (auto* stream : s.used) stream->turn.reset();
@@ -101,24 +101,24 @@ void configure(Order order, uint64_t seed, std::vector<Decision> given) {
 }
 
 std::vector<Decision> decisions() {
-  const auto lock = locked();
+  const Lock lock;
   return scheduler().made;
 }
 
 std::vector<std::string> recent_tasks() {
-  const auto lock = locked();
+  const Lock lock;
   std::vector<std::string> lines;
   for (const auto& task : scheduler().recent) lines.push_back(describe(*task));
   return lines;
 }
 
 std::vector<Race> races() {
-  const auto lock = locked();
+  const Lock lock;
   return scheduler().races;
 }
 
 void forget_races() {
-  const auto lock = locked();
+  const Lock lock;
   scheduler().races.clear();
 }
 
@@ -140,13 +140,13 @@ void set_current_device(int device) {
 }
 
 Stream* default_stream(int device) {
-  const auto lock = locked();
+  const Lock lock;
   auto& all = scheduler().of_device[device];
   return all.empty() ? make_stream(device) : all.front();
 }
 Stream* new_stream(int device) {
   default_stream(device);
-  const auto lock = locked();
+  const Lock lock;
   auto& s = scheduler();
   auto& all = s.of_device[device];
   if (all.size() < kStreamsPerDevice) return make_stream(device);
@@ -161,7 +161,7 @@ Stream* current_stream() { return current_stream_of(this_device); }
 void set_current_stream(Stream* stream) { this_stream[stream->device] = stream; }
 Stream* from_torch(c10::Stream stream) {
   default_stream(stream.device_index());
-  const auto lock = locked();
+  const Lock lock;
   return scheduler().of_device[stream.device_index()].at(stream.id());
 }
 c10::Stream to_torch(const Stream* stream) {
@@ -174,7 +174,7 @@ Mark enqueue(Stream* stream, Task given) {
   set_in_use();
   auto task = std::make_shared<Task>(std::move(given));
   task->launched_from = torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
-  const auto lock = locked();
+  const Lock lock;
   auto& s = scheduler();
   if (!s.latched.empty()) {
     std::string what;
@@ -200,7 +200,7 @@ Mark enqueue(Stream* stream, Task given) {
 }
 
 Mark mark(Stream* stream) {
-  const auto lock = locked();
+  const Lock lock;
   return {stream, stream->enqueued, stream->clock};
 }
 
@@ -214,13 +214,13 @@ void stream_wait(Stream* stream, const Mark& mark) {
 }
 
 bool is_done(const Mark& mark) {
-  const auto lock = locked();
+  const Lock lock;
   return mark.stream == nullptr || mark.stream->done >= mark.number;
 }
 
 bool query(const Mark& mark) {
   if (mark.stream == nullptr) return true;
-  const auto lock = locked();
+  const Lock lock;
   enter();
   if (mark.stream->done >= mark.number) {
     join(scheduler().host, mark.clock);
@@ -234,7 +234,7 @@ bool query(const Mark& mark) {
 void host_wait(const Mark& mark) {
   if (mark.stream == nullptr) return;
   forbid_fork();
-  auto lock = locked();
+  Lock lock;
   enter();
   run_until(lock, mark);
   join(scheduler().host, mark.clock);
@@ -245,26 +245,26 @@ void host_wait(const Mark& mark) {
 void synchronize(int device) {
   std::vector<Mark> marks;
   {
-    const auto lock = locked();
+    const Lock lock;
     for (auto* stream : scheduler().of_device[device]) marks.push_back(mark(stream));
   }
   for (const auto& mark : marks) host_wait(mark);
 }
 
 bool is_touched(const char* begin, const char* end) {
-  const auto lock = locked();
+  const Lock lock;
   for (const auto& task : scheduler().accesses.tasks_of(begin, end))
     if (task->stream->done < task->number) return true;
   return false;
 }
 
 void forget_accesses(const char* begin, const char* end, const std::vector<Mark>& known) {
-  const auto lock = locked();
+  const Lock lock;
   scheduler().accesses.forget(begin, end, known);
 }
 
 void latch_error(const std::string& what) {
-  const auto lock = locked();
+  const Lock lock;
   scheduler().latched = what;
 }
 

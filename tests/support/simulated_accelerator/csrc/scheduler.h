@@ -1,7 +1,7 @@
 // Streams of the simulated accelerator, and the scheduler that runs their tasks.
 //
-// There are no threads. A task runs inside a call of the host: when it is queued, when the host waits or asks, as the
-// order says (Order below). One task runs at a time, so a seed gives the same order every time.
+// The device has no threads. A task runs inside a call of the host: when it is queued, when the host waits or asks, as
+// the order says (Order below). One task runs at a time, so a seed gives the same order every time.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -37,6 +37,18 @@ struct Access {
   const char* begin;
   const char* end;
   bool writes;
+};
+
+// Holds everything of the simulation: with a lock for the memory beside it, two threads could wait for each other. Tasks
+// may need the interpreter's lock, so nobody waits for this one while holding that.
+class Lock {
+ public:
+  Lock() { lock(); }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+  ~Lock() { unlock(); }
+  void lock();
+  void unlock();
 };
 
 enum class Lane { kCompute, kCopyDown, kCopyUp, kCommunication, kNone };

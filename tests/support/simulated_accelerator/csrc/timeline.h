@@ -3,6 +3,7 @@
 #pragma once
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -39,16 +40,19 @@ class Timeline {
   // Something outside the device takes its time: the worker's pass, or the host's own work.
   double spend(const std::string& lane, const std::string& name, double begin_us, double us);
   void host_waits_until(double us, const std::string& name);
-  double now_us() const { return now_; }
+  double now_us() { return on_ ? now() : 0; }
+  bool is_on() const { return on_; }
+  double end_of(const Mark& mark) const;
 
  private:
-  double end_of(const Mark& mark) const;
+  double& now() { return now_[std::this_thread::get_id()]; }
   double cost_us(const Task& task) const;
 
   bool on_ = false;
   Speeds speeds_;
-  double now_ = 0;  // of the host
-  std::map<std::pair<int, int>, double> lane_free_;
+  std::thread::id main_;
+  std::map<std::thread::id, double> now_;  // of each thread of the host
+  std::map<std::pair<int, int>, std::map<double, double>> busy_;  // by device and lane: begins and ends
   std::map<const Stream*, std::map<uint64_t, double>> ends_;
   std::vector<Span> spans_;
 };

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "memory.h"
+#include "timeline.h"
 #include "torch_versions.h"
 
 namespace simulated {
@@ -79,7 +80,10 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
-    return *static_cast<Event*>(second)->reached_ms - *static_cast<Event*>(first)->reached_ms;
+    const auto &begin = *static_cast<Event*>(first), &end = *static_cast<Event*>(second);
+    const Lock lock;
+    if (timeline().is_on()) return (timeline().end_of(end.at) - timeline().end_of(begin.at)) / 1e3;
+    return *end.reached_ms - *begin.reached_ms;
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
     record_stream(pointer, from_torch(stream));

@@ -1,0 +1,180 @@
+"""Measure in the model of time how much of the optimizer's transfers a step hides. A simulation, not a device.
+
+    python -m tests.simulated.overlap [--traces FOLDER] [--quick]
+
+Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of the step and beside
+the next. Then the link slows down from 0.1 to 2 of a step. A step is calibrated: what the same training takes with an
+infinitely fast link and worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from deepspeed import comm as dist
+from torch import nn
+
+from tests.support.models import on_device
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, zenflow_config
+
+LINK, WORKER = 0.4, 0.5
+WARM_UP_STEPS, STEPS = 4, 8
+WIDTH = 64
+LONG_LAYERS, LONG_CHUNKS = 192, 64
+"""So that the optimizer's own operators are a small part of a step, as they are in a model that is worth offloading."""
+SLOWER = (0.1, 0.25, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is trained, and how."""
+
+    stage: int
+    ranks: int
+    accumulation: int
+    hidden: bool
+    layers: int = 24
+    chunks: int = 16
+
+    def config(self) -> dict[str, Any]:
+        config = zenflow_config(
+            self.stage, accumulation=self.accumulation, update_interval=1, hide_transfers=self.hidden
+        )
+        zero = config["zero_optimization"]
+        if self.stage == 3:
+            zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
+        return config
+
+    def __str__(self) -> str:
+        how = "beside the next step" if self.hidden else "inside of the step"
+        return f"stage {self.stage}, {self.ranks} ranks, accumulation {self.accumulation}, {how}"
+
+
+class Layers(nn.Module):
+    """Equal layers; nothing in a step reads a value on the host."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layers(rows).float().square().mean()
+
+
+def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[Any], float]]:
+    """The spans of some steps for each share of a step that copies each way and the worker's pass take, on this rank,
+    and what the engine says of its last step's waits, in microseconds. The first is calibrated without both."""
+    from deepspeed_ext.zenflow.worker import hidden_transfers
+    from tests.support.simulated_accelerator import simulation
+    from tests.support.simulated_accelerator.worker_time import worker_time
+
+    numel = way.layers * WIDTH * WIDTH // dist.get_world_size()
+    rows = on_device(torch.randn(4, WIDTH).bfloat16())
+
+    def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], float]:
+        speeds = {"operator_us": 10.0, "memory_gb_per_s": 1e6, "collective_us": 0.0, "network_gb_per_s": 1e6}
+        with (
+            patch.object(hidden_transfers, "CHUNK_NUMEL", numel // way.chunks),
+            worker_time(ns_per_element),
+        ):
+            engine = make_engine(way.config(), model=partial(Layers, way.layers))
+            steps(engine, WARM_UP_STEPS)
+            with simulation.timeline(**speeds, link_gb_per_s=link_gb_per_s, copy_us=0.0) as spans:
+                steps(engine, STEPS)
+            waited_us = engine.optimizer.measurements()["zenflow_wait_ms"] * 1e3
+            engine.destroy()
+        return [tuple(vars(span).values()) for span in spans], waited_us
+
+    def steps(engine: Any, count: int) -> None:
+        for _ in range(count * way.accumulation):
+            engine.backward(engine(rows))
+            engine.step()
+
+    calibration = run(1e9, 0.0)
+    spans = [simulation.Span(*span) for span in calibration[0]]
+    step_us = (max(span.end_us for span in spans) - min(span.begin_us for span in spans)) / STEPS
+    ways = [(2 * numel / (link * step_us) / 1e3, worker * step_us / numel * 1e3) for link, worker in shares]
+    return [calibration, *(run(*way) for way in ways)]
+
+
+def figures(way: Way, shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
+    """For each share, on the first rank: the step's time over the calibrated one, the idle share of the compute lane,
+    exposed copies, and what the engine says of its waits."""
+    pool = f"overlap, stage {way.stage}"
+    return run_ranks(way.ranks, figures_body, astuple(way), shares, device="sim", pool=pool)[0]
+
+
+def figures_body(way: tuple[Any, ...], shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
+    from tests.support.simulated_accelerator import simulation
+
+    calibration, *runs = (
+        (_while_computing([simulation.Span(*span) for span in spans]), waited_us)
+        for spans, waited_us in timelines(Way(*way), shares)
+    )
+    alone = max(span.end_us for span in calibration[0])
+    return [
+        {
+            "step": max(span.end_us for span in spans) / alone,
+            "idle": simulation.idle_share(spans),
+            "exposed": simulation.exposed_us(spans) / alone,
+            "said": waited_us / (alone / STEPS),
+            "spans": [tuple(vars(span).values()) for span in spans],
+        }
+        for spans, waited_us in runs
+    ]
+
+
+def _while_computing(spans: list[Any]) -> list[Any]:
+    """Without what comes after the last step, whose copies have no next step to hide in."""
+    end = max(span.end_us for span in spans if span.lane == "compute")
+    return [replace(span, end_us=min(span.end_us, end)) for span in spans if span.begin_us < end]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, help="folder for Chrome traces of both ways")
+    parser.add_argument("--quick", action="store_true", help="stage 2, one rank, only")
+    arguments = parser.parse_args()
+    print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
+    print("| way | step / step alone | idle | exposed copies / step |")
+    print("| --- | --- | --- | --- |")
+    ways = list(product((2, 3), (1, 2), (1, 4)))[: 1 if arguments.quick else None]
+    for (stage, ranks, accumulation), hidden in product(ways, (False, True)):
+        way = Way(stage, ranks, accumulation, hidden)
+        (row,) = figures(way, [(LINK, WORKER)])
+        print(
+            f"| {way} | {row['step']:.3f} | {row['idle']:.1%} | {row['exposed']:.3f} |",
+            flush=True,
+        )
+        if arguments.traces:
+            _write_trace(row["spans"], arguments.traces / f"{str(way).replace(', ', '_').replace(' ', '-')}.json")
+    print("\n| link, of a step each way | step / step alone, inside | beside | expected beside | waits, by metrics |")
+    print("| --- | --- | --- | --- | --- |")
+    shares = [(link, WORKER) for link in SLOWER]
+    both = [figures(Way(2, 1, 1, hidden, LONG_LAYERS, LONG_CHUNKS), shares) for hidden in (False, True)]
+    for link, inside, beside in zip(SLOWER, *both, strict=True):
+        expected = max(1.0, link + (link + WORKER) / LONG_CHUNKS)
+        print(f"| {link} | {inside['step']:.3f} | {beside['step']:.3f} | {expected:.3f} | {beside['said']:.3f} |")
+
+
+def _write_trace(spans: list[Any], path: Path) -> None:
+    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(lane for _, lane, *_ in spans))}
+    events = [
+        {"ph": "X", "name": name, "pid": 0, "tid": lanes[lane], "ts": begin, "dur": end - begin}
+        for name, lane, _, _, begin, end in spans
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": events, "otherData": {"note": "a simulation"}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Gives the optimizer process and the courier's thread their place in the model of time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from deepspeed_ext.zenflow.worker.courier import Courier, Shipment
+from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from tests.support.simulated_accelerator.device import library
+
+__all__ = ["worker_time"]
+
+
+@contextmanager
+def worker_time(ns_per_element: float) -> Iterator[None]:
+    """Give the optimizer process a lane in the model of time: each pass takes so long, one after the other."""
+    model = _WorkerTime(ns_per_element / 1e3)
+    with ExitStack() as stack:
+        for owner, name in (
+            (WorkerLink, "depart"),
+            (OptimizerProcess, "submit"),
+            (OptimizerProcess, "wait_for"),
+            (OptimizerProcess, "wait"),
+            (Shipment, "__init__"),
+            (Shipment, "carry"),
+            (Courier, "wait"),
+        ):
+            stack.enter_context(patch.object(owner, name, getattr(model, name.strip("_"))(getattr(owner, name))))
+        yield
+
+
+class _WorkerTime:
+    """Takes methods of the package and returns ones that also advance the clocks of the threads that call them."""
+
+    def __init__(self, us_per_element: float) -> None:
+        self._us_per_element = us_per_element
+        self._numels: dict[int, int] = {}  # by partition
+        self._ends_us: dict[int, float] = {0: 0.0}  # by submission
+        self._sent_us: weakref.WeakKeyDictionary[Shipment, float] = weakref.WeakKeyDictionary()
+        self._carried_us = 0.0
+
+    def depart(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(link: WorkerLink, tasks: Sequence[WorkerTask], **kwargs: Any) -> None:
+            for task in tasks:
+                self._numels[task.partition] = link.arena.array("p", task.partition).numel
+            original(link, tasks, **kwargs)
+
+        return method
+
+    def submit(self, original: Callable[..., int]) -> Callable[..., int]:
+        def method(process: OptimizerProcess, tasks: Sequence[WorkerTask]) -> int:
+            number = original(process, tasks)
+            spans = [task.span or Span(0, self._numels[task.partition]) for task in tasks]
+            us = sum(span.end - span.begin for span in spans) * self._us_per_element
+            begin = max(library.now_us(), *self._ends_us.values())
+            self._ends_us[number] = library.spend("worker", "pass", begin, us)
+            return number
+
+        return method
+
+    def wait_for(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(process: OptimizerProcess, number: int) -> None:
+            original(process, number)
+            library.host_waits_until(self._ends_us.get(number, 0.0), "the optimizer process")
+
+        return method
+
+    def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(waited_for: OptimizerProcess | Courier) -> Any:
+            found = original(waited_for)
+            ends = [self._carried_us] if isinstance(waited_for, Courier) else self._ends_us.values()
+            library.host_waits_until(max(ends), type(waited_for).__name__)
+            return found
+
+        return method
+
+    def init(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(shipment: Shipment, *args: Any) -> None:
+            original(shipment, *args)
+            self._sent_us[shipment] = library.now_us()
+
+        return method
+
+    def carry(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(shipment: Shipment) -> None:
+            library.host_waits_until(self._sent_us.get(shipment, 0.0), "orders")
+            original(shipment)
+            self._carried_us = library.now_us()
+
+        return method
