@@ -38,9 +38,8 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     "mode",
     # flatten/test_parity.py covers stages 1 and 2, gather/test_parity.py upstream's way at stage 3
     [
-        "offload",
         "zero3_single_gather",
-        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("zero1", "zero2", "zero3")),
+        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("zero1", "zero2", "zero3", "offload")),
     ],
 )
 def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path) -> None:
