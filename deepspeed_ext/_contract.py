@@ -81,7 +81,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "makedirs": "(self, path, exist_ok)",
         "save": "(self, state_dict, path)",
     },
-    "deepspeed.runtime.engine": {"DeepSpeedZeroOptimizer": EXISTS},
+    "deepspeed.runtime.engine": {"DeepSpeedZeroOptimizer": EXISTS, "ThroughputTimer": EXISTS},
     "deepspeed.runtime.engine:DeepSpeedEngine": {
         "_configure_checkpointing": "(self)",
         "_configure_optimizer": "(self, client_optimizer, model_parameters)",
@@ -189,6 +189,9 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "temp_grad_buffer_for_gpu_offload": ASSIGNED,
         "zero_stage_string": ASSIGNED,
     },
+    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": {
+        "_DeepSpeedZeRoOffload__allgather_stream": ASSIGNED,
+    },
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
         **_OF_BOTH_OPTIMIZERS,
         "__init__": Takes(("module", "init_optimizer", *_BUILT_WITH)),
@@ -206,11 +209,18 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "inf_or_nan_tracker": ASSIGNED,
         "offload_optimizer": ASSIGNED,
         "offload_optimizer_pin_memory": ASSIGNED,
+        "parameter_offload": ASSIGNED,
         "persistent_parameters": ASSIGNED,
         "sub_group_to_group_id": ASSIGNED,
     },
     "deepspeed.utils.mixed_precision_linkage": {"_hp_mapping": ASSIGNED},
     "deepspeed.utils.tensor_fragment:tensor_fragment": {"get_hp_fragment": "(self, optim_state_key)"},
+    "deepspeed.utils.timer:ThroughputTimer": {
+        "__init__": "(self, config, batch_size, start_step, steps_per_output, monitor_memory, logging_fn)",
+        "start": "(self)",
+        "started": ASSIGNED,
+        "stop": "(self, global_step, report_speed)",
+    },
 }
 """Class (``module:Class``) or module -> name of the member -> what is expected of it."""
 

@@ -40,6 +40,7 @@ from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as c
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
+from deepspeed.utils.timer import ThroughputTimer
 
 from deepspeed_ext._contract import broken
 from deepspeed_ext._errors import UpstreamError
@@ -57,6 +58,7 @@ __all__ = [
     "PipelineEngine",
     "Swap",
     "TensorFragment",
+    "ThroughputTimer",
     "TorchCheckpointEngine",
     "ZeROOptimizer",
     "accelerator_branch_only",
@@ -68,6 +70,7 @@ __all__ = [
     "deepspeed",
     "dist",
     "entry_swaps",
+    "gather_stream",
     "get_accelerator",
     "group_timeout_seconds",
     "host_offload_config",
@@ -77,9 +80,9 @@ __all__ = [
     "local_world_size",
     "optimizer_class",
     "partition_exchange",
+    "pins_offload_buffers",
     "pipeline_topology",
     "stage3_optimizer_class",
-    "pins_offload_buffers",
     "swapped",
 ]
 
@@ -169,6 +172,11 @@ def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) 
     return Swap(stage3_module, "DeepSpeedZeroOptimizer_Stage3", stage3)
 
 
+def throughput_timer(timer: Callable[..., ThroughputTimer]) -> Swap:
+    """Return a swap for the name by which the constructor of ``DeepSpeedEngine`` finds its throughput timer."""
+    return Swap(engine_module, "ThroughputTimer", timer)
+
+
 def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
     """Return an ``offload_optimizer`` section that only places masters in pageable host memory."""
     return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu, pin_memory=False)
@@ -240,6 +248,11 @@ def accelerator_branch_only() -> Swap:
 def all_gather_of_partitions() -> Callable[..., None]:
     """Return the function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
     return stage_1_and_2_module.all_gather_dp_groups
+
+
+def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:
+    """Return the stream on which stage 3 gathers parameters. DeepSpeed lets it wait for no other."""
+    return optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
 
 
 def partition_exchange(exchange: Callable[..., None]) -> Swap:

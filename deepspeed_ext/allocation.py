@@ -10,10 +10,14 @@ from __future__ import annotations
 import errno
 import functools
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from deepspeed_ext._agreement import RankGroup, raise_together
 from deepspeed_ext._logging import warn_once
+from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.host.memory import available_host_bytes, total_host_bytes
 
@@ -25,7 +29,10 @@ __all__ = [
     "is_host_storage",
     "is_out_of_memory",
     "total_accelerator_bytes",
+    "try_on_all_ranks",
 ]
+
+T = TypeVar("T")
 
 _host_storages: set[int] = set()
 _REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -108,3 +115,30 @@ def can_page_lock() -> bool:
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
     """Whether `host_empty` made `storage`; distinguishes the roles of memory if the CPU is the accelerator."""
     return storage._cdata in _host_storages
+
+
+def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T | None:
+    """Call `attempt`, which must contain no collective, on every rank. A collective.
+
+    Args:
+        name: the work in a profile, ``deepspeed_ext.<name>``.
+        attempt: this rank's work.
+        ranks: the ranks; all of them call this.
+
+    Returns:
+        The result of `attempt`; None on all ranks if any rank ran out of memory.
+
+    Raises:
+        DeepSpeedExtError: on every rank, if `attempt` raised another error on any rank.
+    """
+    result, error, refused = None, None, False
+    try:
+        with in_profile(name):
+            result = attempt()
+    except Exception as caught:
+        if is_out_of_memory(caught):
+            refused = True
+        else:
+            error = caught
+    raise_together(ranks, error)
+    return result if ranks.all(not refused) else None

@@ -118,6 +118,11 @@ class ZenFlowConfig(_Section):
     """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more than float32 but
     needs half the host memory and link traffic if it has 16 bits."""
 
+    hide_transfers: bool | None = None
+    """Copy gradients and results beside the next step instead of inside of the step. Takes 2 bytes of device memory per
+    parameter of the partition. Not given: if every rank has room for that and keeps a tenth of its memory free. Without
+    effect if the accelerator is the CPU."""
+
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
     """Longest time that the worker's start, or a wait for it, may take before it is an error. While one rank waits
     for its worker, the others wait for that rank in a collective. So the value must be below the process group's

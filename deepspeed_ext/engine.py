@@ -17,6 +17,7 @@ from deepspeed_ext._upstream import (
     DeepSpeedHybridEngine,
     PipelineEngine,
     Swap,
+    ThroughputTimer,
     TorchCheckpointEngine,
     dist,
     get_accelerator,
@@ -25,6 +26,7 @@ from deepspeed_ext._upstream import (
     optimizer_class,
     stage3_optimizer_class,
     swapped,
+    throughput_timer,
 )
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.checkpoint_files import JointCheckpointEngine
@@ -34,6 +36,7 @@ from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.supported import require_group_timeout, require_section
+from deepspeed_ext.zenflow.throughput import StreamThroughputTimer
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
@@ -83,13 +86,17 @@ class Engine(DeepSpeedEngine):
     _cores_refreshed: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with undone_on_failure(), built_together(kwargs.get("mpu")):
+        timer = throughput_timer(self._throughput_timer)
+        with undone_on_failure(), built_together(kwargs.get("mpu")), swapped(timer):
             super().__init__(*args, **kwargs)
             if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
                 self.optimizer.unregister_grad_acc_post_hooks()
                 self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                 # Not needed at exit: the optimizer process ends by itself.
                 weakref.finalize(self, _destroy_optimizer, self.optimizer).atexit = False
+
+    def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
+        return (StreamThroughputTimer if self._has_own_zenflow() else ThroughputTimer)(*args, **kwargs)
 
     def _create_module_forward_pre_hook(self) -> Any:
         return DeepSpeedEngine._create_module_forward_pre_hook(WeakEngine(self) if self._has_own_zenflow() else self)

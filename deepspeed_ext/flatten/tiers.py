@@ -5,8 +5,8 @@ loses nothing. `accelerator`, and `distributed` until its slices are packed, kee
 holds its 1/N slice of the flat buffer, on the accelerator or the host. The tier builds the flat buffer from these
 slices; if it does not fit, `rollback.restore_parameters` restores the parameters from them.
 
-All work of a rank between two collectives runs inside `try_on_all_ranks`, so a failure never separates the ranks. What
-could fail outside of it is done before the parameters are freed.
+All work of a rank between two collectives runs inside `allocation.try_on_all_ranks`, so a failure never separates the
+ranks. What could fail outside of it is done before the parameters are freed.
 `allocation.accelerator_empty` and `allocation.host_empty` make all allocations.
 """
 
@@ -29,36 +29,9 @@ from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.flatten.staging import Staging
 
-__all__ = ["accelerator", "distributed", "host", "try_on_all_ranks"]
+__all__ = ["accelerator", "distributed", "host"]
 
 T = TypeVar("T")
-
-
-def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T | None:
-    """Call `attempt`, which must contain no collective, on every rank. A collective.
-
-    Args:
-        name: the work in a profile, ``deepspeed_ext.flatten.<name>``.
-        attempt: this rank's work.
-        ranks: the ranks; all of them call this.
-
-    Returns:
-        The result of `attempt`; None on all ranks if any rank ran out of memory.
-
-    Raises:
-        DeepSpeedExtError: on every rank, if `attempt` raised another error on any rank.
-    """
-    result, error, refused = None, None, False
-    try:
-        with in_profile(f"flatten.{name}"):
-            result = attempt()
-    except Exception as caught:
-        if allocation.is_out_of_memory(caught):
-            refused = True
-        else:
-            error = caught
-    raise_together(ranks, error)
-    return result if ranks.all(not refused) else None
 
 
 def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
@@ -73,7 +46,7 @@ def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
         layout.pack(flat, 0)
         return flat
 
-    return try_on_all_ranks("pack", packed, ranks)
+    return allocation.try_on_all_ranks("flatten.pack", packed, ranks)
 
 
 def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor | None:
@@ -98,7 +71,7 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
         get_accelerator().synchronize()  # complete the copies out of the parameters
         return own
 
-    own = try_on_all_ranks("pack", packed, ranks)
+    own = allocation.try_on_all_ranks("flatten.pack", packed, ranks)
     if own is None:
         return None
     with _restored_on_error(layout, ranks, own):
@@ -138,7 +111,7 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
         staging.pack_to_host(lambda out, start: layout.pack(out, ranks.rank * numel + start), stored)  # waits for all
         return stored
 
-    stored = try_on_all_ranks("pack", packed, ranks)
+    stored = allocation.try_on_all_ranks("flatten.pack", packed, ranks)
     if stored is None:
         raise OutOfMemoryError(
             f"no flatten tier fits: the last one, host, needs {numel * layout.dtype.itemsize:,} bytes of host memory "
@@ -180,7 +153,7 @@ def _flat_with_own_slice(
         load(values, flat[ranks.rank * values.numel() : (ranks.rank + 1) * values.numel()])
         return flat
 
-    return try_on_all_ranks("fill", filled, ranks)
+    return allocation.try_on_all_ranks("flatten.fill", filled, ranks)
 
 
 def _copy_slice(values: torch.Tensor, part: torch.Tensor) -> None:
@@ -204,7 +177,7 @@ def _slice_to_host(layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, sta
         staging.to_host(own, stored)
         return stored
 
-    stored = try_on_all_ranks("move_to_host", moved, ranks)
+    stored = allocation.try_on_all_ranks("flatten.move_to_host", moved, ranks)
     if stored is None:
         raise _no_tier_fits(layout)
     return stored

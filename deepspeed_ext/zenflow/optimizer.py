@@ -21,6 +21,7 @@ from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.schedule import StepPlan
 from deepspeed_ext.zenflow.worker.arena import ArrayKey
 from deepspeed_ext.zenflow.worker.link import UpdatePhase, WorkerLink
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = ["OffloadedAdam"]
 
@@ -94,11 +95,18 @@ class OffloadedAdam:
         """
         # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
-            plan, partition = self._current_plan, self.partitions[index]
-            grad = self._collect(partition, grad, grad_scale)
+            plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
+            slot = self.coming_slot(index)
+            if grad.dtype != slot.dtype:
+                grad = grad.to(slot.dtype)
+            ready = transfers.ready()
+            partition.collected.append(self._hyperparameters.step(partition.group, self.updates + 1, grad_scale))
             self.rule.step_partition(plan, partition, grad, grad_scale)
+            transfers.take(index, grad, slot, ready)
+            self._metrics.bytes_down += slot.nbytes
             if plan.waits_last:  # the worker steps this partition while the next gradient is prepared
-                self.link.send([self.rule.task(plan, partition)], gradients=plan.handed_over)
+                task = self.rule.task(plan, partition)
+                self.link.depart([task], gradients=plan.handed_over, publishes=True)
 
     def finish_weights(self) -> None:
         """Write the new weights of all partitions, once all gradients have been taken. A collective.
@@ -118,16 +126,15 @@ class OffloadedAdam:
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             self._plan = None
+            tasks: list[WorkerTask] = []
             with self.link.keeping():
                 if plan.handed_over and not plan.waits_last:
                     tasks = [rule.task(plan, partition) for partition in self.partitions]
-                    self.link.send(tasks, gradients=plan.handed_over)
-                else:
-                    # This stream copies weights from the arena. The next all-gather reads them on DeepSpeed's stream,
-                    # which does not wait for this one. `send` includes the same wait.
-                    self.link.transfers.finish()
-                rule.end_step(plan)
             rule.schedule.advance(plan)
+            with self.link.keeping():
+                if not plan.waits_last:
+                    self.link.depart(tasks, gradients=plan.handed_over, publishes=rule.schedule.plan().waits_first)
+                rule.end_step(plan)
             if (interval := rule.measured_interval(plan)) is not None:
                 with self.link.keeping():
                     rule.schedule.choose_interval(interval)
@@ -136,6 +143,7 @@ class OffloadedAdam:
             with self.link.keeping():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still see a step.
                 self._optimizer.step()
+                self._metrics.note_link(self.link.transfers.copying_seconds())
                 self._metrics.end_step()
 
     def changed_blocks(self, index: int) -> Any:
@@ -148,19 +156,6 @@ class OffloadedAdam:
     def coming_slot(self, index: int) -> torch.Tensor:
         """Slot of the coming step's gradient of a partition; 1-D [n], in the arena. Free after `begin_step`."""
         return self.partitions[index].ring[self.rule.schedule.coming]
-
-    def _collect(self, partition: Partition, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
-        """Copy `grad` to its slot unless it is there already, record its constants and return it in the slot's
-        dtype."""
-        slot = self.coming_slot(partition.index)
-        if grad.dtype != slot.dtype:
-            grad = grad.to(slot.dtype)
-        if grad.data_ptr() != slot.data_ptr():
-            self.link.transfers.to_host(grad, slot)
-            self.link.transfers.wait_for_older()  # else flat gradients pile up when the host runs ahead of the link
-        self._metrics.bytes_down += slot.nbytes
-        partition.collected.append(self._hyperparameters.step(partition.group, self.updates + 1, grad_scale))
-        return grad
 
     @property
     def _current_plan(self) -> StepPlan:

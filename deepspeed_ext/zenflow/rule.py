@@ -178,8 +178,8 @@ class UpdateRule(ABC, Generic[PlanT]):
         return here == there or (here is None and (there or 1) <= MEASURED_INTERVAL_LIMIT)
 
     def _take_published(self, partition: Partition) -> None:
-        """Copy a partition's published weights from the arena to the accelerator."""
-        published, weights = partition.published, partition.weights()
+        """Copy a partition's published weights to its weights."""
+        published, weights = self._link.transfers.results(partition.index).published, partition.weights()
         # A converting copy needs a temporary of the published dtype on the accelerator; copying in parts bounds it.
         part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
         for part, arrived in zip(weights.split(part_numel), published.split(part_numel), strict=True):

@@ -64,11 +64,13 @@ def start_adam(
 
     def start_worker(settings: RuleSettings) -> tuple[list[Partition], WorkerLink]:
         publish_dtype = config.publish_dtype or _name(weights(0).dtype)
+        specs = _specs(settings, [master.numel() for master in masters], publish_dtype, _name(grad_dtype))
         link = WorkerLink(
-            _specs(settings, [master.numel() for master in masters], publish_dtype, _name(grad_dtype)),
+            specs,
             block_size=settings.block_size,
             placement=placement,
             threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
+            hide_transfers=config.hide_transfers,
             ranks=ranks,
             timeout_seconds=config.worker_timeout_seconds,
             metrics=metrics,

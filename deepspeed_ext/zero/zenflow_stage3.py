@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, get_accelerator
+from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, gather_stream, get_accelerator
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
@@ -94,6 +94,15 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self._order_gathers()
+
+    def _order_gathers(self) -> None:
+        """Let the coming all-gathers, which run on a stream of their own, wait for the weights written so far."""
+        if (stream := gather_stream(self)) is not None:
+            stream.wait_stream(get_accelerator().current_stream())
+
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
         upstream = super().unscale_and_clip_grads
@@ -165,8 +174,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self.invalidate_secondary_tensor()
         if self.persistent_parameters:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
-        # The next all-gather reads the partitions on a stream that does not wait for the copies above.
-        self.zenflow_adam.link.transfers.finish()
+        self._order_gathers()
 
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""

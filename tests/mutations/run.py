@@ -27,6 +27,7 @@ __all__ = ["TABLE", "read_table"]
 TABLE = ROOT / "docs" / "lab" / "waits.md"
 TESTS = (
     "tests/unit/zenflow/worker/test_copies.py",
+    "tests/unit/zenflow/test_throughput.py",
     "tests/unit/gather/test_features.py::test_a_fetch_left_to_upstream_is_waited_for",
     "tests/unit/flatten/test_gpu.py",
     "tests/unit/test_simulated_training.py",

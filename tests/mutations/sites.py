@@ -11,11 +11,13 @@ from tests.support.paths import ROOT
 
 __all__ = ["Site", "sites", "without"]
 
-ORDERS = frozenset({"wait_stream", "wait_event", "record_stream", "record", "synchronize", "wait", "finish"})
-OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "wait_for_older"})
+ORDERS = frozenset({"wait_stream", "wait_event", "record_stream", "record", "synchronize", "wait"})
+OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "_finish", "_order_gathers"})
 """Methods of the package that do nothing but such a wait: each call of one is a wait of its own."""
-NOT_OF_A_DEVICE = frozenset({"process", "_process", "all_limited", "initial_mask", "startup", "link", "self"})
-"""Receivers of such a method that are processes, threads, files or callers of what is listed anyway."""
+NOT_OF_A_DEVICE = frozenset(
+    {"process", "_process", "all_limited", "initial_mask", "startup", "link", "self", "_courier", "transfers", "moment"}
+)
+"""Receivers of such a method that are processes, threads, files, callers of what is listed, or moments to measure."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.simulated.overlap import LINK, WORKER, Way, figures
 from tests.support.models import batches, on_device
 from tests.support.ranks import on_sim, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
@@ -53,12 +54,13 @@ def test_the_model_of_time_overlaps_lanes() -> None:
 def modelled(config: dict[str, Any], ns_per_element: float) -> dict[str, float]:
     """Train a few steps with a worker of this speed: microseconds by lane, and of the worker alone with the clock."""
     from tests.support.simulated_accelerator import simulation
+    from tests.support.simulated_accelerator.worker_time import worker_time
 
     engine = make_engine(config)
     data = [on_device(batch) for batch in batches(4 + STEPS, 0)]
     train(engine, data[:4])
     speeds = {"operator_us": 20.0, "memory_gb_per_s": 100.0, "link_gb_per_s": 0.1, "copy_us": 2.0}
-    with simulation.worker_time(ns_per_element), simulation.timeline(**speeds) as spans:
+    with worker_time(ns_per_element), simulation.timeline(**speeds) as spans:
         train(engine, data[4:])
     engine.destroy()
     found = {lane: 0.0 for lane in ("compute", "copy down", "copy up", "worker")}
@@ -89,3 +91,20 @@ def test_an_overlapped_pass_is_hidden_as_far_as_there_is_a_step_to_hide_it() -> 
 def test_a_pass_that_is_waited_for_is_exposed() -> None:
     waited_for = steps_with(overlap=False, ns_per_element=100)
     assert waited_for["exposed worker"] == pytest.approx(waited_for["worker"])
+
+
+def test_the_engine_knows_how_long_the_accelerator_waits() -> None:
+    """From events on its stream, without waiting for it."""
+    fits, slow = figures(Way(2, 1, 1, hidden=True), [(LINK, WORKER), (1.5, WORKER)])
+    assert fits["said"] == pytest.approx(0, abs=0.01)
+    assert slow["said"] == pytest.approx(slow["step"] - 1, abs=0.1)
+    assert slow["said"] > 0.5
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2)])
+def test_hidden_transfers_leave_the_accelerator_nothing_to_wait_for(stage: int, ranks: int) -> None:
+    """Copies take 0.4 of a step each way, and the worker's pass 0.5."""
+    inside, beside = (figures(Way(stage, ranks, 1, hidden), [(LINK, WORKER)])[0] for hidden in (False, True))
+    assert inside["idle"] > 0.2
+    assert beside["idle"] < 0.03
+    assert beside["step"] < 1.03

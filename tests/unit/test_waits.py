@@ -25,8 +25,8 @@ def step(device, link, works):
     get_accelerator().synchronize()
     for work in works:
         work.wait()
-    link.transfers.finish()
-    link.transfers.finish()
+    link.stream.synchronize()
+    link.stream.synchronize()
     link.wait()
     process.wait()
 """
@@ -39,8 +39,8 @@ def test_waits_for_a_device_are_found_and_those_for_a_process_are_not(tmp_path: 
         "some.py:step: source.record_stream(link.stream)",
         "some.py:step: get_accelerator().synchronize()",
         "some.py:step: work.wait()",
-        "some.py:step: link.transfers.finish()",
-        "some.py:step: link.transfers.finish() (2)",
+        "some.py:step: link.stream.synchronize()",
+        "some.py:step: link.stream.synchronize() (2)",
     ]
 
 

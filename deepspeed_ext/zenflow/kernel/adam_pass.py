@@ -34,6 +34,11 @@ class Array(NamedTuple):
     """A key of `DTYPE_BYTES`."""
     numel: int
 
+    def part(self, begin: int, end: int) -> "Array":
+        """Its elements from `begin` to `end` (exclusive)."""
+        assert 0 <= begin <= end <= self.numel
+        return Array(self.address + begin * DTYPE_BYTES[self.dtype], self.dtype, end - begin)
+
 
 @dataclass(frozen=True, slots=True)
 class AdamStep:

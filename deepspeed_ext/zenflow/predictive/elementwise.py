@@ -76,7 +76,8 @@ class Compiled:
                 self._compiled = self._compiled or torch.compile(
                     self._function, options={"compile_threads": 1, "cpp.dynamic_threads": True}
                 )
-                return self._compiled(*(_compilable(arg) for arg in args))
+                device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+                return self._compiled(*(_compilable(arg, device) for arg in args))
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # before anything is written: what was compiled has no way to fail
@@ -84,15 +85,17 @@ class Compiled:
                 first_line = str(error).strip().partition("\n")[0]
                 logger.warning(
                     f"torch.compile failed for ZenFlow's estimate ({type(error).__name__}: {first_line}); "
-                    "it runs as separate torch operations, which takes several times as long. Is there a C++ compiler?"
+                    "it runs as separate torch operations, which takes several times as long. Is there a C++ compiler, "
+                    "and Triton for a GPU?"
                 )
         return self._function(*args)
 
 
-def _compilable(arg: Any) -> Any:
-    """`arg` such that another number, or another number of blocks, does not compile again."""
+def _compilable(arg: Any, device: torch.device) -> Any:
+    """`arg` such that another number, or another number of blocks, does not compile again. Does not wait for `device`,
+    as a copy from the host would."""
     if isinstance(arg, float):
-        return torch.tensor(arg, dtype=torch.float32, device="cpu")
+        return torch.full((), arg, dtype=torch.float32, device=device)
     if isinstance(arg, torch.Tensor):
         torch._dynamo.maybe_mark_dynamic(arg, 0)
     return arg

@@ -124,8 +124,8 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
 class Estimator:
     """Computes weights from the published y and the gradients in flight.
 
-    Large partitions in host memory are one compiled pass. Others are processed in chunks, which keeps temporaries
-    small. Results depend neither on that nor on the number of threads.
+    Large partitions are one compiled pass if all of it is on one device. Others are processed in chunks, which keeps
+    temporaries small. On the CPU, results depend neither on that nor on the number of threads.
 
     Attributes:
         inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
@@ -206,7 +206,7 @@ class Estimator:
         n = grad.numel()
         whole = n // block * block
         compiles = n >= _COMPILED_FROM_NUMEL and all(
-            t is None or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors
+            t is None or (t.device == grad.device and t.is_contiguous()) for t in tensors
         )
 
         def run(function: Callable[..., None], begin: int, end: int, row: int) -> None:

@@ -85,8 +85,9 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             move = move_coefficient(step, position, self._interval)
             state.estimator.move(weights, state.drift, grad, grad_scale, move, drift)
             return
-        state.estimator.predict(weights, partition.published, state.drift, grad, grad_scale, drift)
-        self._metrics.bytes_up += partition.published.nbytes
+        published = self._link.transfers.results(partition.index).published
+        state.estimator.predict(weights, published, state.drift, grad, grad_scale, drift)
+        self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()
         if partition.index == 0:
@@ -142,7 +143,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         for index, state in enumerate(self.states):
             assert state.publish is not None, "publishing again needs a first step"
             passes.append(PartitionPass(index, (), (), state.publish))
-        self._link.send(passes, gradients=0)
+        self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def _read_results(self) -> None:
         """Build the estimators from the newest block means, unless that was done."""
@@ -151,7 +152,9 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._link.phase = UpdatePhase.READ
         for partition, state in zip(self._partitions, self.states, strict=True):
             assert state.publish is not None, "a result has arrived, so a pass published it"
-            means = partition.per_block.to(partition.device, copy=True)
+            means = self._link.transfers.results(partition.index).block_means
+            assert means is not None
+            means = means.to(partition.device, copy=True, non_blocking=True)
             state.estimator = Estimator(means, self.block_size, state.publish.bias_correction2_sqrt, state.publish.eps)
         self._probe.arrived(self._partitions[0].master)
 

@@ -88,6 +88,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
         state = self.states[partition.index]
+        if plan.applies:
+            self._take_published(partition)
         if state.hot is not None:
             stepped = state.hot.step(state.hot.blocks.take(grad), grad_scale, partition.collected[-1])
             state.hot_weights = stepped.to(partition.weights().dtype)
@@ -109,7 +111,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 state.everyones_scores = self._ranks.all_gather(state.scores)
         with self._link.keeping():
             for partition, state in zip(self._partitions, self.states, strict=True):
-                if plan.applies or plan.waits:
+                if plan.waits:
                     self._take_published(partition)
                 if state.hot is not None:
                     assert state.hot_weights is not None, "hot blocks have not been stepped"
@@ -180,11 +182,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     @torch.no_grad()
     def _write_back(self, partition: Partition) -> None:
-        """Copy p, m, v of the hot blocks to the arena, where the worker skips them.
-
-        If the host keeps them, the newest step's copies have arrived: a step that selects has handed over its gradients
-        before, every other step has ended, and both wait for the device.
-        """
+        """Copy p, m, v of the hot blocks to the arena, where the worker skips them."""
         if (hot := self.states[partition.index].hot) is not None:
             for array, rows in zip(partition.state, (hot.p, hot.m, hot.v), strict=True):
                 hot.blocks.put(array, rows)
@@ -221,7 +219,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         if self.schedule.state.steps_in_flight is not None:
             unused = [self._hyperparameters.step(partition.group, 1, 1.0) for partition in self._partitions]
             tasks = [MeanPartitionPass(index, (), (), step) for index, step in enumerate(unused)]
-            self._link.send(tasks, gradients=0)
+            self._link.depart(tasks, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def restart(self, updates: int | None) -> None:
         for partition, state in zip(self._partitions, self.states, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +20,11 @@ from deepspeed_ext.host.procfs import read_text
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.hidden_transfers import HiddenTransfers, allocate_rooms
 from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from deepspeed_ext.zenflow.worker.transfers import Transfers
+from deepspeed_ext.zenflow.worker.transfers import Results, Transfers
 
 __all__ = ["UpdatePhase", "WorkerLink"]
 
@@ -49,21 +50,23 @@ class WorkerLink:
         block_size: elements per block; the worker splits its work at block boundaries.
         placement: the worker's cores and memory node; None: inherited.
         threads: number of the worker's threads.
+        hide_transfers: whether copies run beside the next step; None: if there is memory for it (`allocate_rooms`).
         ranks: the data-parallel ranks; each of them builds one of these.
         timeout_seconds: longest wait for the worker.
         metrics: receives the measurements.
 
     Attributes:
-        arena, process, transfers: see their classes.
+        arena, process, transfers, page_locks: see their classes.
         phase: state of the newest update.
 
     Raises:
-        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the device the rooms.
         WorkerError: the worker does not start, or another rank has one of these errors.
     """
 
     arena: Arena
     process: OptimizerProcess
+    transfers: Transfers
 
     def __init__(
         self,
@@ -72,11 +75,12 @@ class WorkerLink:
         block_size: int,
         placement: WorkerPlacement | None,
         threads: int,
+        hide_transfers: bool | None,
         ranks: RankGroup,
         timeout_seconds: float,
         metrics: Metrics,
     ) -> None:
-        self.transfers = Transfers()
+        self.page_locks = PageLocks()
         self.phase = UpdatePhase.READ
         self._ranks = ranks
         self._metrics = metrics
@@ -90,7 +94,15 @@ class WorkerLink:
             with together(ranks, WorkerError):
                 self.arena = Arena.create(layout)
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
+                results = _results(self.arena)
+            rooms = allocate_rooms(hide_transfers, results, self.arena.tensor("g").dtype, ranks)
             with together(ranks, WorkerError):
+                if rooms is None:
+                    self.transfers = Transfers(self.process, results, metrics.waiting)
+                else:
+                    self.transfers = HiddenTransfers(
+                        self.process, results, rooms, block_size, timeout_seconds, metrics.waiting
+                    )
                 self.lock([spec.key for spec in specs if spec.touched and spec.exchanged])
         except BaseException:
             self.close()
@@ -100,7 +112,7 @@ class WorkerLink:
 
     def lock(self, keys: Sequence[ArrayKey]) -> None:
         """Page-lock these arrays, so that their copies overlap with computation. Idempotent."""
-        self.transfers.lock([self.arena.tensor(*key) for key in keys])
+        self.page_locks.lock([self.arena.tensor(*key) for key in keys])
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -114,19 +126,21 @@ class WorkerLink:
         """Whether this rank has kept an error, which the next wait raises on every rank."""
         return self._kept.error is not None
 
-    def send(self, tasks: Sequence[WorkerTask], gradients: int) -> None:
-        """Hand over work, once the copies that it reads have arrived. Does nothing if this rank has failed.
+    def depart(self, tasks: Sequence[WorkerTask], *, gradients: int, publishes: bool) -> None:
+        """Let the gradients that `transfers` has taken go, and hand over work on them and earlier ones. Does nothing if
+        this rank has failed.
 
         Args:
-            tasks: one task per partition.
+            tasks: at most one task per partition.
             gradients: number of gradients per task.
+            publishes: whether the worker's results are read before the next gradients are taken.
         """
         if self.failed:
             return
         with self.keeping():
-            self.transfers.finish()
-            self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
-            self.process.submit(tasks)
+            if tasks:
+                self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
+            self.transfers.depart(tasks, publishes)
 
     def wait(self) -> Exception | None:
         """Wait for everything in flight on this rank.
@@ -136,10 +150,10 @@ class WorkerLink:
         """
         if not self.failed:
             with self.keeping():
-                done = self.process.wait()
+                seconds = self.transfers.wait()
                 if self.phase is UpdatePhase.IN_FLIGHT:
                     self.phase = UpdatePhase.ARRIVED
-                    self._metrics.note_worker(done.seconds, self._gradients_in_flight)
+                    self._metrics.note_worker(seconds, self._gradients_in_flight)
         return self._kept.error
 
     def wait_together(self) -> None:
@@ -170,17 +184,17 @@ class WorkerLink:
     def receive(self) -> None:
         """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does not check an idle
         worker."""
-        begin = time.perf_counter()
-        with self.keeping():
+        with self.keeping(), self._metrics.waiting.measured():
             self.wait()
-        self._metrics.wait_seconds += time.perf_counter() - begin
         self.raise_kept()
 
     def close(self) -> None:
         """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed start."""
         if hasattr(self, "process"):
             self.process.close()
-        self.transfers.unlock()
+        if hasattr(self, "transfers"):
+            self.transfers.close()
+        self.page_locks.unlock()
         if hasattr(self, "arena"):
             self.arena.close()
 
@@ -190,6 +204,14 @@ class WorkerLink:
         self.close()
         if hasattr(self, "arena"):
             self.arena.discard()
+
+
+def _results(arena: Arena) -> list[Results]:
+    """What the worker writes for the trainer, of each partition in order."""
+    keys = [array.spec.key for array in arena.layout.arrays]
+    partitions = [key.partition for key in keys if key.kind == "y"]
+    means = {key.partition: arena.tensor(*key) for key in keys if key.kind == "block_means"}
+    return [Results(arena.tensor("y", index), means.get(index)) for index in partitions]
 
 
 def _require_room(nbytes: int, ranks: RankGroup) -> None:

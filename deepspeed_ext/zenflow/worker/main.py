@@ -19,7 +19,7 @@ import traceback
 from typing import Any
 
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-from deepspeed_ext.zenflow.kernel import AdamPass, Kernel, MeanPass, NativeKernel, load_kernel
+from deepspeed_ext.zenflow.kernel import AdamPass, Array, Kernel, MeanPass, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.messages import (
@@ -28,8 +28,10 @@ from deepspeed_ext.zenflow.worker.messages import (
     MeanPartitionPass,
     PartitionPass,
     Ready,
+    Span,
     Submission,
     WorkerPlan,
+    WorkerTask,
 )
 
 __all__ = ["main"]
@@ -122,12 +124,23 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
 
 
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
-    p, m, v, published, means = (arena.array(kind, work.partition) for kind in ("p", "m", "v", "y", "block_means"))
-    grads = tuple(arena.array("g", work.partition, slot) for slot in work.slots)
-    return AdamPass(p, m, v, grads, work.steps, published, means, block_size, work.publish)
+    p, m, v, published, *grads = _arrays(work, arena)
+    means = _blocks(work.span, arena.array("block_means", work.partition), block_size)
+    return AdamPass(p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish)
 
 
 def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:
-    p, m, v, published, updates = (arena.array(kind, work.partition) for kind in ("p", "m", "v", "y", "updates"))
-    grads = tuple(arena.array("g", work.partition, slot) for slot in work.slots)
-    return MeanPass(p, m, v, grads, work.scales, work.step, updates, published, block_size)
+    p, m, v, published, *grads = _arrays(work, arena)
+    updates = _blocks(work.span, arena.array("updates", work.partition), block_size)
+    return MeanPass(p, m, v, tuple(grads), work.scales, work.step, updates, published, block_size)
+
+
+def _arrays(work: WorkerTask, arena: Arena) -> list[Array]:
+    """p, m, v, y and the gradients of the task's span."""
+    arrays = [arena.array(kind, work.partition) for kind in ("p", "m", "v", "y")]
+    arrays += [arena.array("g", work.partition, slot) for slot in work.slots]
+    return arrays if work.span is None else [array.part(*work.span) for array in arrays]
+
+
+def _blocks(span: Span | None, per_block: Array, block_size: int) -> Array:
+    return per_block if span is None else per_block.part(span.begin // block_size, -(-span.end // block_size))

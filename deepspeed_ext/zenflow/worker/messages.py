@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArraySpec
@@ -14,6 +14,7 @@ __all__ = [
     "MeanPartitionPass",
     "PartitionPass",
     "Ready",
+    "Span",
     "Submission",
     "WorkerPlan",
     "WorkerTask",
@@ -70,6 +71,15 @@ class WorkerPlan:
     """Path of the native kernel; None: the torch reference."""
 
 
+class Span(NamedTuple):
+    """A run of whole blocks of a partition."""
+
+    begin: int
+    """Its first element, a multiple of the block size."""
+    end: int
+    """The element after its last one: a multiple of the block size, or n."""
+
+
 @dataclass(frozen=True)
 class PartitionPass:
     """One pass over one partition: one step per gradient in ``slots`` of its ring, then publish."""
@@ -78,6 +88,8 @@ class PartitionPass:
     slots: tuple[int, ...]
     steps: tuple[AdamStep, ...]
     publish: Publish
+    span: Span | None = None
+    """The part to process; None: all of it. Parts may be processed in any order, with the same result."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,8 @@ class MeanPartitionPass:
     slots: tuple[int, ...]
     scales: tuple[float, ...]
     step: AdamStep
+    span: Span | None = None
+    """As in `PartitionPass`."""
 
 
 WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass

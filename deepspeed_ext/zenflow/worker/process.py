@@ -112,12 +112,20 @@ class OptimizerProcess:
         self.close()
 
     @property
+    def newest(self) -> int:
+        """Number of the newest submission; 0 before the first."""
+        return self._submitted
+
+    @property
     def pid(self) -> int:
         """The worker's process id."""
         return self._process.pid
 
-    def submit(self, passes: Sequence[WorkerTask]) -> None:
+    def submit(self, passes: Sequence[WorkerTask]) -> int:
         """Hand over work without waiting for it. The arrays it names belong to the worker until `wait`.
+
+        Returns:
+            The number of the submission, for `wait_for`.
 
         Raises:
             WorkerError: the worker has ended, or does not read.
@@ -125,9 +133,20 @@ class OptimizerProcess:
         with self._alone():
             self._require_open()
             self._submitted += 1
-            self._channel.put(Submission(self._submitted, tuple(passes)))
+            number = self._submitted
+            self._channel.put(Submission(number, tuple(passes)))
         seconds = self._timeout_seconds
         self._await(lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s")
+        return number
+
+    def wait_for(self, number: int) -> None:
+        """Wait until submission `number` is done; its seconds are still counted by the next `wait`.
+
+        Raises:
+            WorkerError: as for `wait`.
+        """
+        seconds = self._timeout_seconds
+        self._await(lambda: self._done >= number, seconds, f"answer within {seconds:g} s")
 
     def wait(self, timeout_seconds: float | None = None) -> Done:
         """Wait until everything submitted is done.

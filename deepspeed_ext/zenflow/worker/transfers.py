@@ -1,120 +1,117 @@
-"""Copies between accelerator and arena, in parallel with computation if the accelerator has streams."""
+"""Moves gradients to the arena and results back, inside of the step. `hidden_transfers` does it beside the next one."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deepspeed_ext._logging import warn_once
 from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext.zenflow.stopwatch import Stopwatch
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-__all__ = ["Transfers"]
+__all__ = ["Results", "Transfers"]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the worker makes of one partition of n elements.
+
+    Attributes:
+        published: y, 1-D [n].
+        block_means: means of v, 1-D fp32 [ceil(n / block_size)]; None: the rule does not use them.
+    """
+
+    published: torch.Tensor
+    block_means: torch.Tensor | None
 
 
 class Transfers:
-    """Copies gradients to the host on a dedicated stream; `finish` returns once everything has arrived.
+    """Copies inside of the step: gradients to the arena on a stream of their own, and results as they are read.
 
     On an accelerator without streams (the CPU), copies are done when the calls return.
+
+    A step calls `ready` and `take` for each partition, then `depart`. `wait` and `results` come before the results are
+    used, in this step or a later one.
+
+    Args:
+        process: the worker.
+        results: the arrays of the arena that the worker writes, of each partition in order.
+        waiting: runs while the accelerator waits for copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process: OptimizerProcess, results: Sequence[Results], waiting: Stopwatch) -> None:
         accelerator = get_accelerator()
-        self._stream: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
-        self._locked: dict[int, torch.Tensor] = {}  # by address
-        # If memory were unmapped while page-locked, later mappings at its address would count as page-locked.
-        # The finalizer's arguments keep the mapping alive until the finalizer has run.
-        weakref.finalize(self, _unlock, self._locked, os.getpid())
-        self._newest: Any = None  # to_host -> wait_for_older: recorded after the newest copy
+        self._process = process
+        self._results = results
+        self._waiting = waiting
+        self._down: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
+        self._newest: Any = None  # recorded after the newest copy down
         self._older: Any = None  # the same for the copy before it
 
-    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Start copying to the host. Neither tensor may change until `finish`.
+    def ready(self) -> Any:
+        """An event on the current stream, for `take`: the gradient is complete. None without streams."""
+        return None if self._down is None else get_accelerator().current_stream().record_event()
+
+    def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
+        """Take a partition's gradient, whose copy to `slot` has started when `depart` returns.
 
         Args:
-            source: on the accelerator.
-            target: same shape and dtype, in the arena.
+            index: number of the partition.
+            grad: 1-D [n], on the accelerator; may be reused by later work on the current stream.
+            slot: 1-D [n], same dtype, in the arena. It must not change before `wait`.
+            ready: from `ready`.
         """
-        if self._stream is None:
-            target.copy_(source)
+        if self._down is None:
+            if grad.data_ptr() != slot.data_ptr():
+                slot.copy_(grad)
             return
-        accelerator = get_accelerator()
-        self._stream.wait_stream(accelerator.current_stream())
-        with accelerator.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            source.record_stream(self._stream)
-        self._older, self._newest = self._newest, accelerator.Event()
-        self._newest.record(self._stream)
-
-    def wait_for_older(self) -> None:
-        """Wait for all copies of `to_host` except the newest, so that the memory of their sources can be reused."""
-        if self._older is not None:
+        self._down.wait_event(ready)
+        with get_accelerator().stream(self._down):
+            slot.copy_(grad, non_blocking=True)
+            grad.record_stream(self._down)
+            self._older, self._newest = self._newest, self._down.record_event()
+        if self._older is not None:  # else flat gradients pile up if the host runs ahead of the link
             self._older.synchronize()
             self._older = None
 
-    def finish(self) -> None:
-        """Wait for all copies of `to_host`, and for the current stream's copies from the arena."""
-        if self._stream is not None:
-            self._stream.synchronize()
-            get_accelerator().current_stream().synchronize()
+    def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
+        """Hand `tasks` over, once the gradients taken since the last call have arrived.
 
-    def lock(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Page-lock existing host tensors, so that their copies run in parallel with computation. Idempotent.
-
-        If the system refuses (``ulimit -l``), a warning is logged: copies then go through pageable memory, slower and
-        synchronously.
+        Args:
+            tasks: at most one per partition.
+            publishes: whether the next `results` is asked for before the next gradients are taken.
         """
-        runtime = _host_registry()
-        for tensor in tensors if runtime is not None else ():
-            if tensor.numel() == 0 or tensor.data_ptr() in self._locked:
-                continue
-            if not _succeeded(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
-                warn_once(
-                    f"{tensor.nbytes:,} bytes of the optimizer's arena could not be page-locked: copies to and from "
-                    "the accelerator are slower. Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1)"
-                )
-                return
-            self._locked[tensor.data_ptr()] = tensor
+        self._finish()
+        if tasks:
+            self._process.submit(tasks)
 
-    def unlock(self) -> None:
-        """Wait for every copy and undo `lock`. Idempotent."""
-        _unlock(self._locked, os.getpid())
+    def wait(self) -> float:
+        """Wait until everything that departed has arrived and is processed, and the work is done that was launched on
+        the trainer's stream before the last `depart`, such as copies to the host.
 
+        Returns:
+            Seconds of the worker's work since the last call that had to wait for any.
+        """
+        return self._process.wait().seconds
 
-def _unlock(locked: dict[int, torch.Tensor], owner_pid: int) -> None:
-    """Wait for copies, then unlock pages, then drop the last references to the mapping; the order matters."""
-    if not locked or os.getpid() != owner_pid:  # a forked process must not use the accelerator
-        return
-    try:
-        get_accelerator().synchronize()
-    finally:
-        runtime = _host_registry()
-        while locked:
-            address, _mapped = locked.popitem()
-            _succeeded(runtime.cudaHostUnregister(address))
+    def results(self, index: int) -> Results:
+        """A partition's results, for work on the current stream; on the host or on the accelerator."""
+        return self._results[index]
 
+    def copying_seconds(self) -> float:
+        """Duration of the copies beside the step, as far as known since the last call."""
+        return 0.0
 
-def _succeeded(status: Any) -> bool:
-    """Whether a call of the accelerator's runtime succeeded; clears its error if not.
+    def _finish(self) -> None:
+        """Wait for all copies down, and for the current stream's copies from the arena, which the worker overwrites."""
+        if self._down is not None:
+            with self._waiting.measured():
+                self._down.synchronize()
+                get_accelerator().current_stream().synchronize()
 
-    The runtime keeps the error of a refused call and reports it at the next kernel launch check, wherever that is.
-    torch has no function to clear it, but launching a kernel through torch does.
-    """
-    if int(status) == 0:
-        return True
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
-    return False
-
-
-def _host_registry() -> Any:
-    """The runtime's functions for page-locking memory that it did not allocate; None if it has none."""
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return None
-    runtime = getattr(torch.get_device_module(accelerator.device_name()), "cudart", None)
-    return None if runtime is None else runtime()
+    def close(self) -> None:
+        """Start no more copies. Close the worker first. Idempotent."""

@@ -76,6 +76,9 @@ CANNOT_BE_AGREED_ON = {
         "zero/zenflow_stage_1_and_2.py:ZenFlowZeroOptimizer._exchange_weights",
     ),
     "cannot fail, and is around code with collectives": ("_ranges.py:in_profile", "_upstream.py:swapped"),
+    "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the rank anyway": (
+        "zenflow/throughput.py:",
+    ),
     "pure, of values that are equal on all ranks": (
         "zenflow/schedule.py:",
         "zenflow/predictive/schedule.py:",
@@ -219,9 +222,9 @@ def go_through(config: dict, folder: str, name: str, every: int, first: int = 0)
 @pytest.mark.parametrize(
     ("name", "stage", "rule", "every"),
     [
-        ("step", 2, "predictive", 8),
-        ("save", 2, "selective", 6),
-        ("load", 3, "predictive", 23),
+        ("step", 2, "predictive", 11),
+        ("save", 2, "selective", 9),
+        ("load", 3, "predictive", 37),
         *(
             pytest.param(name, stage, rule, 1, marks=pytest.mark.full)
             for name in ("step", "save", "load")
@@ -249,7 +252,7 @@ def test_all_ranks_have_the_same_error(name: str, stage: int, rule: str, every: 
 @pytest.mark.parametrize(
     ("ways", "first", "every"),
     [
-        (STARTS, 0, 37),
+        (STARTS, 0, 61),
         *(
             pytest.param((way,), first, 2, marks=pytest.mark.full)
             for way in (*STARTS, "zenflow predictive 3", "zenflow selective 2")
@@ -275,7 +278,8 @@ def require_same_errors(ended: list[RankOutcome], name: str, at_least: int) -> N
     """Every rank reported the same error after each failure, in time."""
     hung = [row for rank in ended for row in rank.value or () if row[2] > SECONDS]
     assert hung == []
-    assert [rank.error for rank in ended] == [None] * RANKS
+    errors = [rank.error for rank in ended]
+    assert errors == [None] * RANKS, "\n".join(map(str, errors))
     outcomes = [rank.value for rank in ended]
     assert len(outcomes[0]) > at_least
     for on_all in zip(*outcomes, strict=True):

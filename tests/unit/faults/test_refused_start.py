@@ -29,8 +29,8 @@ from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.engine import Engine
 from deepspeed_ext.host import memory
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.worker import page_locks as page_locks_module
 from deepspeed_ext.zenflow.worker import process as process_module
-from deepspeed_ext.zenflow.worker import transfers as transfers_module
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -266,8 +266,8 @@ def train_without_page_locks(config: dict) -> dict[str, Any]:
     warnings: list[str] = []
     runtime = RefusingRuntime()
     with (
-        patch.object(transfers_module, "_host_registry", lambda: runtime),
-        patch.object(transfers_module, "warn_once", warnings.append),
+        patch.object(page_locks_module, "_host_registry", lambda: runtime),
+        patch.object(page_locks_module, "warn_once", warnings.append),
     ):
         with runtime:
             engine = make_engine(config)

@@ -5,10 +5,11 @@
 
 import math
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array
 from deepspeed_ext.zenflow.kernel.reference import ReferenceKernel
@@ -21,6 +22,7 @@ from deepspeed_ext.zenflow.predictive.estimator import (
 )
 from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightSource
 from tests.support.kernels import DTYPES, KERNELS, array, make_kernel
+from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
@@ -170,6 +172,26 @@ def test_without_a_compiler_there_is_one_warning(
         "torch.compile failed for ZenFlow's estimate (RuntimeError: No working C++ compiler found)"
     ]
     elementwise.compiled.cache_clear()
+
+
+def separate_and_compiled(numel: int) -> list[torch.Tensor]:
+    """16-bit weights that an accelerator predicts in separate operations, and compiled if it has a compiler."""
+    device = get_accelerator().current_device_name()
+    found = []
+    for compiled_from in (numel + 1, 0):
+        with patch.object(estimator, "_COMPILED_FROM_NUMEL", compiled_from):
+            torch.manual_seed(0)
+            grad, published = (torch.randn(numel).bfloat16().to(device) for _ in range(2))
+            weights, means = torch.zeros_like(grad), torch.rand(-(-numel // 32)).to(device)
+            Estimator(means, 32, 1.0, 1e-8).predict(weights, published, None, grad, 0.7, 2e-3)
+            found.append(weights.cpu())
+    return found
+
+
+@pytest.mark.gpu
+def test_an_accelerator_estimates_the_same_with_and_without_a_compiler() -> None:
+    separate, compiled = run_ranks(1, separate_and_compiled, 1 << 20, device="accelerator")[0]
+    assert_same(separate, compiled, "weights")
 
 
 def test_estimate_is_the_same_for_any_threads() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.predictive.schedule import ring_of
 from deepspeed_ext.zenflow.worker import arena as arena_module
-from deepspeed_ext.zenflow.worker import transfers as transfers_module
+from deepspeed_ext.zenflow.worker import page_locks as page_locks_module
 from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.messages import partition_specs
-from deepspeed_ext.zenflow.worker.transfers import Transfers
+from deepspeed_ext.zenflow.worker.page_locks import PageLocks
 
 PAGE, MIB = 4096, 1 << 20
 numels = st.one_of(st.integers(0, 10_000), st.integers(MIB // 4, 3 * MIB), st.sampled_from([1 << k for k in range(27)]))
@@ -129,22 +129,22 @@ class Runtime:
         return 0
 
 
-@pytest.mark.parametrize("first", ["arena", "transfers", "together"])
+@pytest.mark.parametrize("first", ["arena", "locks", "together"])
 def test_locked_pages_are_unlocked_before_they_are_unmapped(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever object is deleted first: copies finish, pages are unlocked, then the mapping goes."""
     events: list[str] = []
-    unmap, accelerator = arena_module._unmap, transfers_module.get_accelerator()
+    unmap, accelerator = arena_module._unmap, page_locks_module.get_accelerator()
 
     def noted_unmap(*args: Any) -> None:
         events.append("unmap")
         unmap(*args)
 
     monkeypatch.setattr(arena_module, "_unmap", noted_unmap)
-    monkeypatch.setattr(transfers_module, "_host_registry", lambda: Runtime(events))
+    monkeypatch.setattr(page_locks_module, "_host_registry", lambda: Runtime(events))
     monkeypatch.setattr(accelerator, "synchronize", lambda *_: events.append("wait"))
     held: dict[str, Any] = {"arena": Arena.create(plan_layout([ArraySpec("a", "float32", 5000)]))}
-    held["transfers"] = Transfers()
-    held["transfers"].lock([held["arena"].tensor("a")])
+    held["locks"] = PageLocks()
+    held["locks"].lock([held["arena"].tensor("a")])
     if first == "together":
         held["cycle"] = held
     else:

@@ -20,14 +20,20 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_ext
+from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._upstream import gather_stream
 from deepspeed_ext.zenflow import rule as rule_module
 from deepspeed_ext.zenflow.blocks import BlockSet
 from deepspeed_ext.zenflow.metrics import Metrics
-from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.rule import UpdateRule
+from deepspeed_ext.zenflow.stopwatch import stopwatch
 from deepspeed_ext.zenflow.worker import transfers as transfers_module
-from deepspeed_ext.zenflow.worker.transfers import Transfers
+from deepspeed_ext.zenflow.worker.courier import Courier
+from deepspeed_ext.zenflow.worker.hidden_transfers import HiddenTransfers, allocate_rooms
+from deepspeed_ext.zenflow.worker.page_locks import PageLocks
+from deepspeed_ext.zenflow.worker.transfers import Results, Transfers
+from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from tests.perf.stepping import Linears
 from tests.support.models import batches
 from tests.support.poison import delay, late_and_poisoned, synchronous, without_waiting
@@ -50,6 +56,7 @@ RULES: dict[str, dict[str, Any]] = {
     },
 }
 SELECTIVE = RULES["selective"]
+KINDS = ("inside", "beside")
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
@@ -61,11 +68,14 @@ def as_is_and_poisoned(config: dict[str, Any], steps: int) -> tuple[Any, Any, di
     return expected, actual, counts
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [("cpu", "inside"), *(pytest.param("accelerator", kind, marks=pytest.mark.gpu) for kind in KINDS)],
+)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_late_and_poisoned_copies_change_nothing(stage: int, rule: str, device: str) -> None:
-    config = zenflow_config(stage, overlap_step=True, **RULES[rule])
+def test_late_and_poisoned_copies_change_nothing(stage: int, rule: str, device: str, kind: str) -> None:
+    config = zenflow_config(stage, overlap_step=True, hide_transfers=kind == "beside", **RULES[rule])
     for expected, actual, counts in run_ranks(1, as_is_and_poisoned, config, STEPS, device=device):
         assert counts["gradients"] > 0 or device == "cpu"  # where gradients may be laid out in their slot
         assert counts["published"] > 0
@@ -76,14 +86,32 @@ def test_late_and_poisoned_copies_change_nothing(stage: int, rule: str, device: 
         assert_same(expected.masters, actual.masters, "masters")
 
 
-def copied_down(numel: int, way: str | None) -> tuple[bool, bool]:
+def transfers_of(kind: str, numel: int) -> Transfers:
+    """Copies of one partition inside or beside the step, without a worker."""
+    process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None)
+    results = [Results(torch.empty(numel), None)]
+    if kind == "inside" or get_accelerator().is_synchronized_device():
+        return Transfers(process, results, stopwatch())
+    rooms = allocate_rooms(True, results, torch.float32, RankGroup.alone())
+    assert rooms is not None
+    return HiddenTransfers(process, results, rooms, 32, timeout_seconds=60.0, waiting=stopwatch())
+
+
+def delivered(transfers: Transfers) -> None:
+    """Let everything that `transfers` has taken arrive."""
+    transfers.depart([], publishes=False)
+    if isinstance(transfers, HiddenTransfers):
+        transfers._courier.wait()
+
+
+def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
     """Whether a late gradient arrives, and whether it still does if its memory is reused at once."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
     target = accelerator.pin_memory(torch.full((numel,), float("nan")))
     arrived = []
     with WAYS[way]() if way else nullcontext():
-        transfers = Transfers()
+        transfers = transfers_of(kind, numel)
         for reuses in (False, True):
             produced = torch.randn(numel, device=device)
             source = torch.full_like(produced, float("nan"))
@@ -92,30 +120,62 @@ def copied_down(numel: int, way: str | None) -> tuple[bool, bool]:
             target.fill_(float("nan"))
             delay()
             source.copy_(produced)
-            transfers.to_host(source, target)
+            transfers.take(0, source, target, transfers.ready())
             if reuses:
                 del source
                 other = torch.full((numel,), float("nan"), device=device)  # where the allocator has just got room
-            transfers.finish()
+            delivered(transfers)
             arrived.append(torch.equal(target, expected))
             accelerator.synchronize()
             if reuses:
                 del other
+        transfers.close()
     return arrived[0], arrived[1]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_late_gradient_arrives_whole(device: str) -> None:
-    assert run_ranks(1, copied_down, 1 << 24, None, device=device) == [(True, True)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_gradient_arrives_whole(kind: str, device: str) -> None:
+    assert run_ranks(1, copied_down, kind, 1 << 24, None, device=device) == [(True, True)]
 
 
 @pytest.mark.gpu
 def test_a_missing_wait_is_detected() -> None:
     if is_simulated():
         with pytest.raises(RankError, match="no order between two tasks"):
-            run_ranks(1, copied_down, 1 << 14, "without waiting", device="accelerator")
+            run_ranks(1, copied_down, "inside", 1 << 14, "without waiting", device="accelerator")
         return
-    assert run_ranks(1, copied_down, 1 << 24, "without waiting", device="accelerator")[0][0] is False
+    assert run_ranks(1, copied_down, "inside", 1 << 24, "without waiting", device="accelerator")[0][0] is False
+
+
+def two_gradients(numel: int, first_is_carried: bool) -> tuple[bool, bool]:
+    """Whether two gradients, the second right behind the first, arrive whole.
+
+    The first is on its way down while the courier's thread has not run yet. Or it was carried, and nobody has asked for
+    what came up.
+    """
+    accelerator = get_accelerator()
+    transfers, locks = transfers_of("beside", numel), PageLocks()
+    slots = [torch.zeros(numel), torch.zeros(numel)]
+    locks.lock(slots)
+    gradients = [torch.full((numel,), value, device=accelerator.current_device_name()) for value in (1.0, 2.0)]
+    with nullcontext() if first_is_carried else patch.object(Courier, "send"):
+        transfers.take(0, gradients[0], slots[0], transfers.ready())
+        delay()
+        transfers.depart([], publishes=True)
+    if first_is_carried:
+        transfers._courier.wait()  # type: ignore[attr-defined]
+    transfers.take(0, gradients[1], slots[1], transfers.ready())
+    delivered(transfers)
+    accelerator.synchronize()
+    transfers.close()
+    locks.unlock()
+    return bool((slots[0] == 1).all()), bool((slots[1] == 2).all())
+
+
+@pytest.mark.parametrize("first_is_carried", [False, True])
+def test_a_room_is_taken_when_it_is_empty(first_is_carried: bool) -> None:
+    assert run_ranks(1, two_gradients, 1 << 14, first_is_carried, device="sim") == [(True, True)]
 
 
 def heavy(millions: float, zenflow: dict[str, Any], steps: int, ways: list[str]) -> dict[str, Any]:
@@ -158,7 +218,7 @@ def test_heavy_transfer_equals_the_synchronous_run(rule: str, device: str) -> No
 @pytest.mark.gpu
 def test_heavy_transfer_detects_a_missing_wait() -> None:
     """Without one wait, and with late gradients, the result differs: the tests above can fail."""
-    zenflow = {"overlap_step": True, **RULES["predictive 1"]}
+    zenflow = {"overlap_step": True, "hide_transfers": False, **RULES["predictive 1"]}
     ways = ["without waiting", "late and poisoned"]
     if is_simulated():
         with pytest.raises(RankError, match="no order between two tasks"):
@@ -188,7 +248,7 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
             (Estimator, "predict", "write"),
             (Estimator, "move", "write"),
             (BlockSet, "put", "write"),
-            (Transfers, "finish", "wait"),
+            (ZenFlowZeroOptimizerStage3, "_order_gathers", "wait"),
         ):
             stack.enter_context(patch.object(owner, method, noting(name, getattr(owner, method))))
         engine = make_engine(config)
@@ -211,11 +271,11 @@ def test_every_step_ends_with_a_wait_for_the_weights_it_wrote(rule: dict[str, An
     assert {last for last, _ in found} == {"wait"}
 
 
-def read_by_another_stream(config: dict[str, Any], steps: int) -> int:
-    """Read the weights after each step, and at both ends of `exact_weights`, on a stream that waits for none."""
+def read_as_gathers_do(config: dict[str, Any], steps: int) -> int:
+    """Read the weights after each step, and at both ends of `exact_weights`, on the stream of the all-gathers."""
     accelerator = get_accelerator()
-    side = accelerator.Stream()
     engine = make_engine(config)
+    side = gather_stream(engine.optimizer)
     reads = 0
 
     def read() -> None:
@@ -235,13 +295,14 @@ def read_by_another_stream(config: dict[str, Any], steps: int) -> int:
     return reads
 
 
+@pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("rule", [{"update_interval": 3, "full_warm_up_rounds": 2}, {"overlap_step": False}, SELECTIVE])
-def test_weights_are_there_for_every_stream_at_the_end_of_a_step(rule: dict[str, Any]) -> None:
-    config = zenflow_config(3, **{"overlap_step": True, **rule})
+def test_weights_are_there_for_the_gathers_at_the_end_of_a_step(rule: dict[str, Any], hidden: bool) -> None:
+    config = zenflow_config(3, **{"overlap_step": True, "hide_transfers": hidden, **rule})
     # Both wait for the device in every step: gathering persistent parameters, and DeepSpeed's timer.
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     config["timers"] = {"throughput": {"enabled": False}}
-    assert run_ranks(1, read_by_another_stream, config, 8, device="sim", pool="simulated, stage 3")[0] >= 10
+    assert run_ranks(1, read_as_gathers_do, config, 8, device="sim", pool="simulated, stage 3")[0] >= 10
 
 
 class RecordedAccelerator:
@@ -254,21 +315,20 @@ class RecordedAccelerator:
     def is_synchronized_device(self) -> bool:
         return False
 
-    def current_stream(self) -> MagicMock:
-        return MagicMock()
-
     def Stream(self) -> MagicMock:  # noqa: N802 (DeepSpeed's name)
-        return MagicMock()
+        stream = MagicMock()
+        stream.record_event.side_effect = self._event
+        return stream
 
     def stream(self, stream: Any) -> Any:
         return nullcontext()
 
-    def Event(self) -> MagicMock:  # noqa: N802
+    def _event(self) -> MagicMock:
         self.copies += 1
         number = self.copies
         event = MagicMock()
-        event.record.side_effect = lambda stream: self.order.append(f"copy {number}")
         event.synchronize.side_effect = lambda: self.order.append(f"waited for {number}")
+        self.order.append(f"copy {number}")
         return event
 
 
@@ -276,54 +336,52 @@ def test_flat_gradients_do_not_pile_up_behind_the_link() -> None:
     """Beside the gradient on its way there is at most the next one."""
     accelerator = RecordedAccelerator()
     with patch.object(transfers_module, "get_accelerator", lambda: accelerator):
-        transfers = Transfers()
+        transfers = Transfers(MagicMock(), [], MagicMock())
         for _ in range(3):
-            transfers.to_host(MagicMock(), MagicMock())
-            transfers.wait_for_older()
+            transfers.take(0, MagicMock(), MagicMock(), MagicMock())
     assert accelerator.order == ["copy 1", "copy 2", "waited for 1", "copy 3", "waited for 2"]
 
 
-def most_kept(count: int, numel: int) -> float:
+def most_kept(kind: str, count: int, numel: int) -> float:
     """Hand over flat gradients that are not kept, while no copy arrives unasked; the most that exist, in gradients."""
     accelerator = get_accelerator()
-    transfers, slot = Transfers(), torch.zeros(numel)
-    transfers.lock([slot])
-    partition = SimpleNamespace(index=0, group=0, collected=[])
-    adam = SimpleNamespace(
-        coming_slot=lambda index: slot,
-        link=SimpleNamespace(transfers=transfers),
-        updates=0,
-        _metrics=Metrics(),
-        _hyperparameters=SimpleNamespace(step=lambda *_: None),
-    )
+    transfers, locks, slot = transfers_of(kind, numel), PageLocks(), torch.zeros(numel)
+    locks.lock([slot])
     accelerator.synchronize()
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats()
     before = accelerator.memory_reserved()
     for _ in range(count):
         gradient = torch.ones(numel, device=accelerator.current_device_name())
-        OffloadedAdam._collect(adam, partition, gradient, 1.0)  # type: ignore[arg-type]
+        transfers.take(0, gradient, slot, transfers.ready())
         del gradient
     most = accelerator.max_memory_reserved() - before
-    transfers.unlock()
+    transfers.close()
+    locks.unlock()
     return most / slot.nbytes
 
 
-def test_a_step_keeps_few_flat_gradients_however_late_their_copies_are() -> None:
-    assert run_ranks(1, most_kept, 8, 1 << 14, device="sim")[0] <= 3
+@pytest.mark.parametrize(("kind", "most"), [("inside", 3), ("beside", 1)])
+def test_a_step_keeps_few_flat_gradients_however_late_their_copies_are(kind: str, most: int) -> None:
+    assert run_ranks(1, most_kept, kind, 8, 1 << 14, device="sim")[0] <= most
 
 
-def unlocked(numel: int) -> bool:
+def unlocked(kind: str, numel: int) -> bool:
     """Whether a gradient has arrived when its target is no longer page-locked, and may be unmapped."""
-    transfers, target = Transfers(), torch.zeros(numel)
-    transfers.lock([target])
-    transfers.to_host(torch.ones(numel, device=get_accelerator().current_device_name()), target)
-    transfers.unlock()
+    transfers, locks, target = transfers_of(kind, numel), PageLocks(), torch.zeros(numel)
+    locks.lock([target])
+    gradient = torch.ones(numel, device=get_accelerator().current_device_name())
+    transfers.take(0, gradient, target, transfers.ready())
+    if kind == "beside":
+        transfers.depart([], publishes=False)
+    transfers.close()
+    locks.unlock()
     return bool((target == 1).all())
 
 
-def test_memory_is_unlocked_once_its_copies_have_arrived() -> None:
-    assert run_ranks(1, unlocked, 1000, device="sim") == [True]
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_unlocked_once_its_copies_have_arrived(kind: str) -> None:
+    assert run_ranks(1, unlocked, kind, 1000, device="sim") == [True]
 
 
 class LargestConversion(TorchDispatchMode):
@@ -343,7 +401,9 @@ class LargestConversion(TorchDispatchMode):
 def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
     """A copy that converts has a temporary of the whole on the accelerator."""
     published, weights = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
-    rule, partition = SimpleNamespace(_metrics=Metrics()), SimpleNamespace(published=published, weights=lambda: weights)
+    link = SimpleNamespace(transfers=SimpleNamespace(results=lambda index: Results(published, None)))
+    rule = SimpleNamespace(_metrics=Metrics(), _link=link)
+    partition = SimpleNamespace(index=0, weights=lambda: weights)
     with patch.object(rule_module, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
         UpdateRule._take_published(rule, partition)  # type: ignore[arg-type]
     assert torch.equal(weights, published.bfloat16())
