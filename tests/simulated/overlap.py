@@ -163,10 +163,10 @@ def main() -> None:
             _write_trace(row["spans"], arguments.traces / f"{str(way).replace(', ', '_').replace(' ', '-')}.json")
     print("\n| link, of a step each way | step / step alone, inside | beside | expected beside | waits, by metrics |")
     print("| --- | --- | --- | --- | --- |")
-    ways = [Way(2, 1, 1, hidden, LONG_LAYERS, LONG_CHUNKS) for hidden in (False, True)]
+    both = [Way(2, 1, 1, hidden, LONG_LAYERS, LONG_CHUNKS) for hidden in (False, True)]
     rows = []
     for link in SLOWER:
-        inside, beside = (figures(way, [(link, WORKER)])[0] for way in ways)
+        inside, beside = (figures(way, [(link, WORKER)])[0] for way in both)
         expected = max(1.0, link * UP_OVER_DOWN + (link + WORKER) / LONG_CHUNKS)
         rows.append({"link": link, "inside": inside["step"], "beside": beside["step"], "expected": expected})
         print(
