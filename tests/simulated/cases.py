@@ -46,13 +46,10 @@ class Case:
     clip: float
 
     def config(self) -> dict[str, Any]:
-        config = zenflow_config(self.stage, lr=1e-2, **RULES.get(self.way, {}))
+        config = zenflow_config(self.stage, lr=1e-2, accumulation=self.accumulation, **self.rule())
         config["gradient_clipping"] = self.clip
         config["timers"] = {"throughput": {"enabled": False}}  # it waits for the device in every step
-        zero = config["zero_optimization"]
-        if self.way == "selective, state on the host":
-            zero["zenflow"] = RULES["selective"] | {"offload": True}
-        elif self.way == "flatten, gather":
+        if self.way == "flatten, gather":
             config = offload_config(config)
             if self.stage == 3:
                 config["zero_optimization"]["stage3_allgather_single_param"] = True
@@ -60,38 +57,63 @@ class Case:
                 config["zero_optimization"]["flatten_tier"] = "host"
         return config
 
+    def rule(self) -> dict[str, Any]:
+        """Fields of the ``zenflow`` section."""
+        return {
+            "predictive, interval 1": {"update_interval": 1},
+            "predictive, copies inside": RULES["predictive"] | {"hide_transfers": False},
+            "predictive, accumulation": {"update_interval": 1},
+            "selective, copies inside": RULES["selective"] | {"hide_transfers": False},
+            "selective, state on the host": RULES["selective"] | {"offload": True},
+            "flatten, gather": {},
+        }.get(self.way) or RULES.get(self.way, {})
+
+    @property
+    def accumulation(self) -> int:
+        return 3 if self.way == "predictive, accumulation" else 1
+
     def run(self, order: str | None, seed: int, device: str) -> list[Outcome]:
         # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its rounding with it.
         # So each has its own processes, which no other test has used.
         pool = "simulated, stage 3" if self.stage == 3 else "simulated"
-        return run_ranks(self.ranks, train_in, order, seed, self.config(), device=device, pool=pool)
+        return run_ranks(
+            self.ranks, train_in, order, seed, self.config(), STEPS * self.accumulation, device=device, pool=pool
+        )
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.way}, {self.ranks} ranks, clip {self.clip:g}"
 
 
-WAYS = (*RULES, "selective, state on the host", "flatten, gather")
+WAYS = (
+    *RULES,
+    "predictive, interval 1",
+    "predictive, copies inside",
+    "predictive, accumulation",
+    "selective, copies inside",
+    "selective, state on the host",
+    "flatten, gather",
+)
 CASES = [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))]
-STRIDE = 7
+STRIDE = 35
 assert math.gcd(STRIDE, len(CASES)) == 1, "else some cases never have a turn"
 
 
-def train_in(order: str | None, seed: int, config: dict[str, Any]) -> Outcome:
+def train_in(order: str | None, seed: int, config: dict[str, Any], count: int) -> Outcome:
     """One run on this rank; `order` is one of the simulated accelerator's, None on the CPU."""
     if order is None:
-        return trained(config)
+        return trained(config, count)
     from tests.support.simulated_accelerator import simulation
 
     simulation.configure(order, seed)  # type: ignore[arg-type]
     try:
-        return trained(config)
+        return trained(config, count)
     finally:
         simulation.configure("held")
 
 
-def trained(config: dict[str, Any]) -> Outcome:
+def trained(config: dict[str, Any], count: int) -> Outcome:
     engine = make_engine(config)
-    outcome = Outcome(train(engine, batches(STEPS, dist.get_rank())), weights_of(engine), full_masters_of(engine))
+    outcome = Outcome(train(engine, batches(count, dist.get_rank())), weights_of(engine), full_masters_of(engine))
     engine.destroy()
     return outcome
 

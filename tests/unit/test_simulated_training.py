@@ -8,7 +8,7 @@ from tests.simulated.cases import CASES, Case, check, seeded
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES[2::7], *(pytest.param(case, marks=pytest.mark.full) for case in CASES)], ids=str
+    "case", [*CASES[2::13], *(pytest.param(case, marks=pytest.mark.full) for case in CASES)], ids=str
 )
 def test_held_order(case: Case) -> None:
     check(case, "held")
