@@ -30,8 +30,7 @@ SEEDS ?= 1000
 PROCESSES ?= 2
 ARGS ?=
 
-# Without --no-compile, pip compiles also the thousands of files that nobody imports.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # DeepSpeed compiles its operators with the ninja of .venv, and they belong to the torch that is there.
 export PATH := $(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions

@@ -110,14 +110,18 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
     return [*found, {"losses": run(config, 2, rank=rank).losses}]
 
 
-FIRST_AND_LATER = [(state, chunk) for state in STATES for chunk in (1, 3)]
-
-
 @pytest.mark.parametrize(
     ("stage", "rule", "how", "cases"),
     [
-        (2, "predictive", "killed", FIRST_AND_LATER),
-        (3, "selective", "killed", [(state, 2) for state in STATES]),
+        (2, "predictive", "killed", [(state, 2) for state in STATES]),
+        (3, "selective", "killed", [("going down", 1), ("arrived", 1), ("coming up", 3)]),
+        *(
+            pytest.param(
+                stage, rule, "killed", [(state, chunk) for state in STATES for chunk in (1, 3)], marks=pytest.mark.full
+            )
+            for stage in (2, 3)
+            for rule in RULES
+        ),
         (3, "predictive", "stopped", [("going down", 1), ("with the worker", 2), ("stepped", 2)]),
         (2, "predictive", "raising", [("with the worker", chunk) for chunk in (1, 2, 3)]),
     ],

@@ -48,7 +48,7 @@ def resumed(folder: str, configs: dict[str, str], stops: list[int]) -> dict[str,
         pytest.param(2, {1: INTERVAL_2}, marks=pytest.mark.full),
         pytest.param(1, {1: {"update_interval": 1}, 2: INTERVAL_2}, marks=pytest.mark.full),
         pytest.param(2, {3: INTERVAL_2}, marks=pytest.mark.full),
-        (1, {2: SELECTIVE}),
+        pytest.param(1, {2: SELECTIVE}, marks=pytest.mark.full),
         pytest.param(2, {3: SELECTIVE}, marks=pytest.mark.full),
     ],
 )
