@@ -41,7 +41,10 @@ def gone(pid: int) -> bool:
     """Whether the process ends soon; a zombie has ended."""
     deadline = time.monotonic() + GENEROUS_SECONDS
     while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.02)
     return False
