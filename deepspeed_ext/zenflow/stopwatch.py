@@ -75,14 +75,18 @@ class StreamStopwatch(Stopwatch):
 
     def stop(self, stream: Any = None) -> None:
         if self._begin is not None:
-            self._pairs.append((self._begin, _recorded(stream)))
-            self._begin = None
+            pair, self._begin = (self._begin, _recorded(stream)), None
+            self._pairs.append(pair)
 
     def lap(self) -> list[float]:
         self._laps.append(self._pairs)
         self._pairs, found = [], []
-        while self._laps and all(end.query() for _, end in self._laps[0]):
-            found.append(sum(begin.elapsed_time(end) for begin, end in self._laps.popleft()) / 1e3)
+        while self._laps:
+            pairs = tuple(self._laps[0])  # another thread may still add one, whose time is then not counted
+            if not all(end.query() for _, end in pairs):
+                break
+            self._laps.popleft()
+            found.append(sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3)
         return found
 
 
