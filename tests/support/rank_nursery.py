@@ -1,7 +1,8 @@
 """Forks ranks from a process that has imported torch and DeepSpeed once: they start in milliseconds, not in seconds.
 
 `Nursery` is the tests' end. The process itself imports, starts no thread and trains nothing, so that a rank that it
-forks is like one that has just imported these modules; its environment is its own.
+forks is like one that has just imported these modules; its environment is its own. It also forks whole scripts, which
+end as a script ends: with an exit status of Python's, after what was registered for the exit.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import ctypes
 import importlib
 import os
 import pickle
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NoReturn
 
 from tests.support.paths import ROOT
 
@@ -38,6 +41,53 @@ WHAT_ENGINES_IMPORT = (
     "deepspeed_ext.engine",
 )
 """Nearly all that is loaded by the time that the first engine has been built."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a fork becomes that serves a pool; it gets the connection to the pool and a file for its output."""
+
+    environment: dict[str, str]
+
+    def become(self, connection: int, log: int) -> NoReturn:
+        from tests.support import rank_worker
+
+        status = 1
+        try:
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.close(log)
+            _take_over(self.environment)
+            rank_worker.main(connection)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a fork becomes that runs a module as a program; it gets two files for its output."""
+
+    environment: dict[str, str]
+    module: str
+    arguments: tuple[str, ...]
+
+    def become(self, out: int, err: int) -> NoReturn:
+        os.setsid()
+        for fd, stream in ((out, 1), (err, 2)):
+            os.dup2(fd, stream)
+            os.close(fd)
+        _take_over(self.environment)
+        sys.argv[1:] = self.arguments
+        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        raise SystemExit
+
+
+def _take_over(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 class ForkedRank:
@@ -85,7 +135,14 @@ class Nursery:
 
     def start(self, environment: dict[str, str], connection: int, log: BinaryIO) -> ForkedRank:
         """A rank with that environment, that connection to its pool and that file as its output."""
-        return ForkedRank(self, self.ask(("fork", environment), (connection, log.fileno())))
+        return ForkedRank(self, self.ask(("fork", Rank(environment)), (connection, log.fileno())))
+
+    def start_script(
+        self, module: str, arguments: Sequence[str], environment: dict[str, str], out: BinaryIO, err: BinaryIO
+    ) -> ForkedRank:
+        """``python -m module *arguments`` in a process group of its own."""
+        script = Script(environment, module, tuple(arguments))
+        return ForkedRank(self, self.ask(("fork", script), (out.fileno(), err.fileno())))
 
     def load(self, *modules: str) -> None:
         """Import more, for the ranks that are started from now on."""
@@ -123,7 +180,7 @@ def _serve(orders: socket.socket) -> None:
             pid = os.fork()
             if pid == 0:
                 orders.close()
-                _become_rank(value, *fds)
+                value.become(*fds)
             for fd in fds:
                 os.close(fd)
             orders.send(pickle.dumps(pid))
@@ -132,24 +189,6 @@ def _serve(orders: socket.socket) -> None:
             orders.send(pickle.dumps(None))
         else:
             orders.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1])))
-
-
-def _become_rank(environment: dict[str, str], connection: int, log: int) -> None:
-    from tests.support import rank_worker
-
-    status = 1
-    try:
-        for stream in (1, 2):
-            os.dup2(log, stream)
-        os.close(log)
-        os.environ.clear()
-        os.environ.update(environment)
-        rank_worker.main(connection)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def main() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader
 
 from tests.support.models import batches
 from tests.support.optimizer_process import gone
-from tests.support.paths import ROOT
-from tests.support.ranks import is_simulated, run_fresh_ranks, run_ranks
+from tests.support.ranks import is_simulated, nursery, run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
-from tests.support.waiting import GENEROUS_SECONDS
+from tests.support.waiting import GENEROUS_SECONDS, wait_until
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
-ENDS = ["idle", "stepping", "starting", "in a thread", "exception", "interrupt", "preempted", "exit", "destroy"]
+SCRIPT = "tests.unit.faults.lone_trainer"
+ANNOUNCED = re.compile(r'\{"worker".*\n')
 
 
 class Script:
@@ -34,58 +34,60 @@ class Script:
 
     def __init__(self, end: str, folder: Path) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "tests.unit.faults.lone_trainer", end, str(folder)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        environment = {**os.environ, "DSEXT_TEST_DEVICE": "sim" if is_simulated("cpu") else "cpu"}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
-        self._worker = 0
+        device = "sim" if is_simulated("cpu") else "cpu"
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DSEXT_TEST_DEVICE": device}
+        if device == "sim":
+            del environment["DS_ACCELERATOR"]
+        self._output, self._errors = folder / "output.txt", folder / "errors.txt"
+        with self._output.open("wb") as out, self._errors.open("wb") as errors:
+            self.process = nursery(device).start_script(SCRIPT, [end, str(folder)], environment, out, errors)
 
     @property
     def worker(self) -> int:
         """Process id of the worker, once there is one."""
-        assert self.process.stdout is not None
-        while not self._worker:
-            line = self.process.stdout.readline()
-            assert line, f"ended with {self.process.wait()}: {self.process.communicate()[1]}"
-            self._worker = json.loads(line)["worker"] if line.startswith('{"worker"') else 0
-        return self._worker
+        wait_until(lambda: bool(self._announced()), f"a worker's start ({self._errors})")
+        return json.loads(self._announced()[0])["worker"]
+
+    def _announced(self) -> list[str]:
+        return [line for line in self._output.read_text().splitlines(keepends=True) if ANNOUNCED.fullmatch(line)]
 
     def end(self) -> tuple[int, str]:
         """Exit status and what was said on stderr."""
-        said = self.process.communicate(timeout=60)[1]
-        return self.process.returncode, said
+        return self.process.wait(timeout=60), self._errors.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Script]]:
-    """One script for each end, started together: importing takes most of their time."""
-    found = {end: Script(end, tmp_path_factory.mktemp("script")) for end in ENDS}
-    yield found
-    for script in found.values():
-        script.process.kill()
-        script.process.communicate()
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Script]]:
+    """Starts a script that ends in the given way."""
+    with ExitStack() as started:
+        yield lambda end: started.enter_context(closing(Script(end, tmp_path)))
 
 
 @pytest.mark.parametrize("moment", ["idle", "stepping", "starting", "in a thread"])
-def test_a_killed_trainer_leaves_no_worker(scripts: dict[str, Script], moment: str) -> None:
-    script = scripts[moment]
+def test_a_killed_trainer_leaves_no_worker(start: Callable[[str], Script], moment: str) -> None:
+    script = start(moment)
     worker = script.worker
     script.process.kill()
     script.process.wait()
     assert gone(worker)
 
 
-def test_an_exception_between_backward_and_step_ends_the_worker(scripts: dict[str, Script]) -> None:
-    worker = scripts["exception"].worker
-    status, said = scripts["exception"].end()
+def test_an_exception_between_backward_and_step_ends_the_worker(start: Callable[[str], Script]) -> None:
+    script = start("exception")
+    worker = script.worker
+    status, said = script.end()
     assert status == 1
     assert said.rstrip().endswith("RuntimeError: a mistake of the user's")
     assert gone(worker)
 
 
-def test_ctrl_c_ends_trainer_and_worker(scripts: dict[str, Script]) -> None:
+def test_ctrl_c_ends_trainer_and_worker(start: Callable[[str], Script]) -> None:
     """SIGINT goes to the whole process group; the worker prints nothing and ends with the trainer."""
-    script = scripts["interrupt"]
+    script = start("interrupt")
     worker = script.worker
     os.killpg(script.process.pid, signal.SIGINT)
     status, said = script.end()
@@ -95,9 +97,9 @@ def test_ctrl_c_ends_trainer_and_worker(scripts: dict[str, Script]) -> None:
     assert gone(worker)
 
 
-def test_a_preempted_script_saves_and_ends(scripts: dict[str, Script]) -> None:
+def test_a_preempted_script_saves_and_ends(start: Callable[[str], Script]) -> None:
     """A handler of SIGTERM lets the script save between two steps; then the signal ends it as usual."""
-    script = scripts["preempted"]
+    script = start("preempted")
     worker = script.worker
     script.process.send_signal(signal.SIGTERM)
     status, said = script.end()
@@ -108,9 +110,10 @@ def test_a_preempted_script_saves_and_ends(scripts: dict[str, Script]) -> None:
 
 
 @pytest.mark.parametrize("end", ["exit", "destroy"])
-def test_the_worker_ends_with_the_script(scripts: dict[str, Script], end: str) -> None:
-    worker = scripts[end].worker
-    assert scripts[end].end()[0] == 0
+def test_the_worker_ends_with_the_script(start: Callable[[str], Script], end: str) -> None:
+    script = start(end)
+    worker = script.worker
+    assert script.end()[0] == 0
     assert gone(worker)
 
 
