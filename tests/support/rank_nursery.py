@@ -8,6 +8,7 @@ end as a script ends: with an exit status of Python's, after what was registered
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -166,6 +167,7 @@ def _load(modules: Iterable[str]) -> None:
     for name in modules:
         with suppress(ImportError):  # then no test needs it, or the one that does will say so
             importlib.import_module(name)
+    gc.freeze()  # else every collection of every rank looks at all that was imported, for a third of a second
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would lose all but one"
 
