@@ -186,7 +186,7 @@ def shorter_group_timeout(seconds: float) -> float:
     return group_timeout_seconds(torch.distributed.new_group([0], timeout=timedelta(seconds=seconds)))
 
 
-@pytest.mark.cpu(reason="the simulated accelerator's process group has no options, which hold the timeout")
+@pytest.mark.cpu(reason="torch shows the options, which hold the timeout, of gloo's and NCCL's groups only")
 def test_the_timeout_of_a_group_can_be_read() -> None:
     assert run_ranks(1, shorter_group_timeout, 77.0) == [77.0]
 
