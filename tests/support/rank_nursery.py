@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import math
 import os
 import pickle
 import runpy
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -76,6 +78,7 @@ class Script:
     arguments: tuple[str, ...]
 
     def become(self, out: int, err: int) -> NoReturn:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         for fd, stream in ((out, 1), (err, 2)):
             os.dup2(fd, stream)
@@ -108,9 +111,18 @@ class ForkedRank:
             self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, negative for a signal; `timeout` seconds for a rank that has been killed or has ended."""
-        if self._exit_code is None:
-            self._exit_code = self._nursery.ask(("wait", self.pid), timeout_seconds=timeout)
+        """The exit code, negative for a signal.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout` seconds.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while self._exit_code is None:
+            self._exit_code = self._nursery.ask(("exit code", self.pid))
+            if self._exit_code is None:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"process {self.pid} has not ended within {timeout} s")
+                time.sleep(0.005)
         return self._exit_code
 
 
@@ -149,8 +161,7 @@ class Nursery:
         """Import more, for the ranks that are started from now on."""
         self.ask(("load", modules))
 
-    def ask(self, order: tuple[str, Any], fds: tuple[int, ...] = (), timeout_seconds: float | None = None) -> Any:
-        self._socket.settimeout(timeout_seconds)
+    def ask(self, order: tuple[str, Any], fds: tuple[int, ...] = ()) -> Any:
         socket.send_fds(self._socket, [pickle.dumps(order)], fds)
         answer = self._socket.recv(_MOST_BYTES)
         if not answer:
@@ -190,7 +201,8 @@ def _serve(orders: socket.socket) -> None:
             _load(value)
             orders.send(pickle.dumps(None))
         else:
-            orders.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1])))
+            pid, status = os.waitpid(value, os.WNOHANG)
+            orders.send(pickle.dumps(os.waitstatus_to_exitcode(status) if pid else None))
 
 
 def main() -> None:

@@ -53,6 +53,29 @@ def operators(device: str) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in results.items()}
 
 
+def interrupted(kind: type[BaseException]) -> str:
+    """What reaches the caller if `kind` is raised in the part of an operator that computes its shape, in Python."""
+    name = f"simtest_{kind.__name__}"
+    library = torch.library.Library(name, "FRAGMENT")
+    library.define("copy_of(Tensor x) -> Tensor")
+
+    def shape(x: torch.Tensor) -> torch.Tensor:
+        raise kind
+
+    library.impl("copy_of", shape, "Meta")
+    library.impl("copy_of", torch.clone, "CPU")
+    try:
+        getattr(torch.ops, name).copy_of(torch.ones(2, device="sim")).cpu()
+    except BaseException as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_an_interrupt_while_a_shape_is_computed_is_not_lost() -> None:
+    assert on_sim(interrupted, ValueError) == ["nothing"], "the CPU's kernel knows better"
+    assert on_sim(interrupted, KeyboardInterrupt) == ["KeyboardInterrupt"]
+
+
 def test_operators_equal_the_cpus_to_the_bit() -> None:
     (found,) = on_sim(operators, "sim")
     (expected,) = run_ranks(1, operators, "cpu")

@@ -8,6 +8,8 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -313,6 +315,15 @@ void launch(const Call& call, const std::vector<at::Tensor>& fresh) {
   enqueue(current_stream(), std::move(task));
 }
 
+// Whether a kernel that is written in Python was stopped by a KeyboardInterrupt or the like.
+bool is_interrupt(const std::exception& error) {
+  const pybind11::gil_scoped_acquire interpreter;
+  if (const auto* raised = dynamic_cast<const python_error*>(&error))
+    return PyErr_GivenExceptionMatches(raised->type, PyExc_Exception) == 0;
+  const auto* raised = dynamic_cast<const pybind11::error_already_set*>(&error);
+  return raised != nullptr && !raised->matches(PyExc_Exception);
+}
+
 void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   Call call(op, stack);
   const c10::DeviceGuard guard(call.device.value_or(c10::Device(c10::kPrivateUse1)));
@@ -325,7 +336,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     } catch (const c10::NotImplementedError&) {
       call.facts.has_no_meta = true;
       return run_and_wait(call, stack);
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
+      if (is_interrupt(error)) throw;
       return run_and_wait(call, stack);  // depends on values, or a mistake that the CPU's kernel explains
     }
   }
