@@ -19,6 +19,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import constants as checkpoint_keys
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -65,6 +66,7 @@ __all__ = [
     "all_gather_of_partitions",
     "autocasts_to_fp16",
     "check",
+    "checkpoint_keys",
     "communication_dtype",
     "counted_alike",
     "deepspeed",

@@ -34,6 +34,7 @@ from deepspeed_ext.config import given_of_the_other_rule, idle_fields
 from deepspeed_ext.construction import builders, built_together
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
+from deepspeed_ext.resharding.engine import ReshardingEngine
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.supported import require_group_timeout, require_section
 from deepspeed_ext.zenflow.throughput import StreamThroughputTimer
@@ -68,7 +69,7 @@ class WeakEngine:
             engine._backward_post_hook()
 
 
-class Engine(DeepSpeedEngine):
+class Engine(ReshardingEngine):
     """DeepSpeed's engine with our ZeRO optimizers.
 
     With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer process, and an engine
@@ -278,7 +279,7 @@ class Engine(DeepSpeedEngine):
             )
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load as DeepSpeed does.
+        """Load as DeepSpeed does, and also what another number of ranks or another ZeRO stage saved.
 
         Raises:
             CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load another checkpoint
@@ -289,6 +290,10 @@ class Engine(DeepSpeedEngine):
         if isinstance(self.checkpoint_engine, JointCheckpointEngine) and not self.load_universal_checkpoint():
             tag = self.checkpoint_engine.begin_load(load_dir, tag)
         return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+
+    def _open_masters(self) -> None:
+        if (adam := self._zenflow_adam) is not None:
+            adam.expose()
 
     def _settle_zenflow(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives."""

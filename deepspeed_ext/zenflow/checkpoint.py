@@ -73,7 +73,6 @@ def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer)
     if len(updates) > 1:
         raise CheckpointError(f"the checkpoint's partitions have different step counts: {sorted(updates)}")
     adam.masters_changed(updates.pop() if updates else 0)
-    adam.bind_state()
 
 
 def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
@@ -94,7 +93,7 @@ def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
     rule = adam.rule
     if changed := _changed_setting(adam, saved):
         for partition, values in zip(adam.partitions, saved.partitions, strict=True):
-            values.apply_collected(partition, saved.block_size)
+            values.apply_collected(partition.state, saved.block_size)
         adam.masters_changed(saved.updates if saved.position else None)
         logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
         return False

@@ -211,6 +211,7 @@ class OffloadedAdam:
         for partition in self.partitions:
             partition.collected.clear()
         self.rule.restart(updates)
+        self.bind_state()
 
     def lock_ring(self) -> None:
         """Page-lock the ring slots in use, whose number is known only once the interval is."""

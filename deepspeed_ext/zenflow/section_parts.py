@@ -10,14 +10,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.partition import Partition
 
-__all__ = ["GRADIENT_DTYPES", "Count", "PartitionValues", "Positive", "SavedSchedule", "SavedValues", "misfit"]
+__all__ = [
+    "GRADIENT_DTYPES",
+    "AdamState",
+    "Count",
+    "PartitionValues",
+    "Positive",
+    "SavedSchedule",
+    "SavedValues",
+    "misfit",
+]
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Count = Annotated[NonNegativeInt, Field(lt=1 << 62)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
+AdamState = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""p, m, v."""
 Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
 
@@ -78,8 +88,14 @@ class PartitionValues(SavedValues, ABC):
         return found
 
     @abstractmethod
-    def apply_collected(self, partition: Partition, block_size: int) -> None:
-        """Apply the collected gradients to the partition in the arena, as the rule would have; runs in this process."""
+    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+        """Apply the collected gradients to a part of the partition, as the rule would have; runs in this process.
+
+        Args:
+            state: p, m, v of the part, changed in place; 1-D fp32 [n], host.
+            block_size: elements per block.
+            begin: the first element of the part, the first of a block. The part ends with a block or the partition.
+        """
 
 
 def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:

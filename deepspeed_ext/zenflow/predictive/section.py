@@ -9,8 +9,7 @@ from pydantic import Field, FiniteFloat
 
 from deepspeed_ext.zenflow.blocks import step_blocks
 from deepspeed_ext.zenflow.kernel import Publish
-from deepspeed_ext.zenflow.partition import Partition
-from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, PartitionValues, SavedValues, misfit
+from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, AdamState, PartitionValues, SavedValues, misfit
 
 __all__ = ["PredictivePartitionValues"]
 
@@ -47,8 +46,8 @@ class PredictivePartitionValues(PartitionValues):
             found.append("collected gradients without drift and inverse")
         return super().mistakes(blocks, steps) + found
 
-    def apply_collected(self, partition: Partition, block_size: int) -> None:
-        blocks = -(-self.numel // block_size)
+    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+        numel = state[0].numel()
         for step, gradient in zip(self.steps, self.gradients, strict=True):
-            counts = torch.full((blocks,), step.step - 1, dtype=torch.int32, device="cpu")
-            step_blocks(partition.state, block_size, counts, None, gradient, step)
+            counts = torch.full((-(-numel // block_size),), step.step - 1, dtype=torch.int32, device="cpu")
+            step_blocks(state, block_size, counts, None, gradient[begin : begin + numel], step)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from deepspeed_ext.zenflow.blocks import step_blocks
-from deepspeed_ext.zenflow.partition import Partition
-from deepspeed_ext.zenflow.section_parts import Count, PartitionValues, SavedSchedule, misfit
+from deepspeed_ext.zenflow.section_parts import AdamState, Count, PartitionValues, SavedSchedule, misfit
 
 __all__ = ["SelectivePartitionValues", "SelectiveSavedSchedule"]
 
@@ -36,13 +35,18 @@ class SelectivePartitionValues(PartitionValues):
                 found.append(f"hot_blocks has numbers that repeat or are not in 0 to {blocks - 1}")
         return super().mistakes(blocks, steps) + found
 
-    def apply_collected(self, partition: Partition, block_size: int) -> None:
+    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
         if not (steps := self.steps):
             return
+        end, first = begin + state[0].numel(), begin // block_size
+        counts = self.block_updates[first : -(-end // block_size)]
+        hot = self.hot_blocks
+        if hot is not None:
+            hot = hot[(hot >= first) & (hot < first + counts.numel())] - first
         scales = [step.grad_scale / len(steps) for step in steps]
-        scaled = [gradient.float() * scale for gradient, scale in zip(self.gradients, scales, strict=True)]
+        scaled = [grad[begin:end].float() * scale for grad, scale in zip(self.gradients, scales, strict=True)]
         last = replace(steps[-1], grad_scale=1.0)
-        step_blocks(partition.state, block_size, self.block_updates, self.hot_blocks, torch.stack(scaled).sum(0), last)
+        step_blocks(state, block_size, counts, hot, torch.stack(scaled).sum(0), last)
 
 
 def _are_block_numbers(ids: torch.Tensor, count: int) -> bool:

@@ -1,0 +1,232 @@
+"""Lets DeepSpeed's `load_checkpoint` take a checkpoint of another number of ranks or another ZeRO stage."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from deepspeed_ext._agreement import RankGroup, require_same_plan, together
+from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext._logging import logger
+from deepspeed_ext._upstream import DeepSpeedEngine, PipelineEngine, TorchCheckpointEngine, get_accelerator
+from deepspeed_ext.checkpoint_files import latest_tag
+from deepspeed_ext.resharding.load import load_frozen, load_masters, load_optimizer
+from deepspeed_ext.resharding.saved import SavedCheckpoint
+from deepspeed_ext.resharding.target import Target, target_of
+
+__all__ = ["ReshardingEngine"]
+
+
+class Resharding:
+    """A checkpoint and the partitions that it is loaded into.
+
+    Args:
+        saved: the checkpoint.
+        target: this rank's partitions.
+        partitions_weights: whether the ranks have parts of the weights, as at stage 3.
+
+    Attributes:
+        saved, target: the arguments.
+        whole_weights: whether the checkpoint and this rank both have all weights, which DeepSpeed can then load.
+    """
+
+    def __init__(self, saved: SavedCheckpoint, target: Target, partitions_weights: bool) -> None:
+        self.saved = saved
+        self.target = target
+        self.whole_weights = saved.has_whole_weights and not partitions_weights
+
+
+class _OpenedFiles(TorchCheckpointEngine):
+    """Hands DeepSpeed the model's file of `saved`, which is open already; its tensors are mapped, not read."""
+
+    def __init__(self, config_params: Any, saved: SavedCheckpoint) -> None:
+        super().__init__(config_params)
+        self._saved = saved
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return dict(self._saved.model())
+
+
+class ReshardingEngine(DeepSpeedEngine):
+    """DeepSpeed's engine, whose checkpoints can be loaded by any number of ranks at any ZeRO stage.
+
+    If the layout of a checkpoint is not that of this run, every rank reads from the checkpoint's files what belongs to
+    its own partitions and hands it to DeepSpeed as if it had been saved so. p and the optimizer's state arrive to the
+    bit; the weights are p, rounded to their dtype. A checkpoint with this run's layout is loaded as ever.
+
+    Not for model parallelism, pipelines, mixtures of experts, universal checkpoints and state on NVMe.
+    """
+
+    checkpoint_engine: Any
+    _resharding: Resharding | None = None
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        self._resharding = self._plan_resharding(load_dir, tag)
+        if self._resharding is not None and custom_load_fn is not None and not self._resharding.whole_weights:
+            self._resharding = None
+            raise CheckpointError(
+                "custom_load_fn was given, but there are no whole weights to hand to it: the checkpoint or this run is "
+                "of ZeRO stage 3, with another number of ranks or another stage. Load without custom_load_fn"
+            )
+        try:
+            return super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
+        finally:
+            self._resharding = None
+
+    def _plan_resharding(self, load_dir: str, tag: Any) -> Resharding | None:
+        """Compare the checkpoint's layout with this run's; None: they are equal, or there is no checkpoint that we can
+        load into another layout. A collective.
+
+        Raises:
+            CheckpointError: on every rank, if the checkpoint needs another layout and cannot be read.
+        """
+        world, found = self._world(), None
+        with together(world, CheckpointError):
+            if self._can_reshard():
+                tag = latest_tag(load_dir) if tag is None else str(tag)
+                found = None if tag is None else self._differing(os.path.join(load_dir, tag))
+        if world.all(found is None):
+            return None
+        with together(world, CheckpointError):
+            if found is None:
+                raise CheckpointError(f"{load_dir}, {tag}: this rank sees another checkpoint than the other ranks")
+            found.target.layout.require_same_parameters(found.saved.layout)
+            saved = (found.saved.stage, found.saved.ranks, found.saved.save_id)
+        require_same_plan("loading the checkpoint", saved, world)
+        assert found is not None
+        if world.rank == 0:
+            logger.info(
+                f"{found.saved.folder}, saved by {saved[1]} ranks at ZeRO stage {saved[0]}, is loaded on "
+                f"{found.target.ranks} ranks at stage {int(self.zero_optimization_stage())}"
+            )
+        return found
+
+    def _can_reshard(self) -> bool:
+        return (
+            bool(self.zero_optimization())
+            and not self.load_universal_checkpoint()
+            and not self.has_moe_layers
+            and not isinstance(self, PipelineEngine)
+            and self.mp_world_size == 1
+            and not self.zero_nvme_offload_optimizer()
+            and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
+        )
+
+    def _differing(self, folder: str) -> Resharding | None:
+        """The checkpoint and this rank's partitions; None if their layouts are equal, or there is nothing to load."""
+        target = target_of(self.optimizer, self._get_zero_param_shapes())
+        if target is None or not os.path.isdir(folder):
+            return None
+        partitions_weights = bool(self.zero_optimization_partition_weights())
+        saved = SavedCheckpoint(folder)
+        same_kind = saved.ranks == target.ranks and saved.has_whole_weights != partitions_weights
+        try:
+            is_same = same_kind and saved.layout == target.layout
+        except Exception:
+            if same_kind:  # DeepSpeed loads it, and says what is damaged
+                return None
+            raise
+        return None if is_same else Resharding(saved, target, partitions_weights)
+
+    def _world(self) -> RankGroup:
+        return RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
+
+    def _open_masters(self) -> None:
+        """Called before p and the optimizer's state are written from outside."""
+
+    # -- what DeepSpeed calls while it loads ------------------------------------------------------------------------
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
+        if self._resharding is None:
+            return super()._get_all_ckpt_names(checkpoints_path, tag)
+        return [self._resharding.saved.model_file()]
+
+    def _load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        resharding = self._resharding
+        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
+        if resharding is None:
+            return super()._load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *rest)
+        usual, self.checkpoint_engine = self.checkpoint_engine, _OpenedFiles(self._config, resharding.saved)
+        try:
+            # Asked to leave the optimizer's state out, DeepSpeed would gather a whole fp32 model for stage 3.
+            path, client_state = super()._load_checkpoint(load_dir, tag, load_module_strict, True, *rest)
+        finally:
+            self.checkpoint_engine = usual
+        self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
+        if (load_module_only or not load_optimizer_states) and not resharding.whole_weights:
+            with together(self._world(), CheckpointError):
+                self._open_masters()
+                load_masters(resharding.saved, resharding.target)
+            resharding.target.write_weights()
+        # The user may keep these longer than the files.
+        return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
+
+    def load_module_state_dict(
+        self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._resharding is None or self._resharding.whole_weights:
+            super().load_module_state_dict(checkpoint, strict, custom_load_fn, *args, **kwargs)
+            return
+        with together(self._world(), CheckpointError):
+            self._load_beside_trained(checkpoint["module"], strict, self._resharding)
+
+    def _load_beside_trained(self, saved: dict[str, Any], strict: bool, resharding: Resharding) -> None:
+        """Load buffers and parameters that are not trained; the optimizer has the others."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        rest = {name: value for name, value in saved.items() if name not in parameters}
+        result = self.module.load_state_dict(rest, strict=False)
+        missing = [name for name in result.missing_keys if name not in parameters]
+        for name, param in self.module.named_parameters():
+            trained = name in resharding.target.layout.placements
+            if not trained and not load_frozen(resharding.saved, resharding.target, name, param):
+                missing.append(name)
+        if strict and (missing or result.unexpected_keys):
+            raise CheckpointError(
+                f"the model is not the checkpoint's: missing there: {missing}, unknown here: {result.unexpected_keys}. "
+                "Resume with the model that was saved, or pass load_module_strict=False"
+            )
+
+    def _get_all_zero_checkpoints(self, load_dir: str, tag: Any) -> Any:
+        if self._resharding is None:
+            return super()._get_all_zero_checkpoints(load_dir, tag)
+        target = self._resharding.target
+        states: list[Any] = [None] * target.ranks
+        with together(self._world(), CheckpointError):
+            self._open_masters()
+            states[target.rank] = load_optimizer(self._resharding.saved, target)
+        return states
+
+    def _load_zero_checkpoint(self, load_dir: str, tag: Any, load_optimizer_states: bool = True) -> Any:
+        loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        if loaded and self._resharding is not None:
+            self._resharding.target.write_weights()
+        return loaded

@@ -1,0 +1,189 @@
+"""Says which elements of which parameter lie where in the flat partitions of the ranks. Plain values only.
+
+ZeRO cuts parameters in two ways, and one formula covers both: element e of a parameter lies on rank ``(start + e) //
+stride``, at ``base + (start + e) % stride`` of one flat tensor there.
+
+- Stages 1 and 2 lay all parameters of a group one behind the other and cut the whole: `start` is the place in the
+  whole, `stride` the size of a rank's part.
+- Stage 3 cuts each parameter: `stride` is the size of a rank's part of it, `base` the place of that part among the
+  parts of the sub-group's other parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from deepspeed_ext._errors import CheckpointError
+
+__all__ = ["Copy", "Fragment", "Layout", "Placement", "plan_copies"]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Successive elements of a parameter, in a flat tensor of one rank.
+
+    Attributes:
+        rank: the rank.
+        flat: number of the flat tensor: of the parameter group at stages 1 and 2, of the sub-group at stage 3.
+        begin, end: the elements, numbered in the parameter.
+        offset: place of element `begin` in the flat tensor.
+    """
+
+    rank: int
+    flat: int
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the elements of a parameter lie; see the module's docstring.
+
+    Attributes:
+        numel: elements of the parameter.
+        flat: number of the flat tensor.
+        start, stride, base: the constants of the formula.
+    """
+
+    numel: int
+    flat: int
+    start: int
+    stride: int
+    base: int
+
+    def fragments(self, begin: int, end: int) -> Iterator[Fragment]:
+        """Yield where elements `begin` to `end` lie, in order."""
+        while begin < end:
+            rank, inside = divmod(self.start + begin, self.stride)
+            stop = min(end, begin + self.stride - inside)
+            yield Fragment(rank, self.flat, begin, stop, self.base + inside)
+            begin = stop
+
+    def of_rank(self, rank: int) -> Fragment | None:
+        """What `rank` holds; None: nothing."""
+        begin = max(0, rank * self.stride - self.start)
+        end = min(self.numel, (rank + 1) * self.stride - self.start)
+        return next(self.fragments(begin, end), None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where all parameters lie.
+
+    Attributes:
+        ranks: number of ranks.
+        placements: by name of the parameter.
+    """
+
+    ranks: int
+    placements: Mapping[str, Placement]
+
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[Mapping[str, int]], paddings: Sequence[Sequence[int]], parts: Sequence[int], ranks: int
+    ) -> Layout:
+        """The layout of stages 1 and 2.
+
+        Args:
+            groups: of each parameter group, the elements of each parameter by name, in the order of the flat tensor.
+            paddings: of each group, the elements of padding behind each parameter.
+            parts: of each group, the elements of one rank's part, with padding.
+            ranks: number of ranks.
+        """
+        placements = {}
+        for flat, (group, behind, part) in enumerate(zip(groups, paddings, parts, strict=True)):
+            start = 0
+            for (name, numel), padding in zip(group.items(), behind, strict=True):
+                placements[name] = Placement(numel, flat, start, part, 0)
+                start += numel + padding
+        return cls(ranks, placements)
+
+    @classmethod
+    def of_sub_groups(cls, sub_groups: Sequence[Mapping[str, int]], ranks: int) -> Layout:
+        """The layout of stage 3.
+
+        Args:
+            sub_groups: of each sub-group, the elements of each parameter by name, in order.
+            ranks: number of ranks.
+        """
+        placements = {}
+        for flat, sub_group in enumerate(sub_groups):
+            base = 0
+            for name, numel in sub_group.items():
+                stride = -(-numel // ranks)
+                placements[name] = Placement(numel, flat, 0, stride, base)
+                base += stride
+        return cls(ranks, placements)
+
+    def require_same_parameters(self, other: Layout) -> None:
+        """Compare names and sizes of parameters with the `other` layout, of a checkpoint.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        mine, theirs = self.placements, other.placements
+        found = [f"{name} is not in the checkpoint" for name in mine.keys() - theirs.keys()]
+        found += [f"{name} is only in the checkpoint" for name in theirs.keys() - mine.keys()]
+        found += [
+            f"{name} has {mine[name].numel} elements, in the checkpoint {theirs[name].numel}"
+            for name in mine.keys() & theirs.keys()
+            if mine[name].numel != theirs[name].numel
+        ]
+        if found:
+            more = f", and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+            raise CheckpointError(
+                f"the trained parameters are not the checkpoint's: {'; '.join(sorted(found)[:_TOLD])}{more}. Resume "
+                "with the model that was saved, and with the same parameters frozen"
+            )
+
+
+_TOLD = 3
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements to copy from one flat tensor to another.
+
+    Attributes:
+        rank, flat: the flat tensor to read.
+        begin, end: the elements to read.
+        target: number of the flat tensor to write.
+        offset: where to write.
+    """
+
+    rank: int
+    flat: int
+    begin: int
+    end: int
+    target: int
+    offset: int
+
+
+def plan_copies(saved: Layout, wanted: Layout, rank: int) -> list[Copy]:
+    """Plan how `rank` fills its flat tensors of the layout `wanted` from a checkpoint of the layout `saved`.
+
+    Returns:
+        The copies, by flat tensor to write and place in it. Successive elements are one copy. Padding is in none.
+    """
+    held = [(name, part) for name, each in wanted.placements.items() if (part := each.of_rank(rank)) is not None]
+    copies: list[Copy] = []
+    for name, part in sorted(held, key=lambda item: (item[1].flat, item[1].offset)):
+        for found in saved.placements[name].fragments(part.begin, part.end):
+            numel, offset = found.end - found.begin, part.offset + found.begin - part.begin
+            new = Copy(found.rank, found.flat, found.offset, found.offset + numel, part.flat, offset)
+            if copies and (joined := _joined(copies[-1], new)) is not None:
+                copies[-1] = joined
+            else:
+                copies.append(new)
+    return copies
+
+
+def _joined(first: Copy, second: Copy) -> Copy | None:
+    """Both as one copy; None if `second` does not follow `first` on both sides."""
+    here = (first.rank, first.flat, first.end, first.target, first.offset + first.end - first.begin)
+    there = (second.rank, second.flat, second.begin, second.target, second.offset)
+    if here != there:
+        return None
+    return Copy(first.rank, first.flat, first.begin, second.end, first.target, first.offset)

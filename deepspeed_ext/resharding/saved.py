@@ -1,0 +1,242 @@
+"""Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without ZenFlow.
+
+Files are memory-mapped: only what is copied is read from the disk, and none of it stays in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext._upstream import checkpoint_keys as keys
+from deepspeed_ext.checkpoint_files import SAVE_ID
+from deepspeed_ext.resharding.layout import Layout, Placement
+from deepspeed_ext.zenflow.checkpoint import SECTION
+from deepspeed_ext.zenflow.section import Section, read_section
+
+__all__ = ["MASTER", "SavedCheckpoint", "SavedPartitions"]
+
+MASTER = "fp32"
+"""The name of p among the tensors of a partition; the others have the names of the optimizer's state."""
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_?optim_states\.pt")
+_PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+_WHOLE_MODEL = "mp_rank_00_model_states.pt"
+_WEIGHTS_STAGE = 3
+
+
+class SavedPartitions:
+    """The partitions that one rank saved.
+
+    Args:
+        state: the optimizer's state dict of its file.
+        path: the file, for messages.
+
+    Attributes:
+        state: the argument.
+        tensors: of each flat tensor, p and the optimizer's state of each element by name; 1-D, mapped from the file. p
+            may lack padding at its end.
+        scalars: of each flat tensor, the rest of the optimizer's state, such as the step count.
+        groups: the parameter groups of the optimizer; empty: not saved.
+        group_of_flats: index of the parameter group of each flat tensor.
+    """
+
+    def __init__(self, state: Mapping[str, Any], path: str) -> None:
+        self.state = state
+        try:
+            masters, base = _masters(state), _base_optimizer(state)
+            self.groups: Sequence[Mapping[str, Any]] = base.get("param_groups", ())
+            states = base.get("state", {})
+            order = [each for group in self.groups for each in group["params"]] or list(range(len(masters)))
+            of_flats = [states.get(index, {}) for index in order]
+            self.group_of_flats = [number for number, group in enumerate(self.groups) for _ in group["params"]] or order
+            if len(of_flats) != len(masters):
+                raise CheckpointError(f"{len(masters)} masters and the state of {len(of_flats)}")
+        except (KeyError, TypeError, AttributeError, CheckpointError) as error:
+            raise CheckpointError(f"{path} is no file of a ZeRO optimizer ({error}): load another checkpoint") from None
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        self.scalars: list[dict[str, Any]] = []
+        for master, values in zip(masters, of_flats, strict=True):
+            each = {name for name, value in values.items() if _is_per_element(value, master)}
+            self.tensors.append({MASTER: master, **{name: values[name].view(-1) for name in sorted(each)}})
+            self.scalars.append({name: value for name, value in values.items() if name not in each})
+        self._section = self._read_section()
+        if self._section is not None and self._section.position:
+            for scalars in self.scalars:  # `read` applies what was collected
+                scalars["step"] = self._section.updates
+
+    def _read_section(self) -> Section | None:
+        if SECTION not in self.state:
+            return None
+        numels = [max(tensor.numel() for tensor in tensors.values()) for tensors in self.tensors]
+        return read_section(self.state[SECTION], numels)
+
+    @torch.no_grad()
+    def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
+        """Elements `begin` to `end` of a flat tensor's `tensors`, with the gradients of the ZenFlow section that were
+        not handed over applied."""
+        whole = self.tensors[flat]
+        section = self._section
+        if section is None or not section.position:
+            return {name: tensor[begin:end] for name, tensor in whole.items()}
+        size = section.block_size
+        first, last = begin // size * size, min(-(-end // size) * size, whole[MASTER].numel())
+        p, m, v = (whole[name][first:last].clone() for name in (MASTER, "exp_avg", "exp_avg_sq"))
+        section.partitions[flat].apply_collected((p, m, v), section.block_size, first)
+        inside = slice(begin - first, end - first)
+        return {MASTER: p[inside], "exp_avg": m[inside], "exp_avg_sq": v[inside]}
+
+
+class SavedCheckpoint:
+    """One checkpoint: the files of all ranks under one tag.
+
+    Args:
+        folder: the folder of the tag.
+
+    Attributes:
+        has_whole_weights: whether one file holds all weights, as at stages 1 and 2.
+
+    Raises:
+        CheckpointError: it is no checkpoint of ZeRO, or files are missing.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._files: dict[int, str] = {}
+        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+            if (match := _OPTIMIZER_FILE.fullmatch(name)) is not None:
+                self._files[int(match[1])] = os.path.join(folder, name)
+        if not self._files:
+            raise CheckpointError(f"{folder} holds no files of a ZeRO optimizer: load another checkpoint by its tag")
+        self.has_whole_weights = not os.path.exists(os.path.join(folder, _PARTITIONED_MODEL.format(rank=0)))
+        self._opened: dict[int, SavedPartitions] = {}
+        self._models: dict[str, Mapping[str, Any]] = {}
+        self._save_ids: dict[str, Any] = {}
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks saved it; as many as have a file here, if none of these says so."""
+        try:
+            counts = self.partitions(min(self._files)).state[keys.PARTITION_COUNT]
+        except (CheckpointError, KeyError):
+            return len(self._files)
+        return counts if isinstance(counts, int) else max(counts)
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def partitions(self, rank: int) -> SavedPartitions:
+        """What `rank` saved."""
+        if rank not in self._opened:
+            if rank not in self._files:
+                raise CheckpointError(
+                    f"{self.folder} lacks the optimizer's file of rank {rank}; it has those of {sorted(self._files)}: "
+                    "load another checkpoint by its tag"
+                )
+            content = self._open(self._files[rank])
+            if not isinstance(state := content.get(keys.OPTIMIZER_STATE_DICT), Mapping):
+                raise CheckpointError(f"{self._files[rank]} holds no state of an optimizer: load another checkpoint")
+            self._opened[rank] = SavedPartitions(state, self._files[rank])
+        return self._opened[rank]
+
+    def model_file(self, rank: int = 0) -> str:
+        """The file with the weights of `rank`, or with all weights."""
+        name = _WHOLE_MODEL if self.has_whole_weights else _PARTITIONED_MODEL.format(rank=rank)
+        return os.path.join(self.folder, name)
+
+    def model(self, rank: int = 0) -> Mapping[str, Any]:
+        """The content of `model_file`."""
+        path = self.model_file(rank)
+        if path not in self._models:
+            self._models[path] = self._open(path)
+        return self._models[path]
+
+    def _open(self, path: str) -> Mapping[str, Any]:
+        try:
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        except Exception as error:  # torch and pickle can raise almost anything
+            said = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
+            ) from error
+        if not isinstance(content, Mapping):
+            raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint")
+        self._save_ids[path] = content.get(SAVE_ID)
+        if len(set(self._save_ids.values())) > 1:
+            raise CheckpointError(
+                f"{self.folder} holds files of different saves: {self._save_ids}. Load another checkpoint by its tag"
+            )
+        return content
+
+    @property
+    def save_id(self) -> Any:
+        """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote them."""
+        return next(iter(self._save_ids.values()), None)
+
+    # -- what lies where ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def stage(self) -> int:
+        """The ZeRO stage that saved it."""
+        return int(self.partitions(min(self._files)).state[keys.ZERO_STAGE])
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the trained parameters lie in the ranks' partitions.
+
+        Raises:
+            CheckpointError: a rank's file is missing, or one does not fit.
+        """
+        first = self.partitions(min(self._files))
+        if sorted(self._files) != list(range(self.ranks)):
+            raise CheckpointError(
+                f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of ranks "
+                f"{sorted(self._files)}: copy the missing files there, or load another checkpoint by its tag"
+            )
+        groups = [
+            {name: torch.Size(shape).numel() for name, shape in group.items()}
+            for group in self.model().get(keys.PARAM_SHAPES) or ()
+        ]
+        if self.stage == _WEIGHTS_STAGE:
+            return Layout.of_sub_groups(groups, self.ranks)
+        paddings = first.state.get(keys.PARAM_ALIGNMENT_PADDINGS) or [[0] * len(group) for group in groups]
+        behind = first.state[keys.GROUP_PADDINGS]
+        parts = [tensors[MASTER].numel() + more for tensors, more in zip(first.tensors, behind, strict=True)]
+        return Layout.of_groups(groups, paddings, parts, self.ranks)
+
+    def frozen(self, name: str) -> tuple[Placement, dict[int, torch.Tensor]] | None:
+        """The elements of a parameter that is not trained, on every rank that has some; None: it was not saved."""
+        if self.has_whole_weights:
+            whole = self.model()["module"].get(name)
+            return None if whole is None else (Placement(whole.numel(), 0, 0, max(1, whole.numel()), 0), {0: whole})
+        shape = (self.model().get(keys.FROZEN_PARAM_SHAPES) or {}).get(name)
+        if shape is None:
+            return None
+        numel = torch.Size(shape).numel()
+        parts = {rank: self.model(rank)[keys.FROZEN_PARAM_FRAGMENTS][name] for rank in range(self.ranks)}
+        return Placement(numel, 0, 0, max(1, -(-numel // len(self._files))), 0), parts
+
+
+def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    key = keys.FP32_FLAT_GROUPS if state[keys.ZERO_STAGE] == _WEIGHTS_STAGE else keys.SINGLE_PARTITION_OF_FP32_GROUPS
+    return [master.detach().view(-1) for master in state[key]]
+
+
+def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of the optimizer that DeepSpeed wraps."""
+    if state[keys.ZERO_STAGE] == _WEIGHTS_STAGE:
+        return state[keys.OPTIMIZER_STATE_DICT]
+    base = state[keys.BASE_OPTIMIZER_STATE]
+    if isinstance(base, Mapping):
+        return base
+    # zero_optimization.elastic_checkpoint: a list of states without padding, and no hyperparameters
+    shared = {"step": state[keys.BASE_OPTIMIZER_STATE_STEP]} if keys.BASE_OPTIMIZER_STATE_STEP in state else {}
+    return {"state": {index: {**shared, **each} for index, each in enumerate(base)}}
+
+
+def _is_per_element(value: Any, master: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0 and value.numel() >= master.numel()

@@ -1,0 +1,90 @@
+"""Layouts and copies as plain arithmetic: whatever two layouts are, every element arrives where it belongs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.resharding.layout import Layout, Placement, plan_copies
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+RANKS = st.integers(1, 5)
+
+
+def groups_of(sizes: list[int], cuts: list[int]) -> list[dict[str, int]]:
+    """Parameters of these sizes, in as many groups as there are cuts, plus one."""
+    names = [f"p{index}" for index in range(len(sizes))]
+    borders = sorted({0, len(sizes), *(cut % len(sizes) for cut in cuts)})
+    return [dict(zip(names[a:b], sizes[a:b], strict=True)) for a, b in pairwise(borders)]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, sizes: list[int]) -> Layout:
+    """One of any stage."""
+    ranks = draw(RANKS)
+    groups = groups_of(sizes, draw(st.lists(st.integers(0, 10), max_size=2)))
+    if draw(st.booleans()):
+        return Layout.of_sub_groups(groups, ranks)
+    paddings = [[draw(st.integers(0, 3)) for _ in group] for group in groups]
+    wholes = [sum(group.values()) + sum(behind) for group, behind in zip(groups, paddings, strict=True)]
+    parts = [-(-whole // ranks) + draw(st.integers(0, 3)) for whole in wholes]
+    return Layout.of_groups(groups, paddings, parts, ranks)
+
+
+def filled(layout: Layout, rank: int) -> dict[tuple[int, int], tuple[str, int]]:
+    """What lies at each place of a rank's flat tensors: name of the parameter and number of the element."""
+    found = {}
+    for name, placement in layout.placements.items():
+        for element in range(placement.numel):
+            owner, inside = divmod(placement.start + element, placement.stride)
+            if owner == rank:
+                place = (placement.flat, placement.base + inside)
+                assert place not in found, "two elements at one place"
+                found[place] = (name, element)
+    return found
+
+
+@given(st.data())
+def test_every_element_arrives_where_it_belongs(data: st.DataObject) -> None:
+    sizes = data.draw(SIZES)
+    saved, wanted = data.draw(layouts(sizes)), data.draw(layouts(sizes))
+    there = [filled(saved, rank) for rank in range(saved.ranks)]
+    for rank in range(wanted.ranks):
+        arrived = {}
+        for copy in plan_copies(saved, wanted, rank):
+            for step in range(copy.end - copy.begin):
+                arrived[copy.target, copy.offset + step] = there[copy.rank][copy.flat, copy.begin + step]
+        assert arrived == filled(wanted, rank)
+
+
+@given(st.data())
+def test_fragments_are_the_parameter_in_order(data: st.DataObject) -> None:
+    layout = data.draw(layouts(data.draw(SIZES)))
+    for placement in layout.placements.values():
+        pieces = list(placement.fragments(0, placement.numel))
+        assert [element for piece in pieces for element in range(piece.begin, piece.end)] == list(
+            range(placement.numel)
+        )
+        assert [piece.rank for piece in pieces] == sorted({piece.rank for piece in pieces})
+        for rank in range(layout.ranks):
+            held = placement.of_rank(rank)
+            assert held == next((piece for piece in pieces if piece.rank == rank), None)
+
+
+def test_an_equal_layout_is_one_copy_of_each_flat_tensor() -> None:
+    """Copies that follow each other are joined, so a plan has as many as there are borders, not parameters."""
+    groups = [{f"p{index}": 10 for index in range(100)}]
+    layout = Layout.of_groups(groups, [[0] * 100], [500], 2)
+    assert len(plan_copies(layout, layout, 1)) == 1
+    assert len(plan_copies(layout, Layout.of_groups(groups, [[0] * 100], [1000], 1), 0)) == 2
+
+
+def test_another_model_is_named() -> None:
+    mine = Layout(1, {"same": Placement(4, 0, 0, 9, 0), "other": Placement(5, 0, 4, 9, 0)})
+    theirs = Layout(1, {"same": Placement(3, 0, 0, 9, 0), "old": Placement(5, 0, 4, 9, 0)})
+    with pytest.raises(CheckpointError, match=r"old is only in the checkpoint; other is not in the checkpoint; same"):
+        mine.require_same_parameters(theirs)

@@ -1,0 +1,298 @@
+"""A checkpoint of any number of ranks, ZeRO stage and rule resumes on any other: p, m, v and step to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from deepspeed_ext._errors import CheckpointError
+from tests.support.matrix import cover
+from tests.support.models import OddModel, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.same import first_difference
+from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
+
+STEPS = 4
+ROWS = 12
+"""Sequences in a batch, split over the ranks: the same batch for 1, 2, 3 and 4 ranks."""
+
+
+class Run(NamedTuple):
+    """What may differ between a run and the one that continues it."""
+
+    ranks: int
+    stage: int
+    way: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = zenflow_config(self.stage, **RULES.get(self.way, {}))
+        if self.way not in RULES:
+            config = offload_config(config)
+            if self.way == "zero":
+                del config["zero_optimization"]["offload_optimizer"]
+        return config
+
+    @property
+    def pool(self) -> str:
+        """Stage 3 changes its process for good."""
+        return f"resharding {self.stage == 3}"
+
+
+RUNS = [
+    Run(*each) for each in itertools.product((1, 2, 3, 4), (1, 2, 3), ("zero", "offload", "predictive", "selective"))
+]
+
+
+class Model(OddModel):
+    """With a parameter that is not trained and a buffer, both made from `value`."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(awkward=True)
+        del self.empty  # plain ZeRO-3 fails in its forward pass
+        self.scale.data.uniform_(0.5 * value, value)
+        self.register_buffer("seen", torch.full((3,), value))
+
+
+def data(first: int, last: int) -> list[torch.Tensor]:
+    """This rank's part of the batches."""
+    generator = torch.Generator().manual_seed(5)
+    whole = [torch.randint(0, 64, (ROWS, 16), generator=generator) for _ in range(last)][first:]
+    rows = ROWS // dist.get_world_size()
+    return [batch[rows * dist.get_rank() :][:rows] for batch in whole]
+
+
+def everyones(losses: list[float]) -> list[float]:
+    """The mean over the ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, losses)
+    return [sum(each) / len(each) for each in zip(*found, strict=True)]
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """p, m, v by name of the parameter, and the step count."""
+    found: dict[str, Any] = {}
+    if engine.zero_optimization_stage() < 3:  # a save and a load of plain ZeRO cut these links
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            states = [safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
+            found[name] = [each.float().cpu().clone() for each in (safe_get_full_fp32_param(parameter), *states)]
+    steps = {int(state["step"]) for state in engine.optimizer.optimizer.state.values()}
+    return {**found, "step": sorted(steps)}
+
+
+def beside(engine: Any) -> dict[str, torch.Tensor]:
+    weights = weights_of(engine)
+    return {"scale": weights["scale"], "seen": engine.module.seen.cpu()}
+
+
+def save(run: Run, folder: str, steps: int = STEPS) -> list[float]:
+    """Train and save; returns the losses of the steps that follow."""
+    engine = make_engine(run.config, model=partial(Model, 2.0), groups=two_groups)
+    train(engine, data(0, steps))
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": 7})
+    expected = {"state": state_of(engine), "beside": beside(engine)}
+    if dist.get_rank() == 0:
+        torch.save(expected, Path(folder, "expected"))
+    losses = everyones(train(engine, data(steps, steps + 3)))
+    engine.destroy()
+    return losses
+
+
+def resume(run: Run, folder: str, steps: int = STEPS) -> tuple[str, list[float]]:
+    """Load; returns how what has arrived differs, and the losses of the steps that follow."""
+    engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
+    path, client_state = engine.load_checkpoint(folder, tag="t")
+    assert path is not None
+    assert client_state["mine"] == 7
+    assert engine.global_steps == steps
+    expected = torch.load(Path(folder, "expected"))
+    difference = first_difference(expected, {"state": state_of(engine), "beside": beside(engine)}, "arrived")
+    exact = {name: values[0].bfloat16().float() for name, values in expected["state"].items() if name != "step"}
+    weights = {name: weight for name, weight in weights_of(engine).items() if name in exact}
+    difference = difference or first_difference(exact, weights, "weights")
+    losses = everyones(train(engine, data(steps, steps + 3)))
+    engine.destroy()
+    return difference, losses
+
+
+@pytest.fixture(scope="module")
+def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+def saved_by(run: Run, folder: Path, steps: int = STEPS) -> tuple[str, list[float]]:
+    """The folder of what `run` saved, once for all tests, and the losses that follow."""
+    own = folder / f"{'-'.join(map(str, run))}-{steps}"
+    if not own.exists():
+        own.mkdir()
+        losses = run_ranks(run.ranks, save, run, str(own), steps, pool=run.pool)[0]
+        torch.save(losses, own / "losses")
+    return str(own), torch.load(own / "losses")
+
+
+def cases() -> list[Any]:
+    pairs = [(*one, *other) for one, other in itertools.product(RUNS, RUNS) if one[:2] != other[:2]]
+    chosen = set(cover(pairs))
+    return [
+        pytest.param(Run(*pair[:3]), Run(*pair[3:]), marks=() if pair in chosen else pytest.mark.full) for pair in pairs
+    ]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), cases())
+def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: Path) -> None:
+    folder, expected = saved_by(saved, module_folder)
+    for difference, losses in run_ranks(resumed.ranks, resume, resumed, folder, pool=resumed.pool):
+        assert difference == ""
+        assert losses == pytest.approx(expected, rel=0.02)  # weights in 16 bits, predicted by one of them
+
+
+MID_INTERVAL = STEPS + 1
+
+
+def applied_at_home(run: Run, folder: str) -> None:
+    """Write down what a run of the same layout makes of a checkpoint whose interval it does not have."""
+    config = run.config
+    config["zero_optimization"]["zenflow"] |= {"update_interval": 1, "overlap_step": True}
+    config["zero_optimization"]["zenflow"].pop("select_interval", None)
+    engine = make_engine(config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t")
+    expected = {"state": state_of(engine), "beside": beside(engine)}
+    if dist.get_rank() == 0:
+        torch.save(expected, Path(folder, "expected"))
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (Run(2, 2, "predictive"), Run(3, 3, "offload")),
+        (Run(3, 3, "selective"), Run(2, 1, "predictive")),
+        pytest.param(Run(3, 3, "predictive"), Run(1, 2, "zero"), marks=pytest.mark.full),
+        pytest.param(Run(2, 1, "selective"), Run(4, 2, "offload"), marks=pytest.mark.full),
+    ],
+)
+def test_collected_gradients_are_applied(saved: Run, resumed: Run, module_folder: Path) -> None:
+    """Saved in the middle of an interval: as where the layout stays and the interval changes, to the bit."""
+    folder, _ = saved_by(saved, module_folder, MID_INTERVAL)
+    before = torch.load(Path(folder, "expected"))
+    run_ranks(saved.ranks, applied_at_home, saved, folder, pool=saved.pool)
+    assert first_difference(before, torch.load(Path(folder, "expected"))), "nothing was collected"
+    for difference, _ in run_ranks(resumed.ranks, resume, resumed, folder, MID_INTERVAL, pool=resumed.pool):
+        assert difference == ""
+
+
+def load_module_only(run: Run, folder: str) -> str:
+    engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t", load_module_only=True)
+    expected = torch.load(Path(folder, "expected"))
+    found = weights_of(engine)
+    trained = {name: values[0].bfloat16().float() for name, values in expected["state"].items() if name != "step"}
+    difference = first_difference(expected["beside"], beside(engine), "beside")
+    difference = difference or first_difference(trained, {name: found[name] for name in trained}, "weights")
+    parameters = dict(engine.module.named_parameters())
+    masters = {name: safe_get_full_fp32_param(parameters[name]).float().cpu() for name in trained}
+    difference = difference or first_difference(trained, masters, "masters")
+    train(engine, data(0, 2))
+    engine.destroy()
+    return difference
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (Run(3, 3, "offload"), Run(2, 2, "predictive")),
+        (Run(2, 2, "zero"), Run(3, 3, "offload")),
+        pytest.param(Run(3, 3, "offload"), Run(2, 3, "zero"), marks=pytest.mark.full),
+        pytest.param(Run(3, 3, "offload"), Run(2, 3, "selective"), marks=pytest.mark.full),
+    ],
+)
+def test_only_the_module(saved: Run, loaded: Run, module_folder: Path) -> None:
+    """Weights and masters are p rounded to 16 bits, as when DeepSpeed loads a module alone."""
+    folder, _ = saved_by(saved, module_folder)
+    for difference in run_ranks(loaded.ranks, load_module_only, loaded, folder, pool=loaded.pool):
+        assert difference == ""
+
+
+def resume_in_other_sub_groups(run: Run, folder: str) -> str:
+    config = run.config
+    config["zero_optimization"]["sub_group_size"] = 1000
+    engine = make_engine(config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t")
+    difference = first_difference(torch.load(Path(folder, "expected"))["state"], state_of(engine), "arrived")
+    train(engine, data(0, 2))
+    engine.destroy()
+    return difference
+
+
+@pytest.mark.parametrize("way", ["predictive", pytest.param("offload", marks=pytest.mark.full)])
+def test_other_sub_groups_are_another_layout(way: str, module_folder: Path) -> None:
+    run = Run(2, 3, way)
+    folder, _ = saved_by(run, module_folder)
+    for difference in run_ranks(2, resume_in_other_sub_groups, run, folder, pool=run.pool):
+        assert difference == ""
+
+
+def refused(run: Run, folder: str, model: Any = None, groups: Any = two_groups, **how: Any) -> str:
+    """What an error says; the engine trains on."""
+    engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=groups)
+    losses = train(engine, data(0, 2))
+    message = "loaded"
+    try:
+        engine.load_checkpoint(folder, tag="t", **how)
+    except CheckpointError as error:
+        message = str(error)
+    losses += train(engine, data(2, 3))
+    engine.destroy()
+    assert all(map(math.isfinite, losses))
+    return message
+
+
+class Wider(Model):
+    """Another model."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.more = torch.nn.Linear(3, 3)
+
+
+def thawed() -> torch.nn.Module:
+    model = Model(1.0)
+    model.scale.requires_grad_(True)
+    return model
+
+
+def one_group(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_what_does_not_fit_is_refused_by_name_on_all_ranks(module_folder: Path, tmp_path: Path) -> None:
+    saved, other = Run(2, 2, "predictive"), Run(3, 3, "predictive")
+    folder, _ = saved_by(saved, module_folder)
+
+    def on_all(*args: Any, **how: Any) -> str:
+        (message,) = set(run_ranks(other.ranks, refused, other, *args, pool=other.pool, **how))
+        return message
+
+    assert "more.weight is not in the checkpoint" in on_all(folder, partial(Wider, 1.0))
+    assert "scale is not in the checkpoint" in on_all(folder, thawed)
+    assert "2 parameter groups, the optimizer 1" in on_all(folder, groups=one_group)
+    assert "custom_load_fn" in on_all(folder, custom_load_fn=print)
+    shutil.copytree(Path(folder, "t"), tmp_path / "t")
+    file = tmp_path / "t" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = file.read_bytes()
+    file.unlink()
+    assert "was saved by 2 ranks and has the optimizer's files of ranks [0]" in on_all(str(tmp_path))
+    file.write_bytes(content[: len(content) // 2])
+    assert f"{file} cannot be read" in on_all(str(tmp_path))
