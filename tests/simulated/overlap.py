@@ -58,6 +58,8 @@ class Way:
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
         if self.hidden is None:
             del zero["zenflow"]
+            # At stages 1 and 2 it is a dozen operators per gradient, and each takes as long as a layer here.
+            config["bf16"]["check_grad_overflow"] = False
         return config
 
     def __str__(self) -> str:

@@ -118,7 +118,7 @@ HARMLESS = {
 """Where an injected failure need not be an error, by reason."""
 MAY_END_WELL = tuple(name for names in HARMLESS.values() for name in names)
 LEFT_TO_DEEPSPEED = ("resharding/saved.py:", "resharding/layout.py:")
-"""Where a checkpoint's layout cannot be read, and may be this run's: DeepSpeed loads it, and reports what is damaged."""
+"""Where a layout that may be this run's cannot be read. DeepSpeed then loads the checkpoint and reports the damage."""
 
 
 def initialize_config(way: str) -> dict[str, Any]:
