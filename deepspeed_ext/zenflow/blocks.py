@@ -12,9 +12,12 @@ from dataclasses import dataclass
 import torch
 
 import deepspeed_ext._first_calls  # noqa: F401
+from deepspeed_ext.zenflow.compiled import COMPILED_FROM_NUMEL, compiled
 from deepspeed_ext.zenflow.kernel import AdamStep
 
 __all__ = ["AdamBlocks", "BlockSet", "step_blocks"]
+
+Number = float | torch.Tensor
 
 _CHUNK_BLOCKS = 1 << 14
 
@@ -108,23 +111,60 @@ class AdamBlocks:
         """
         state_device, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
-        g = grad.float() * grad_scale
-        if step.weight_decay and not step.decoupled:
-            g.add_(p, alpha=step.weight_decay)
         updates.add_(1)
-        m.lerp_(g, 1.0 - step.beta1)
-        v.mul_(step.beta2).addcmul_(g, g, value=1.0 - step.beta2)
         # 1 - beta^t by expm1: for small t, 1 - beta**t would lose digits to cancellation in fp32.
         times = updates[:, None].float()
         correction1, correction2 = (-torch.expm1(times * math.log(beta)) for beta in (step.beta1, step.beta2))
-        if step.decoupled:
-            p.mul_(1.0 - step.lr * step.weight_decay)
-        denominator = v.sqrt().div_(correction2.sqrt_()).add_(step.eps)
-        p.addcdiv_(m / correction1, denominator, value=-step.lr)
+        run = compiled(step_rows) if grad.numel() >= COMPILED_FROM_NUMEL else step_rows
+        run(
+            *(p, m, v, grad, correction1, correction2.sqrt_(), grad_scale),
+            *(step.lr, 1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps),
+            step.weight_decay if step.weight_decay and not step.decoupled else None,
+            1.0 - step.lr * step.weight_decay if step.weight_decay and step.decoupled else None,
+        )
         if state_device != device:
             for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
                 own.copy_(new, non_blocking=True)
         return p
+
+
+def step_rows(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    correction1: torch.Tensor,
+    correction2_sqrt: torch.Tensor,
+    grad_scale: Number,
+    lr: Number,
+    weight1: Number,
+    beta2: Number,
+    weight2: Number,
+    eps: Number,
+    l2: Number | None,
+    decay: Number | None,
+) -> None:
+    """Take one Adam step of p, m, v in place: the arithmetic of `AdamBlocks.step`, which `compiled` makes one pass.
+
+    Args:
+        p, m, v: fp32 [k, block_size].
+        grad: [k, block_size], any float dtype.
+        correction1, correction2_sqrt: 1 - beta1^t and sqrt(1 - beta2^t) of each block, fp32 [k, 1].
+        grad_scale: multiplies the gradient.
+        lr, beta2, eps: Adam's.
+        weight1, weight2: 1 - beta1 and 1 - beta2.
+        l2: weight decay that is added to the gradient; None: none.
+        decay: factor of p under decoupled weight decay; None: none.
+    """
+    g = grad.float() * grad_scale
+    if l2 is not None:
+        g = g + p * l2
+    m.add_((g - m) * weight1)
+    v.mul_(beta2).add_(g * weight2 * g)
+    if decay is not None:
+        p.mul_(decay)
+    denominator = v.sqrt().div_(correction2_sqrt).add_(eps)
+    p.sub_((m / correction1).mul_(lr).div_(denominator))
 
 
 @torch.no_grad()

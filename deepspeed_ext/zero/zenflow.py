@@ -96,6 +96,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     zenflow_adam: OffloadedAdam
     _grad_dtype: torch.dtype
+    _stand_ins: list[PartitionStandIn]
     _has_begun: bool = False
 
     def _prepare(
@@ -139,6 +140,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             placement=self._placement,
             local_ranks=local_world_size(),
         )
+        self._stand_ins = [
+            PartitionStandIn(partition.master.data, self._grad_dtype) for partition in self.zenflow_adam.partitions
+        ]
 
     @property
     @abstractmethod
@@ -156,10 +160,11 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        masters = partitions = self._masters
+        masters = self._masters
         with self.zenflow_adam.link.keeping():
-            partitions = [PartitionStandIn(self._weights(index), self._grad_dtype) for index in range(len(masters))]
-        self._masters = partitions
+            for index, stand_in in enumerate(self._stand_ins):
+                stand_in.data = self._weights(index)
+        self._masters = self._stand_ins  # even after an error: they take gradients of the device, as masters do not
         try:
             super().step(closure)
             if self.overflow:
@@ -168,6 +173,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
                 self.zenflow_adam.end_step()
         finally:
             self._masters = masters
+            for stand_in in self._stand_ins:
+                stand_in.grad = None
             self._factor, self._has_begun = StepFactor(), False
 
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:

@@ -1,11 +1,12 @@
-"""The estimate of updates in flight on host memory: torch operations one by one, and compiled.
+"""The elementwise arithmetic of a step on host memory: torch operations one by one, and compiled.
 
 Both run in turn on the same cores.
 
     python -m tests.perf.bench_estimate [--numel 16777216 15554976] [--threads 1 2] [--repeats 31]
 
 All arrays are bfloat16, as in a run whose accelerator is the CPU. "predict" is what a step of interval 1 does, "with D"
-and "move" are the steps of a longer interval; "copy" is a copy of one such array, for scale. At a power of two elements
+and "move" are the steps of a longer interval; "hot step" is the selective rule's, of a quarter of the elements in fp32;
+"copy" is a copy of one such array, for scale. At a power of two elements
 the heads of all arrays, which torch allocates here, compete for the same cache sets; so a second size is measured.
 """
 
@@ -18,6 +19,9 @@ from unittest import mock
 
 import torch
 
+from deepspeed_ext.zenflow import blocks
+from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
+from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.predictive import estimator
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
 
@@ -26,19 +30,28 @@ def _contenders(numel: int) -> dict[str, Callable[[], object]]:
     grad, published, weights, drift = (torch.randn(numel).mul_(s).bfloat16() for s in (1e-3, 0.1, 0.1, 1e-4))
     estimates = Estimator(torch.rand(-(-numel // 32)).mul_(1e-6), 32, 0.9, 1e-8)
     contenders: dict[str, Callable[[], object]] = {"copy": lambda: weights.copy_(published)}
+    rows = numel // 4 // 32
+    hot = AdamBlocks(
+        BlockSet(torch.arange(rows), numel, 32), *torch.rand(3, rows, 32), torch.ones(rows, dtype=torch.int32)
+    )
+    step = AdamStep(1e-4, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
     for name, estimate in {
         "predict": lambda: estimates.predict(weights, published, None, grad, 0.5, 1e-4),
         "predict with D": lambda: estimates.predict(weights, published, drift, grad, 0.5, 1e-4),
         "move": lambda: estimates.move(weights, drift, grad, 0.5, 1e-6, 1e-6),
+        "hot step": lambda: hot.step(grad[: rows * 32].view(rows, 32), 0.5, step),
     }.items():
         contenders[f"{name}, torch operations"] = _from_numel(numel + 1, estimate)
         contenders[f"{name}, torch.compile"] = _from_numel(0, estimate)
     return contenders
 
 
-def _from_numel(compiled_from: int, estimate: Callable[[], None]) -> Callable[[], None]:
+def _from_numel(compiled_from: int, estimate: Callable[[], object]) -> Callable[[], None]:
     def run() -> None:
-        with mock.patch.object(estimator, "_COMPILED_FROM_NUMEL", compiled_from):
+        with (
+            mock.patch.object(estimator, "COMPILED_FROM_NUMEL", compiled_from),
+            mock.patch.object(blocks, "COMPILED_FROM_NUMEL", compiled_from),
+        ):
             estimate()
 
     return run

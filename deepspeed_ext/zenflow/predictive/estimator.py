@@ -46,6 +46,7 @@ from collections.abc import Callable
 import torch
 
 import deepspeed_ext._first_calls  # noqa: F401
+from deepspeed_ext.zenflow.compiled import COMPILED_FROM_NUMEL, compiled
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.predictive import elementwise
 from deepspeed_ext.zenflow.predictive.elementwise import CLAMP
@@ -54,8 +55,6 @@ __all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"
 
 _CHUNK_NUMEL = {"cpu": 1 << 18}
 _ACCELERATOR_CHUNK_NUMEL = 1 << 24
-_COMPILED_FROM_NUMEL = 1 << 22
-"""Smallest partition that is worth the seconds that `torch.compile` takes."""
 
 
 def _correction(beta: float, t: int) -> float:
@@ -205,7 +204,7 @@ class Estimator:
         assert grad is not None
         n = grad.numel()
         whole = n // block * block
-        compiles = n >= _COMPILED_FROM_NUMEL and all(
+        compiles = n >= COMPILED_FROM_NUMEL and all(
             t is None or (t.device == grad.device and t.is_contiguous()) for t in tensors
         )
 
@@ -214,7 +213,7 @@ class Estimator:
             function(*rows, self.inverse[begin // block : -(-end // block)], *numbers)
 
         if compiles:
-            run(elementwise.compiled(function), 0, whole, block)
+            run(compiled(function), 0, whole, block)
         else:
             chunk = max(1, _CHUNK_NUMEL.get(grad.device.type, _ACCELERATOR_CHUNK_NUMEL) // block) * block
             for begin in range(0, whole, chunk):

@@ -32,14 +32,22 @@ class Run(NamedTuple):
     ranks: int
     stage: int
     way: str
+    setting: str = "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return {"fp16": torch.float16, "fp32": torch.float32}.get(self.setting, torch.bfloat16)
 
     @property
     def config(self) -> dict[str, Any]:
-        config = zenflow_config(self.stage, **RULES.get(self.way, {}))
+        config = zenflow_config(self.stage, self.dtype, **RULES.get(self.way, {}))
         if self.way not in RULES:
             config = offload_config(config)
             if self.way == "zero":
                 del config["zero_optimization"]["offload_optimizer"]
+        if self.setting in ZERO_FIELDS:
+            config["zero_optimization"][self.setting] = True
         return config
 
     @property
@@ -119,7 +127,7 @@ def resume(run: Run, folder: str, steps: int = STEPS) -> tuple[str, list[float]]
     assert engine.global_steps == steps
     expected = torch.load(Path(folder, "expected"))
     difference = first_difference(expected, {"state": state_of(engine), "beside": beside(engine)}, "arrived")
-    exact = {name: values[0].bfloat16().float() for name, values in expected["state"].items() if name != "step"}
+    exact = {name: values[0].to(run.dtype).float() for name, values in expected["state"].items() if name != "step"}
     weights = {name: weight for name, weight in weights_of(engine).items() if name in exact}
     difference = difference or first_difference(exact, weights, "weights")
     losses = everyones(train(engine, data(steps, steps + 3)))
@@ -150,12 +158,27 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("saved", "resumed"), cases())
+@pytest.mark.parametrize(("saved", "resumed"), cases(), ids=lambda run: "-".join(map(str, run[:3])))
 def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: Path) -> None:
     folder, expected = saved_by(saved, module_folder)
     for difference, losses in run_ranks(resumed.ranks, resume, resumed, folder, pool=resumed.pool):
         assert difference == ""
         assert losses == pytest.approx(expected, rel=0.02)  # weights in 16 bits, predicted by one of them
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (Run(2, 3, "predictive", "fp16"), Run(3, 2, "selective", "fp16")),
+        (Run(2, 2, "selective", "fp32"), Run(3, 3, "predictive", "fp32")),
+        (Run(2, 2, "zero", "round_robin_gradients"), Run(3, 1, "predictive")),
+        (Run(3, 2, "offload", "parameter_alignment"), Run(2, 2, "zero", "round_robin_gradients")),
+        (Run(2, 1, "zero", "elastic_checkpoint"), Run(3, 3, "offload")),
+    ],
+    ids=lambda run: "-".join(map(str, run)),
+)
+def test_other_settings_of_zero(saved: Run, resumed: Run, module_folder: Path) -> None:
+    test_everything_arrives_to_the_bit(saved, resumed, module_folder)
 
 
 MID_INTERVAL = STEPS + 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.zenflow.compiled import compiled
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array
 from deepspeed_ext.zenflow.kernel.reference import ReferenceKernel
 from deepspeed_ext.zenflow.predictive import elementwise, estimator
@@ -131,8 +132,8 @@ class Estimation:
 
 def compile_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile small partitions too, and anew."""
-    monkeypatch.setattr(estimator, "_COMPILED_FROM_NUMEL", 320)
-    elementwise.compiled.cache_clear()
+    monkeypatch.setattr(estimator, "COMPILED_FROM_NUMEL", 320)
+    compiled.cache_clear()
 
 
 def test_compiled_estimates_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +150,11 @@ def test_compiled_estimates_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch
 
     separate = estimate()
     compile_everything(monkeypatch)
-    compiled = estimate()
+    in_one_pass = estimate()
     for function in (elementwise.predict, elementwise.move):
-        assert elementwise.compiled(function)._compiled is not None
-        assert not elementwise.compiled(function)._failed
-    torch.testing.assert_close(compiled, separate, rtol=0, atol=0, equal_nan=True)
+        assert compiled(function)._compiled is not None
+        assert not compiled(function)._failed
+    torch.testing.assert_close(in_one_pass, separate, rtol=0, atol=0, equal_nan=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     estimation = Estimation(2 * 320 + 45, 32, "float16", "bfloat16", "bfloat16", "float32")
     estimation.estimator.move(estimation.weights, estimation.drift, estimation.grad, 0.6, 1e-3, 0.1)
@@ -169,9 +170,9 @@ def test_without_a_compiler_there_is_one_warning(
     for _ in range(2):
         assert_same(expected, Estimation(1000, 32, *["bfloat16"] * 4).predict(), "weights")
     assert [record.message.partition(";")[0] for record in caplog.records] == [
-        "torch.compile failed for ZenFlow's estimate (RuntimeError: No working C++ compiler found)"
+        "torch.compile failed for ZenFlow's predict (RuntimeError: No working C++ compiler found)"
     ]
-    elementwise.compiled.cache_clear()
+    compiled.cache_clear()
 
 
 def separate_and_compiled(numel: int) -> list[torch.Tensor]:
@@ -323,4 +324,4 @@ def test_out_of_memory_is_no_failed_compilation(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "compile", Mock(side_effect=torch.OutOfMemoryError("no memory")))
     with pytest.raises(torch.OutOfMemoryError):
         Estimation(1000, 32, *["bfloat16"] * 4).predict()
-    elementwise.compiled.cache_clear()
+    compiled.cache_clear()
