@@ -40,9 +40,9 @@ class Compiled:
                 raise
             except Exception as error:  # before anything is written: what was compiled has no way to fail
                 self._failed = True
-                first_line = str(error).strip().partition("\n")[0]
+                said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
                 logger.warning(
-                    f"torch.compile failed for ZenFlow's {self._function.__name__} ({type(error).__name__}: {first_line}); "
+                    f"torch.compile failed for ZenFlow's {self._function.__name__} ({said}); "
                     "it runs as separate torch operations, which takes several times as long. Is there a C++ compiler, "
                     "and Triton for a GPU?"
                 )

@@ -31,9 +31,8 @@ def _contenders(numel: int) -> dict[str, Callable[[], object]]:
     estimates = Estimator(torch.rand(-(-numel // 32)).mul_(1e-6), 32, 0.9, 1e-8)
     contenders: dict[str, Callable[[], object]] = {"copy": lambda: weights.copy_(published)}
     rows = numel // 4 // 32
-    hot = AdamBlocks(
-        BlockSet(torch.arange(rows), numel, 32), *torch.rand(3, rows, 32), torch.ones(rows, dtype=torch.int32)
-    )
+    p, m, v = torch.rand(3, rows, 32)
+    hot = AdamBlocks(BlockSet(torch.arange(rows), numel, 32), p, m, v, torch.ones(rows, dtype=torch.int32))
     step = AdamStep(1e-4, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
     for name, estimate in {
         "predict": lambda: estimates.predict(weights, published, None, grad, 0.5, 1e-4),

@@ -18,12 +18,15 @@ from deepspeed_ext._errors import CheckpointError
 from tests.support.matrix import cover
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_ranks
-from tests.support.same import first_difference
+from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
 
 STEPS = 4
 ROWS = 12
 """Sequences in a batch, split over the ranks: the same batch for 1, 2, 3 and 4 ranks."""
+
+
+ZERO_FIELDS = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint")
 
 
 class Run(NamedTuple):
@@ -151,7 +154,7 @@ def saved_by(run: Run, folder: Path, steps: int = STEPS) -> tuple[str, list[floa
 
 
 def cases() -> list[Any]:
-    pairs = [(*one, *other) for one, other in itertools.product(RUNS, RUNS) if one[:2] != other[:2]]
+    pairs = [(*one[:3], *other[:3]) for one, other in itertools.product(RUNS, RUNS) if one[:2] != other[:2]]
     chosen = set(cover(pairs))
     return [
         pytest.param(Run(*pair[:3]), Run(*pair[3:]), marks=() if pair in chosen else pytest.mark.full) for pair in pairs
@@ -171,14 +174,39 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
     [
         (Run(2, 3, "predictive", "fp16"), Run(3, 2, "selective", "fp16")),
         (Run(2, 2, "selective", "fp32"), Run(3, 3, "predictive", "fp32")),
-        (Run(2, 2, "zero", "round_robin_gradients"), Run(3, 1, "predictive")),
-        (Run(3, 2, "offload", "parameter_alignment"), Run(2, 2, "zero", "round_robin_gradients")),
+        (Run(3, 2, "offload", "parameter_alignment"), Run(2, 3, "selective")),
         (Run(2, 1, "zero", "elastic_checkpoint"), Run(3, 3, "offload")),
     ],
     ids=lambda run: "-".join(map(str, run)),
 )
 def test_other_settings_of_zero(saved: Run, resumed: Run, module_folder: Path) -> None:
     test_everything_arrives_to_the_bit(saved, resumed, module_folder)
+
+
+def load_and_save(run: Run, folder: str, target: str) -> None:
+    engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t")
+    engine.save_checkpoint(target, tag="t")
+    engine.destroy()
+
+
+def written(folder: str) -> list[Any]:
+    """p, m, v in the files of a checkpoint of stages 1 and 2, by rank and group."""
+    files = sorted(Path(folder, "t").glob("*optim_states.pt"))
+    states = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+    return [(state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]) for state in states]
+
+
+@pytest.mark.parametrize("between", [Run(3, 3, "offload"), Run(3, 1, "predictive")], ids=str)
+@pytest.mark.parametrize("setting", ["round_robin_gradients", "parameter_alignment"])
+def test_there_and_back(setting: str, between: Run, module_folder: Path, tmp_path: Path) -> None:
+    """The files are the same again, to the bit. With round robin, what DeepSpeed shows of a parameter's state by
+    ``safe_get_*`` belongs to another parameter, so only this way is left."""
+    run = Run(2, 2, "zero", setting)
+    folder, _ = saved_by(run, module_folder)
+    run_ranks(3, load_and_save, between, folder, str(tmp_path / "there"), pool=between.pool)
+    run_ranks(2, load_and_save, run, str(tmp_path / "there"), str(tmp_path / "back"), pool=run.pool)
+    assert_same(written(folder), written(str(tmp_path / "back")), "p, m, v")
 
 
 MID_INTERVAL = STEPS + 1

@@ -118,8 +118,8 @@ def test_the_compiled_step_is_equal_to_the_bit_of_weights(decoupled: bool, monke
     def steps(count: int) -> list[torch.Tensor]:
         blocks = BlockSet(torch.arange(count), count * block_size, block_size)
         start = torch.randn(count, block_size, generator=torch.Generator().manual_seed(1))
-        zeros, updates = torch.zeros(2, count, block_size), torch.arange(count, dtype=torch.int32)
-        state = AdamBlocks(blocks, start, *zeros, updates)
+        m, v = torch.zeros(2, count, block_size)
+        state = AdamBlocks(blocks, start, m, v, torch.arange(count, dtype=torch.int32))
         for number, grad in enumerate(grads):
             step = AdamStep(1e-2 / (number + 1), 0.9, 0.95, 1e-8, 0.1, decoupled, 1, 1.0)
             state.step(grad[:count], 0.3 + number, step)
