@@ -146,6 +146,8 @@ def step_rows(
 ) -> None:
     """Take one Adam step of p, m, v in place: the arithmetic of `AdamBlocks.step`, which `compiled` makes one pass.
 
+    Compiled, the last bit of p, m and v may differ, because torch's own operations round a product and a sum once.
+
     Args:
         p, m, v: fp32 [k, block_size].
         grad: [k, block_size], any float dtype.
@@ -156,15 +158,15 @@ def step_rows(
         l2: weight decay that is added to the gradient; None: none.
         decay: factor of p under decoupled weight decay; None: none.
     """
-    g = grad.float() * grad_scale
+    g = grad.to(torch.float32, copy=True).mul_(grad_scale)
     if l2 is not None:
-        g = g + p * l2
-    m.add_((g - m) * weight1)
-    v.mul_(beta2).add_(g * weight2 * g)
+        g.add_(p * l2)
+    m.add_((g - m).mul_(weight1))
+    v.mul_(beta2).addcmul_(g * weight2, g)
     if decay is not None:
         p.mul_(decay)
     denominator = v.sqrt().div_(correction2_sqrt).add_(eps)
-    p.sub_((m / correction1).mul_(lr).div_(denominator))
+    p.addcdiv_(m / (correction1 / -lr), denominator)
 
 
 @torch.no_grad()
