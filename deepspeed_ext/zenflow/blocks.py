@@ -158,15 +158,29 @@ def step_rows(
         l2: weight decay that is added to the gradient; None: none.
         decay: factor of p under decoupled weight decay; None: none.
     """
-    g = grad.to(torch.float32, copy=True).mul_(grad_scale)
+    g = grad.float() * grad_scale
     if l2 is not None:
         g.add_(p * l2)
-    m.add_((g - m).mul_(weight1))
-    v.mul_(beta2).addcmul_(g * weight2, g)
+    m.lerp_(g, weight1)
+    _add_product(v.mul_(beta2), g, g, weight2)
     if decay is not None:
         p.mul_(decay)
     denominator = v.sqrt().div_(correction2_sqrt).add_(eps)
-    p.addcdiv_(m / (correction1 / -lr), denominator)
+    _add_quotient(p, m / correction1, denominator, -lr)
+
+
+def _add_product(target: torch.Tensor, one: torch.Tensor, other: torch.Tensor, factor: Number) -> None:
+    if isinstance(factor, float):
+        target.addcmul_(one, other, value=factor)
+    else:
+        target.addcmul_(one * factor, other)
+
+
+def _add_quotient(target: torch.Tensor, above: torch.Tensor, below: torch.Tensor, factor: Number) -> None:
+    if isinstance(factor, float):
+        target.addcdiv_(above, below, value=factor)
+    else:
+        target.addcdiv_(above * factor, below)
 
 
 @torch.no_grad()
