@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,17 @@ from deepspeed_ext.resharding.target import Target, target_of
 __all__ = ["ReshardingEngine"]
 
 
+class _OpenedFile(TorchCheckpointEngine):
+    """Hands DeepSpeed the `content` of the model's file, which is open already; its tensors are mapped, not read."""
+
+    def __init__(self, config_params: Any, content: Mapping[str, Any]) -> None:
+        super().__init__(config_params)
+        self._content = content
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return dict(self._content)
+
+
 class Resharding:
     """A checkpoint and the partitions that it is loaded into.
 
@@ -27,27 +39,20 @@ class Resharding:
         saved: the checkpoint.
         target: this rank's partitions.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
+        config_params: for DeepSpeed's checkpoint engine.
 
     Attributes:
         saved, target: the arguments.
         whole_weights: whether the checkpoint and this rank both have all weights, which DeepSpeed can then load.
+        model_path, files: the model's file, and what loads it.
     """
 
-    def __init__(self, saved: SavedCheckpoint, target: Target, partitions_weights: bool) -> None:
+    def __init__(self, saved: SavedCheckpoint, target: Target, partitions_weights: bool, config_params: Any) -> None:
         self.saved = saved
         self.target = target
         self.whole_weights = saved.has_whole_weights and not partitions_weights
-
-
-class _OpenedFiles(TorchCheckpointEngine):
-    """Hands DeepSpeed the model's file of `saved`, which is open already; its tensors are mapped, not read."""
-
-    def __init__(self, config_params: Any, saved: SavedCheckpoint) -> None:
-        super().__init__(config_params)
-        self._saved = saved
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return dict(self._saved.model())
+        self.model_path = saved.model_file()
+        self.files = _OpenedFile(config_params, saved.model())
 
 
 class ReshardingEngine(DeepSpeedEngine):
@@ -146,7 +151,12 @@ class ReshardingEngine(DeepSpeedEngine):
             if same_kind:  # DeepSpeed loads it, and says what is damaged
                 return None
             raise
-        return None if is_same else Resharding(saved, target, partitions_weights)
+        return None if is_same else Resharding(saved, target, partitions_weights, self._config)
+
+    def _write_weights(self, target: Target) -> None:
+        """Write p to the weights. A collective."""
+        with together(self._world(), CheckpointError):
+            target.write_weights()
 
     def _world(self) -> RankGroup:
         return RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
@@ -159,7 +169,7 @@ class ReshardingEngine(DeepSpeedEngine):
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
         if self._resharding is None:
             return super()._get_all_ckpt_names(checkpoints_path, tag)
-        return [self._resharding.saved.model_file()]
+        return [self._resharding.model_path]
 
     def _load_checkpoint(
         self,
@@ -175,7 +185,7 @@ class ReshardingEngine(DeepSpeedEngine):
         rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
         if resharding is None:
             return super()._load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *rest)
-        usual, self.checkpoint_engine = self.checkpoint_engine, _OpenedFiles(self._config, resharding.saved)
+        usual, self.checkpoint_engine = self.checkpoint_engine, resharding.files
         try:
             # Asked to leave the optimizer's state out, DeepSpeed would gather a whole fp32 model for stage 3.
             path, client_state = super()._load_checkpoint(load_dir, tag, load_module_strict, True, *rest)
@@ -186,7 +196,7 @@ class ReshardingEngine(DeepSpeedEngine):
             with together(self._world(), CheckpointError):
                 self._open_masters()
                 load_masters(resharding.saved, resharding.target)
-            resharding.target.write_weights()
+            self._write_weights(resharding.target)
         # The user may keep these longer than the files.
         return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
 
@@ -228,5 +238,5 @@ class ReshardingEngine(DeepSpeedEngine):
     def _load_zero_checkpoint(self, load_dir: str, tag: Any, load_optimizer_states: bool = True) -> Any:
         loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
         if loaded and self._resharding is not None:
-            self._resharding.target.write_weights()
+            self._write_weights(self._resharding.target)
         return loaded

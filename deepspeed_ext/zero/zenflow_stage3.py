@@ -96,7 +96,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
-        self._order_gathers()
+        with self.zenflow_adam.link.keeping():
+            self._order_gathers()
 
     def _order_gathers(self) -> None:
         """Let the coming all-gathers, which run on a stream of their own, wait for the weights written so far."""

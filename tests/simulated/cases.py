@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
 from deepspeed import comm as dist
+from torch.utils._pytree import tree_leaves
 
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
@@ -113,9 +115,17 @@ def train_in(order: str | None, seed: int, config: dict[str, Any], count: int) -
 
 def trained(config: dict[str, Any], count: int) -> Outcome:
     engine = make_engine(config)
-    outcome = Outcome(train(engine, batches(count, dist.get_rank())), weights_of(engine), full_masters_of(engine))
+    losses = train(engine, batches(count, dist.get_rank()))
+    saved = saved_tensors(engine) if hasattr(engine.optimizer, "zenflow_adam") else []
+    outcome = Outcome(losses, weights_of(engine), [*full_masters_of(engine), *saved])
     engine.destroy()
     return outcome
+
+
+def saved_tensors(engine: Any) -> list[torch.Tensor]:
+    """What a checkpoint of the optimizer holds: p, m, v, and the section of ZenFlow."""
+    leaves = tree_leaves(engine.optimizer.state_dict())
+    return [leaf.detach().cpu().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 _expected: dict[Case, list[Outcome]] = {}
