@@ -14,7 +14,7 @@ from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext._upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint_folder import UNKNOWN, CheckpointFolder, choose_save
 
-__all__ = ["SAVE_ID", "JointCheckpointEngine", "latest_tag"]
+__all__ = ["SAVE_ID", "JointCheckpointEngine"]
 
 SAVE_ID = "deepspeed_ext_save_id"
 """Key of the save's id in every file."""
@@ -153,7 +153,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             CheckpointError: on every rank, if ``latest`` cannot be read or there is no complete save under the tag.
         """
         with together(self._ranks, CheckpointError):
-            tag = latest_tag(load_dir) if tag is None else str(tag)
+            tag = _latest(load_dir) if tag is None else str(tag)
         tag = next((found for found in self._ranks.gather(tag) if found is not None), None)
         if tag is None:
             return None
@@ -208,12 +208,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         return content
 
 
-def latest_tag(load_dir: str) -> str | None:
-    """The tag that the file ``latest`` names; None: there is no such file.
-
-    Raises:
-        CheckpointError: the file is empty.
-    """
+def _latest(load_dir: str) -> str | None:
     path = os.path.join(load_dir, "latest")
     if not os.path.isfile(path):
         return None

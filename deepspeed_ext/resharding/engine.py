@@ -12,10 +12,16 @@ from torch.utils._pytree import tree_map_only
 from deepspeed_ext._agreement import RankGroup, require_same_plan, together
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
-from deepspeed_ext._upstream import DeepSpeedEngine, PipelineEngine, TorchCheckpointEngine, get_accelerator
-from deepspeed_ext.checkpoint_files import latest_tag
+from deepspeed_ext._upstream import (
+    DeepSpeedEngine,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizerStage3,
+    PipelineEngine,
+    TorchCheckpointEngine,
+    get_accelerator,
+)
 from deepspeed_ext.resharding.load import load_frozen, load_masters, load_optimizer
-from deepspeed_ext.resharding.saved import SavedCheckpoint
+from deepspeed_ext.resharding.saved import SavedCheckpoint, holds_partitions
 from deepspeed_ext.resharding.target import Target, target_of
 
 __all__ = ["ReshardingEngine"]
@@ -68,39 +74,14 @@ class ReshardingEngine(DeepSpeedEngine):
     checkpoint_engine: Any
     _resharding: Resharding | None = None
 
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
-        self._resharding = self._plan_resharding(load_dir, tag)
-        if self._resharding is not None and custom_load_fn is not None and not self._resharding.whole_weights:
-            self._resharding = None
-            raise CheckpointError(
-                "custom_load_fn was given, but there are no whole weights to hand to it: the checkpoint or this run is "
-                "of ZeRO stage 3, with another number of ranks or another stage. Load without custom_load_fn"
-            )
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().load_checkpoint(
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
+            return super().load_checkpoint(*args, **kwargs)
         finally:
             self._resharding = None
 
-    def _plan_resharding(self, load_dir: str, tag: Any) -> Resharding | None:
-        """Compare the checkpoint's layout with this run's; None: they are equal, or there is no checkpoint that we can
-        load into another layout. A collective.
+    def _plan_resharding(self, folder: str, only_weights: bool, custom_load_fn: Any) -> Resharding | None:
+        """Compare the layout of the checkpoint in `folder` with this run's; None: DeepSpeed can load it. A collective.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be read.
@@ -108,13 +89,17 @@ class ReshardingEngine(DeepSpeedEngine):
         world, found = self._world(), None
         with together(world, CheckpointError):
             if self._can_reshard():
-                tag = latest_tag(load_dir) if tag is None else str(tag)
-                found = None if tag is None else self._differing(os.path.join(load_dir, tag))
+                found = self._differing(folder, only_weights)
         if world.all(found is None):
             return None
         with together(world, CheckpointError):
             if found is None:
-                raise CheckpointError(f"{load_dir}, {tag}: this rank sees another checkpoint than the other ranks")
+                raise CheckpointError(f"{folder}: this rank sees another checkpoint than the other ranks")
+            if custom_load_fn is not None and not found.whole_weights:
+                raise CheckpointError(
+                    "custom_load_fn was given, but there are no whole weights to hand to it: the checkpoint or this "
+                    "run is of ZeRO stage 3, with another number of ranks or another stage. Load without it"
+                )
             found.target.layout.require_same_parameters(found.saved.layout)
             saved = (found.saved.stage, found.saved.ranks, found.saved.save_id)
         require_same_plan("loading the checkpoint", saved, world)
@@ -128,7 +113,7 @@ class ReshardingEngine(DeepSpeedEngine):
 
     def _can_reshard(self) -> bool:
         return (
-            bool(self.zero_optimization())
+            isinstance(self.optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizerStage3)
             and not self.load_universal_checkpoint()
             and not self.has_moe_layers
             and not isinstance(self, PipelineEngine)
@@ -137,14 +122,15 @@ class ReshardingEngine(DeepSpeedEngine):
             and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
         )
 
-    def _differing(self, folder: str) -> Resharding | None:
-        """The checkpoint and this rank's partitions; None if their layouts are equal, or there is nothing to load."""
-        target = target_of(self.optimizer, self._get_zero_param_shapes())
-        if target is None or not os.path.isdir(folder):
+    def _differing(self, folder: str, only_weights: bool) -> Resharding | None:
+        """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or can say why not."""
+        if not holds_partitions(folder):
             return None
+        target, saved = target_of(self.optimizer, self._get_zero_param_shapes()), SavedCheckpoint(folder)
         partitions_weights = bool(self.zero_optimization_partition_weights())
-        saved = SavedCheckpoint(folder)
         same_kind = saved.ranks == target.ranks and saved.has_whole_weights != partitions_weights
+        if only_weights and (same_kind or (saved.has_whole_weights and not partitions_weights)):
+            return None
         try:
             is_same = same_kind and saved.layout == target.layout
         except Exception:
@@ -171,28 +157,20 @@ class ReshardingEngine(DeepSpeedEngine):
             return super()._get_all_ckpt_names(checkpoints_path, tag)
         return [self._resharding.model_path]
 
-    def _load_checkpoint(
-        self,
-        load_dir: str,
-        tag: Any,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
-        resharding = self._resharding
-        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
+    def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
+        only_weights = how["load_module_only"] or not how["load_optimizer_states"]
+        folder = os.path.join(load_dir, str(tag))
+        self._resharding = resharding = self._plan_resharding(folder, only_weights, how["custom_load_fn"])
         if resharding is None:
-            return super()._load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *rest)
+            return super()._load_checkpoint(load_dir, tag, **how)
         usual, self.checkpoint_engine = self.checkpoint_engine, resharding.files
         try:
             # Asked to leave the optimizer's state out, DeepSpeed would gather a whole fp32 model for stage 3.
-            path, client_state = super()._load_checkpoint(load_dir, tag, load_module_strict, True, *rest)
+            path, client_state = super()._load_checkpoint(load_dir, tag, **{**how, "load_optimizer_states": True})
         finally:
             self.checkpoint_engine = usual
         self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
-        if (load_module_only or not load_optimizer_states) and not resharding.whole_weights:
+        if only_weights:
             with together(self._world(), CheckpointError):
                 self._open_masters()
                 load_masters(resharding.saved, resharding.target)

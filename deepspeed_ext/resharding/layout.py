@@ -53,6 +53,11 @@ class Placement:
     stride: int
     base: int
 
+    @classmethod
+    def of_one(cls, numel: int, ranks: int) -> Placement:
+        """Of a parameter that is cut alone, as at stage 3, and lies in no flat tensor with others."""
+        return cls(numel, 0, 0, max(1, -(-numel // ranks)), 0)
+
     def fragments(self, begin: int, end: int) -> Iterator[Fragment]:
         """Yield where elements `begin` to `end` lie, in order."""
         while begin < end:

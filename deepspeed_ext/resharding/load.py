@@ -70,15 +70,14 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
     Raises:
         CheckpointError: it has another size there.
     """
-    if (found := saved.frozen(name)) is None:
+    if (placement := saved.frozen(name)) is None:
         return False
-    placement, parts = found
     values, begin, end = target.frozen(param)
     numel = getattr(param, "ds_numel", param.numel())
     if placement.numel != numel:
         raise CheckpointError(f"{name} has {numel} elements, in the checkpoint {placement.numel}")
     for part in placement.fragments(begin, end):
-        source = parts[part.rank].view(-1)[part.offset : part.offset + part.end - part.begin]
+        source = saved.frozen_part(name, part.rank)[part.offset : part.offset + part.end - part.begin]
         values[part.begin - begin : part.end - begin].copy_(source)
     return True
 

@@ -20,14 +20,20 @@ from deepspeed_ext.resharding.layout import Layout, Placement
 from deepspeed_ext.zenflow.checkpoint import SECTION
 from deepspeed_ext.zenflow.section import Section, read_section
 
-__all__ = ["MASTER", "SavedCheckpoint", "SavedPartitions"]
+__all__ = ["MASTER", "SavedCheckpoint", "SavedPartitions", "holds_partitions"]
 
 MASTER = "fp32"
 """The name of p among the tensors of a partition; the others have the names of the optimizer's state."""
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_?optim_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _WEIGHTS_STAGE = 3
+
+
+def holds_partitions(folder: str) -> bool:
+    """Whether a folder holds files of a ZeRO optimizer, of a run without model parallelism."""
+    found = [_OPTIMIZER_FILE.fullmatch(name) for name in (os.listdir(folder) if os.path.isdir(folder) else ())]
+    return {int(match[2]) for match in found if match is not None} == {0}
 
 
 class SavedPartitions:
@@ -81,6 +87,11 @@ class SavedPartitions:
         """Elements `begin` to `end` of a flat tensor's `tensors`, with the gradients of the ZenFlow section that were
         not handed over applied."""
         whole = self.tensors[flat]
+        if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
+            raise CheckpointError(
+                f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least {end}: its "
+                "parameters were cut in a way that is not that of ZeRO's stages 1, 2 and 3. Load another checkpoint"
+            )
         section = self._section
         if section is None or not section.position:
             return {name: tensor[begin:end] for name, tensor in whole.items()}
@@ -96,23 +107,18 @@ class SavedCheckpoint:
     """One checkpoint: the files of all ranks under one tag.
 
     Args:
-        folder: the folder of the tag.
+        folder: the folder of the tag; see `holds_partitions`.
 
     Attributes:
         has_whole_weights: whether one file holds all weights, as at stages 1 and 2.
-
-    Raises:
-        CheckpointError: it is no checkpoint of ZeRO, or files are missing.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._files: dict[int, str] = {}
-        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        for name in os.listdir(folder):
             if (match := _OPTIMIZER_FILE.fullmatch(name)) is not None:
                 self._files[int(match[1])] = os.path.join(folder, name)
-        if not self._files:
-            raise CheckpointError(f"{folder} holds no files of a ZeRO optimizer: load another checkpoint by its tag")
         self.has_whole_weights = not os.path.exists(os.path.join(folder, _PARTITIONED_MODEL.format(rank=0)))
         self._opened: dict[int, SavedPartitions] = {}
         self._models: dict[str, Mapping[str, Any]] = {}
@@ -208,17 +214,18 @@ class SavedCheckpoint:
         parts = [tensors[MASTER].numel() + more for tensors, more in zip(first.tensors, behind, strict=True)]
         return Layout.of_groups(groups, paddings, parts, self.ranks)
 
-    def frozen(self, name: str) -> tuple[Placement, dict[int, torch.Tensor]] | None:
-        """The elements of a parameter that is not trained, on every rank that has some; None: it was not saved."""
+    def frozen(self, name: str) -> Placement | None:
+        """Where the elements of a parameter that is not trained lie; None: it was not saved."""
         if self.has_whole_weights:
             whole = self.model()["module"].get(name)
-            return None if whole is None else (Placement(whole.numel(), 0, 0, max(1, whole.numel()), 0), {0: whole})
+            return None if whole is None else Placement.of_one(whole.numel(), 1)
         shape = (self.model().get(keys.FROZEN_PARAM_SHAPES) or {}).get(name)
-        if shape is None:
-            return None
-        numel = torch.Size(shape).numel()
-        parts = {rank: self.model(rank)[keys.FROZEN_PARAM_FRAGMENTS][name] for rank in range(self.ranks)}
-        return Placement(numel, 0, 0, max(1, -(-numel // len(self._files))), 0), parts
+        return None if shape is None else Placement.of_one(torch.Size(shape).numel(), self.ranks)
+
+    def frozen_part(self, name: str, rank: int) -> torch.Tensor:
+        """What `rank` saved of it, 1-D."""
+        content = self.model(rank)
+        return content["module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS][name].view(-1)
 
 
 def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:

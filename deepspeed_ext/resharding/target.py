@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext._upstream import (
-    DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizerStage3,
     checkpoint_keys,
     deepspeed,
@@ -140,12 +139,11 @@ class SubGroupsTarget(Target):
             weights.data.copy_(master.data)
 
     def frozen(self, param: Any) -> tuple[torch.Tensor, int, int]:
-        part = Placement(param.ds_numel, 0, 0, max(1, -(-param.ds_numel // self.ranks)), 0).of_rank(self.rank)
+        part = Placement.of_one(param.ds_numel, self.ranks).of_rank(self.rank)
         return param.ds_tensor.data.view(-1), *((0, 0) if part is None else (part.begin, part.end))
 
 
-def target_of(optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> Target | None:
-    """The partitions of DeepSpeed's `optimizer`; None if it is of another kind. For `shapes` see `Target`."""
-    if isinstance(optimizer, DeepSpeedZeroOptimizerStage3):
-        return SubGroupsTarget(optimizer, shapes)
-    return GroupsTarget(optimizer, shapes) if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
+def target_of(optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> Target:
+    """The partitions of DeepSpeed's `optimizer`; for `shapes` see `Target`."""
+    kind = SubGroupsTarget if isinstance(optimizer, DeepSpeedZeroOptimizerStage3) else GroupsTarget
+    return kind(optimizer, shapes)

@@ -347,3 +347,45 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(module_folder: Path, 
     assert "was saved by 2 ranks and has the optimizer's files of ranks [0]" in on_all(str(tmp_path))
     file.write_bytes(content[: len(content) // 2])
     assert f"{file} cannot be read" in on_all(str(tmp_path))
+    file.write_bytes(content)
+    cut = torch.load(file, weights_only=False)
+    masters = cut["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    masters[0] = masters[0][:-200].clone()
+    torch.save(cut, file)
+    assert "expected at least" in on_all(str(tmp_path))
+
+
+def left_to_deepspeed(run: Run, folder: str, model: Any = None, **how: Any) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether something was loaded, and the weights then."""
+    engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=two_groups)
+    path, _ = engine.load_checkpoint(folder, tag="t", **how)
+    weights = weights_of(engine)
+    train(engine, data(0, 2))
+    engine.destroy()
+    return path is not None, weights
+
+
+@pytest.mark.parametrize("way", ["zero", "predictive"])
+def test_without_the_optimizers_files_the_weights_are_loaded(way: str, module_folder: Path, tmp_path: Path) -> None:
+    """A warm start, as with plain DeepSpeed, which needs ``load_optimizer_states=False`` too."""
+    saved, other = Run(2, 2, way), Run(3, 1, way)
+    folder, _ = saved_by(saved, module_folder)
+    shutil.copytree(Path(folder, "t"), tmp_path / "t", ignore=shutil.ignore_patterns("*optim_states.pt"))
+    expected = torch.load(tmp_path / "t" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    loads = run_ranks(3, left_to_deepspeed, other, str(tmp_path), pool=other.pool, load_optimizer_states=False)
+    for was_loaded, weights in loads:
+        assert was_loaded
+        assert_same({name: expected[name].float() for name in weights}, weights, "weights")
+
+
+@pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), [(Run(2, 2, "predictive"), Run(3, 1, "predictive"))], ids=str)
+def test_weights_alone_may_be_of_another_set_of_trained_parameters(
+    saved: Run, loaded: Run, how: dict[str, bool], module_folder: Path
+) -> None:
+    """As with plain DeepSpeed where both sides have all weights: a fine-tune thaws what was frozen."""
+    folder, _ = saved_by(saved, module_folder)
+    expected = torch.load(Path(folder, "t", "mp_rank_00_model_states.pt"), weights_only=False)["module"]
+    for was_loaded, weights in run_ranks(3, left_to_deepspeed, loaded, folder, thawed, pool=loaded.pool, **how):
+        assert was_loaded
+        assert_same({name: expected[name].float() for name in weights}, weights, "weights")
