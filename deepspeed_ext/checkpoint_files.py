@@ -31,6 +31,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     Every file holds the id of its save, and `load` refuses files of different saves.
 
+    DeepSpeed also saves a model alone through this class, into a folder of the user's. Such a save, which does not come
+    after `begin_save`, writes just that file; an error is raised on all ranks, too.
+
     Args:
         config_params: as for DeepSpeed's class.
         ranks: all ranks that save and load; each calls `load` equally often.
@@ -45,6 +48,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         super().__init__(config_params)
         self._ranks = ranks
         self._leads = leads
+        self._is_begun = False
         self._folder: CheckpointFolder | None = None
         self._save_id = UNKNOWN
         self._loaded_id: str | None = None
@@ -54,12 +58,12 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin_save(self, names_latest: bool) -> None:
-        """Call this before anything else of a save; it forgets an earlier one that was interrupted.
+        """Call this before anything else of a checkpoint's save; it forgets an earlier one that was interrupted.
 
         Args:
             names_latest: whether `commit` updates ``latest``; DeepSpeed must then not do it itself.
         """
-        self._folder, self._names_latest = None, names_latest
+        self._is_begun, self._folder, self._names_latest = True, None, names_latest
         self.kept.take()
 
     def create(self, info: Any) -> None:
@@ -70,6 +74,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             PlanMismatchError: on every rank, if the ranks give different tags.
         """
         super().create(info)
+        if not self._is_begun:
+            self.kept.take()
+            return
         require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
         self._save_id = self._ranks.gather(uuid.uuid4().hex)[0]
         what = f"checkpoint {info.tag!r} was not saved"
@@ -90,7 +97,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         with self.kept.keeping():
             aside = self._aside(path)
-            if isinstance(state_dict, dict):
+            if self._folder is not None and isinstance(state_dict, dict):
                 state_dict = {**state_dict, SAVE_ID: self._save_id}
             super().save(state_dict, aside)
             _files.sync_file(aside)
@@ -106,8 +113,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
                 are unchanged.
         """
-        folder, self._folder = self._folder, None
-        assert folder is not None, "DeepSpeed calls create first"
+        folder, self._folder, self._is_begun = self._folder, None, False
+        if folder is None:
+            with self._all("the model was not saved", "save elsewhere"):
+                self.kept.raise_here()
+            return super().commit(info)
         with self.kept.keeping():
             if self._leads:
                 folder.mark(self._save_id)

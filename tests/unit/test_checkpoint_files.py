@@ -119,6 +119,7 @@ def test_tags_that_name_no_folder_of_their_own(tag: str, tmp_path: Path) -> None
 def test_a_file_under_the_tags_name_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("a file of the user's")
     engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
+    engine.begin_save(names_latest=True)
     with pytest.raises(CheckpointError, match="not a folder"):
         engine.create(type("Info", (), {"tag": "t", "save_dir": str(tmp_path), "save_latest": True}))
     assert (tmp_path / "t").read_text() == "a file of the user's"

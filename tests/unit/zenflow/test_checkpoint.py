@@ -13,7 +13,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
-from tests.support.models import batches, two_groups
+from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import (
@@ -216,3 +216,41 @@ def test_an_older_or_newer_section_is_refused(version: int, tmp_path: Path) -> N
     content["optimizer_state_dict"]["deepspeed_ext_zenflow"]["version"] = version
     torch.save(content, path)
     assert f"has version {version}, this" in run_ranks(1, load_and_catch, config, str(tmp_path))[0]
+
+
+def save_beside(config: dict, folder: str) -> list[str]:
+    """Save a checkpoint, then the model alone into the same folder, as exports do; returns the model's keys."""
+    engine = make_engine(config)
+    train(engine, batches(3, dist.get_rank()))
+    engine.save_checkpoint(folder)
+    assert engine.save_16bit_model(folder)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    engine.destroy()
+    return sorted(torch.load(Path(folder, "pytorch_model.bin"), weights_only=True))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_saved_beside_a_checkpoint_leaves_it_whole(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed saves the model alone through the checkpoint engine, too, under the tag of a checkpoint."""
+    config = zenflow_config(stage)
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    (keys, _) = run_ranks(2, save_beside, config, str(tmp_path))
+    assert keys == sorted(OddModel().state_dict())
+
+
+def save_where_nothing_can_be(config: dict, folder: str) -> str:
+    engine = make_engine(config)
+    message = "saved"
+    try:
+        engine.save_16bit_model(f"{folder}/file")
+    except CheckpointError as error:
+        message = str(error)
+    engine.destroy()
+    return message
+
+
+def test_a_model_that_cannot_be_saved_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("of the user")
+    for message in run_ranks(2, save_where_nothing_can_be, zenflow_config(2), str(tmp_path)):
+        assert "the model was not saved: rank 0: FileExistsError" in message
