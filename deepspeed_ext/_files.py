@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 
-__all__ = ["remove_tree", "rename", "replace_file", "sync_file", "sync_folder"]
+__all__ = ["opened", "remove_tree", "rename", "replace_file", "sync_file", "sync_folder", "write_memory"]
 
 
 def sync_file(path: str) -> None:
     """Wait until the disk has the content of a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def opened(path: str, flags: int) -> Iterator[int]:
+    """Open an existing file; yields its descriptor."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def write_memory(descriptor: int, address: int, nbytes: int, offset: int) -> None:
+    """Write `nbytes` bytes of memory at `address` to a file, `offset` bytes behind its begin."""
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address)) if nbytes else memoryview(b"")
+    while memory:
+        written = os.pwrite(descriptor, memory, offset)
+        memory, offset = memory[written:], offset + written
 
 
 def sync_folder(path: str) -> None:

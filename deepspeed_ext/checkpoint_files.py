@@ -99,9 +99,12 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             aside = self._aside(path)
             if self._folder is not None and isinstance(state_dict, dict):
                 state_dict = {**state_dict, SAVE_ID: self._save_id}
-            super().save(state_dict, aside)
-            _files.sync_file(aside)
-            _files.sync_folder(os.path.dirname(aside))
+            self._write(state_dict, aside)
+
+    def _write(self, content: Any, path: str) -> None:
+        super().save(content, path)
+        _files.sync_file(path)
+        _files.sync_folder(os.path.dirname(path))
 
     def _aside(self, path: str) -> str:
         return path if self._folder is None else self._folder.aside(path)
@@ -117,7 +120,12 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if folder is None:
             with self._all("the model was not saved", "save elsewhere"):
                 self.kept.raise_here()
-            return super().commit(info)
+        else:
+            self._complete(info, folder)
+        return super().commit(info)
+
+    def _complete(self, info: Any, folder: CheckpointFolder) -> None:
+        """Make what lies in the staging folder the checkpoint. A collective."""
         with self.kept.keeping():
             if self._leads:
                 folder.mark(self._save_id)
@@ -134,9 +142,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         with self._all(f"checkpoint {info.tag!r} was saved, but finishing the save failed", "load it by its tag"):
             if self._leads:
                 folder.end()
-            if self._names_latest and self._ranks.rank == 0:
-                _files.replace_file(os.path.join(info.save_dir, "latest"), info.tag)
-        return super().commit(info)
+            self._name_latest(info)
+
+    def _name_latest(self, info: Any) -> None:
+        if self._names_latest and self._ranks.rank == 0:
+            _files.replace_file(os.path.join(info.save_dir, "latest"), info.tag)
 
     @contextmanager
     def _all(self, what: str, remedy: str) -> Iterator[None]:

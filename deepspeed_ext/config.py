@@ -123,6 +123,11 @@ class ZenFlowConfig(_Section):
     parameter of the partition. Not given: if every rank has room for that and keeps a tenth of its memory free. Without
     effect if the accelerator is the CPU."""
 
+    async_save: bool = False
+    """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the worker, copies of
+    the rest by a thread. The next pass of the worker waits until p, m and v are written. The checkpoint appears under
+    its name, and in ``latest``, once it is complete, after a later step or in ``engine.destroy()``."""
+
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
     """Longest time that the worker's start, or a wait for it, may take before it is an error. While one rank waits
     for its worker, the others wait for that rank in a collective. So the value must be below the process group's

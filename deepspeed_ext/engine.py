@@ -29,6 +29,7 @@ from deepspeed_ext._upstream import (
     throughput_timer,
 )
 from deepspeed_ext.affinity.binding import CoreBinding
+from deepspeed_ext.checkpoint_async import AsyncCheckpointEngine
 from deepspeed_ext.checkpoint_files import JointCheckpointEngine
 from deepspeed_ext.config import given_of_the_other_rule, idle_fields
 from deepspeed_ext.construction import builders, built_together
@@ -36,7 +37,7 @@ from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.resharding.engine import ReshardingEngine
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.supported import require_group_timeout, require_section
+from deepspeed_ext.zenflow.supported import require_group_timeout, require_section, require_shared_folder
 from deepspeed_ext.zenflow.throughput import StreamThroughputTimer
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
@@ -94,7 +95,7 @@ class Engine(ReshardingEngine):
                 self.optimizer.unregister_grad_acc_post_hooks()
                 self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                 # Not needed at exit: the optimizer process ends by itself.
-                weakref.finalize(self, _destroy_optimizer, self.optimizer).atexit = False
+                weakref.finalize(self, _destroy_parts, self.optimizer, self.checkpoint_engine).atexit = False
 
     def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
         return (StreamThroughputTimer if self._has_own_zenflow() else ThroughputTimer)(*args, **kwargs)
@@ -112,6 +113,7 @@ class Engine(ReshardingEngine):
             settings = self._config.zero_config
             if isinstance(settings, ZeroConfig):
                 require_section(settings)
+                require_shared_folder(settings, self.use_node_local_storage())
             super()._do_sanity_check()
 
     def _set_distributed_vars(self, args: Any) -> None:
@@ -208,7 +210,12 @@ class Engine(ReshardingEngine):
             )
 
     def destroy(self) -> None:
+        kept = KeptError()
+        if isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
+            with kept.keeping():
+                self.checkpoint_engine.finish_alone()
         with ExitStack() as afterwards:  # runs the callbacks even if DeepSpeed fails
+            afterwards.callback(kept.raise_here)
             if self.core_binding is not None:
                 afterwards.callback(self.core_binding.restore)
             if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
@@ -232,7 +239,11 @@ class Engine(ReshardingEngine):
         if self._has_own_zenflow() and in_step and type(self.checkpoint_engine) is TorchCheckpointEngine:
             world = RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
             leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
-            self.checkpoint_engine = JointCheckpointEngine(self._config, world, leads)
+            adam, zenflow = self._zenflow_adam, self._config.zero_config.zenflow
+            if adam is not None and zenflow.async_save:
+                self.checkpoint_engine = AsyncCheckpointEngine(self._config, world, leads, adam.link)
+            else:
+                self.checkpoint_engine = JointCheckpointEngine(self._config, world, leads)
 
     def save_checkpoint(
         self,
@@ -242,10 +253,11 @@ class Engine(ReshardingEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save as DeepSpeed does.
+        """Save as DeepSpeed does. With ``zenflow.async_save`` the save goes on beside the next steps.
 
         Raises:
             CheckpointError: with ZenFlow, on every rank, if any rank could not write its files; training can continue.
+                With ``async_save``, a later step, save or load raises it, or `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._settle_zenflow()
@@ -305,6 +317,17 @@ class Engine(ReshardingEngine):
         ``gradient_accumulation_steps``."""
         return None if self._has_own_zenflow() else super().zenflow_config()
 
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Step as DeepSpeed does.
+
+        Raises:
+            CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
+        """
+        ends_step = self.is_gradient_accumulation_boundary()
+        super().step(lr_kwargs)
+        if ends_step and isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
+            self.checkpoint_engine.finish_if_written()
+
     def _take_model_step(self, lr_kwargs: Any) -> None:
         super()._take_model_step(lr_kwargs)
         adam = self._zenflow_adam
@@ -344,13 +367,17 @@ class Engine(ReshardingEngine):
         return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
 
 
-def _destroy_optimizer(optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3) -> None:
-    """Destroy the optimizer of an engine that is gone. Besides the engine, only hooks, which this removes, and the
-    worker refer to it."""
+def _destroy_parts(optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3, checkpoint_engine: Any) -> None:
+    """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only hooks, which
+    this removes, and the worker refer to it."""
     try:
-        optimizer.destroy()
+        if isinstance(checkpoint_engine, AsyncCheckpointEngine):
+            checkpoint_engine.finish_alone()
     finally:
-        optimizer.zenflow_adam.close()
+        try:
+            optimizer.destroy()
+        finally:
+            optimizer.zenflow_adam.close()
 
 
 class HybridEngine(DeepSpeedHybridEngine, Engine):

@@ -15,7 +15,14 @@ from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._upstream import OffloadDeviceEnum, autocasts_to_fp16
 from deepspeed_ext.config import ZenFlowConfig
 
-__all__ = ["is_decoupled", "require_group_timeout", "require_publishable", "require_section", "require_supported"]
+__all__ = [
+    "is_decoupled",
+    "require_group_timeout",
+    "require_publishable",
+    "require_section",
+    "require_shared_folder",
+    "require_supported",
+]
 
 DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 _VARIANTS = {"amsgrad": False, "maximize": False, "bias_correction": True}
@@ -45,6 +52,23 @@ def require_section(section: Any) -> None:
             "zero_quantized_gradients": section.zero_quantized_gradients,
         }
     )
+
+
+def require_shared_folder(section: Any, node_local: bool) -> None:
+    """Check where checkpoints lie.
+
+    Args:
+        section: the ``zero_optimization`` section.
+        node_local: whether every node saves to storage of its own.
+
+    Raises:
+        ConfigError: a save beside training could not be completed there.
+    """
+    if section.zenflow is not None and section.zenflow.async_save and node_local:
+        raise ConfigError(
+            "zero_optimization.zenflow.async_save needs one folder that all ranks write to: remove it, or "
+            "checkpoint.use_node_local_storage"
+        )
 
 
 def require_supported(kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -184,6 +184,16 @@ class Arena:
         """Map an arena that another process created; takes ownership of the descriptor."""
         return cls(fileno, layout)
 
+    @property
+    def address(self) -> int:
+        """Where the arena begins in this process."""
+        return self._address
+
+    def find(self, address: int, nbytes: int) -> int | None:
+        """The place in the arena of `nbytes` bytes of this process's memory; None: they lie elsewhere."""
+        begin = address - self._address
+        return begin if begin >= 0 and begin + nbytes <= self.layout.nbytes else None
+
     def array(self, kind: str, partition: int = 0, slot: int = 0) -> Array:
         """The address of an array; valid while the arena exists."""
         spec, offset = self._arrays[ArrayKey(kind, partition, slot)]

@@ -22,6 +22,7 @@ _MARK = b"dsxt"
 _LONGEST_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 16
 _SLICE_SECONDS = 0.5
+_SHARED_SLICE_SECONDS = 0.01
 _GRACE_SECONDS = 10.0
 
 
@@ -49,10 +50,10 @@ class Patience:
         """Whether the timeout has expired."""
         return not self._left > 0
 
-    def begin_slice(self) -> float:
+    def begin_slice(self, longest: float = _SLICE_SECONDS) -> float:
         """Start a slice; returns its length in seconds."""
         self._begin = time.monotonic()
-        return min(self._left, _SLICE_SECONDS)
+        return min(self._left, longest)
 
     def end_slice(self) -> None:
         """End the slice and count it."""
@@ -134,16 +135,17 @@ class Channel:
             raise GarbledError(f"not the header of a message: {bytes(self._unread[: _HEADER.size])!r}")
         return _HEADER.size + length
 
-    def idle(self, patience: Patience | None = None) -> None:
-        """Block until unsent bytes can be sent or, if there are none, something can be read; at most for one slice
-        of `patience`."""
+    def idle(self, patience: Patience | None = None, *, is_shared: bool = False) -> None:
+        """Block until unsent bytes can be sent or, if there are none, something can be read; at most for one slice of
+        `patience`. The slice is short if another thread reads too (`is_shared`), which may take what this one waits
+        for."""
         poller = select.poll()
         with contextlib.suppress(ValueError):  # closed by another thread; the caller will notice
             poller.register(self._end, select.POLLIN if self.is_flushed else select.POLLOUT)
         if patience is None:
             poller.poll()
         else:
-            poller.poll(patience.begin_slice() * 1000)
+            poller.poll(patience.begin_slice(_SHARED_SLICE_SECONDS if is_shared else _SLICE_SECONDS) * 1000)
             patience.end_slice()
 
     def close(self) -> None:

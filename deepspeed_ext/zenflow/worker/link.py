@@ -58,6 +58,7 @@ class WorkerLink:
     Attributes:
         arena, process, transfers, page_locks: see their classes.
         phase: state of the newest update.
+        write_wait_seconds: time spent waiting until the worker had written parts of the arena to files, in all.
 
     Raises:
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the device the rooms.
@@ -82,6 +83,7 @@ class WorkerLink:
     ) -> None:
         self.page_locks = PageLocks()
         self.phase = UpdatePhase.READ
+        self.write_wait_seconds = 0.0
         self._ranks = ranks
         self._metrics = metrics
         self._kept = KeptError()
@@ -150,6 +152,7 @@ class WorkerLink:
         """
         if not self.failed:
             with self.keeping():
+                self.write_wait_seconds += self.process.wait_for_writes()
                 seconds = self.transfers.wait()
                 if self.phase is UpdatePhase.IN_FLIGHT:
                     self.phase = UpdatePhase.ARRIVED

@@ -18,11 +18,13 @@ import time
 import traceback
 from typing import Any
 
+from deepspeed_ext import _files
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.zenflow.kernel import AdamPass, Array, Kernel, MeanPass, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.messages import (
+    ArenaWrite,
     Done,
     Failed,
     MeanPartitionPass,
@@ -114,13 +116,29 @@ def _touch(arena: Arena, kernel: Kernel) -> None:
 
 
 def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size: int) -> Done:
-    begin = time.perf_counter()
-    for work in submission.passes:
+    seconds, failed_write = 0.0, None
+    for work in submission.tasks:
+        begin = time.perf_counter()
+        if isinstance(work, ArenaWrite):
+            failed_write = failed_write or _write(work, arena)
+            continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))
         else:
             kernel.run_mean(_mean_pass(work, arena, block_size))
-    return Done(submission.number, time.perf_counter() - begin)
+        seconds += time.perf_counter() - begin
+    return Done(submission.number, seconds, failed_write)
+
+
+def _write(work: ArenaWrite, arena: Arena) -> str | None:
+    """Write a file's parts; returns what went wrong."""
+    try:
+        with _files.opened(work.path, os.O_WRONLY) as descriptor:
+            for part in work.parts:
+                _files.write_memory(descriptor, arena.address + part.begin, part.nbytes, part.offset)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:

@@ -9,8 +9,10 @@ from deepspeed_ext.zenflow.kernel.adam_pass import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArraySpec
 
 __all__ = [
+    "ArenaWrite",
     "Done",
     "Failed",
+    "FilePart",
     "MeanPartitionPass",
     "PartitionPass",
     "Ready",
@@ -108,12 +110,30 @@ class MeanPartitionPass:
 WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass
 
 
+class FilePart(NamedTuple):
+    """Bytes of the arena and their place in a file."""
+
+    begin: int
+    """Their first byte in the arena."""
+    nbytes: int
+    offset: int
+    """Their first byte in the file."""
+
+
+@dataclass(frozen=True)
+class ArenaWrite:
+    """Write parts of the arena to an existing file. An error is not the worker's end: `Done` has it."""
+
+    path: str
+    parts: tuple[FilePart, ...]
+
+
 @dataclass(frozen=True)
 class Submission:
     """Work for the worker, which answers with a `Done` of the same number."""
 
     number: int
-    passes: tuple[WorkerTask, ...]
+    tasks: tuple[WorkerTask | ArenaWrite, ...]
 
 
 @dataclass(frozen=True)
@@ -129,10 +149,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class Done:
-    """Sent once the arena holds the result of submission `number`."""
+    """Sent once the arena holds the result of submission `number`, and files hold what they were to get."""
 
     number: int
     seconds: float
+    """Duration of the passes."""
+    failed_write: str | None = None
+    """Why a file could not be written."""
 
 
 @dataclass(frozen=True)

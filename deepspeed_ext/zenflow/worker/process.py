@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
-from deepspeed_ext.zenflow.worker.messages import Done, Failed, Ready, Submission, WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, Done, Failed, Ready, Submission, WorkerPlan, WorkerTask
 
 __all__ = ["OptimizerProcess"]
 
@@ -35,8 +36,9 @@ class OptimizerProcess:
     """A process that runs passes over a shared arena. Starts in the constructor; a context manager.
 
     Submissions are processed in order; `wait` waits for all of them. Every wait ends: with the result, with the
-    worker's own exception, when the worker dies, or after `timeout_seconds`. Time during which this process was
-    suspended does not count. After an error the process is closed, and later calls raise the same error.
+    worker's own exception, when the worker dies, or after `timeout_seconds` without an answer to any submission. Time
+    during which this process was suspended does not count. After an error the process is closed, and later calls raise
+    the same error.
 
     `submit` and `wait` may be called from any thread; `wait` also from a signal handler.
 
@@ -45,7 +47,7 @@ class OptimizerProcess:
             process would be inherited by every process that it forks. The mapping must outlive the optimizer process.
         plan: what the worker does at start.
         rank: used in messages.
-        timeout_seconds: longest duration of the start and of each wait.
+        timeout_seconds: longest duration of the start, and of a wait without any answer.
 
     Attributes:
         ready: the message with which the worker reported its start.
@@ -65,6 +67,9 @@ class OptimizerProcess:
         self._submitted = self._done = 0
         self._seconds = 0.0
         self._last = Done(0, 0.0)
+        self._newest_write = 0
+        self._failed_writes: dict[int, str] = {}
+        self._waiters = 0
         self._error = ""
         self._process, self._channel = self._launch(arena, plan)
         # Runs at `close`, at garbage collection and at interpreter exit; never in a forked child.
@@ -121,7 +126,7 @@ class OptimizerProcess:
         """The worker's process id."""
         return self._process.pid
 
-    def submit(self, passes: Sequence[WorkerTask]) -> int:
+    def submit(self, tasks: Sequence[WorkerTask | ArenaWrite]) -> int:
         """Hand over work without waiting for it. The arrays it names belong to the worker until `wait`.
 
         Returns:
@@ -134,7 +139,9 @@ class OptimizerProcess:
             self._require_open()
             self._submitted += 1
             number = self._submitted
-            self._channel.put(Submission(number, tuple(passes)))
+            self._channel.put(Submission(number, tuple(tasks)))
+            if any(isinstance(task, ArenaWrite) for task in tasks):
+                self._newest_write = number
         seconds = self._timeout_seconds
         self._await(lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s")
         return number
@@ -147,6 +154,25 @@ class OptimizerProcess:
         """
         seconds = self._timeout_seconds
         self._await(lambda: self._done >= number, seconds, f"answer within {seconds:g} s")
+
+    def wait_for_writes(self) -> float:
+        """Wait until the arena may change without changing what a submitted `ArenaWrite` writes.
+
+        Returns:
+            Seconds waited.
+
+        Raises:
+            WorkerError: as for `wait`.
+        """
+        if self._done >= self._newest_write:
+            return 0.0
+        begin = time.perf_counter()
+        self.wait_for(self._newest_write)
+        return time.perf_counter() - begin
+
+    def failed_write(self, number: int) -> str | None:
+        """Why submission `number`, which is done, could not write a file; None: it could."""
+        return self._failed_writes.pop(number, None)
 
     def wait(self, timeout_seconds: float | None = None) -> Done:
         """Wait until everything submitted is done.
@@ -208,10 +234,26 @@ class OptimizerProcess:
         Also polls the process itself: its end of the socket may stay open after its death, because a process forked
         while this one was being started has a copy.
         """
-        patience = Patience(seconds)
+        with self._waiting():
+            self._exchange_until(is_over, seconds, what)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self._lock:
+            self._waiters += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiters -= 1
+
+    def _exchange_until(self, is_over: Callable[[], bool], seconds: float, what: str) -> None:
+        patience, done = Patience(seconds), self._done
         while True:
             with self._alone():
                 self._require_open()
+                if self._done > done:
+                    patience, done = Patience(seconds), self._done
                 has_ended = self._process.poll() is not None  # checked before its last messages are read
                 if not is_over():
                     self._exchange()
@@ -221,7 +263,7 @@ class OptimizerProcess:
                     raise self._failure(self._how_it_ended())
                 if patience.is_over:
                     raise self._silence(what)
-            self._channel.idle(patience)
+            self._channel.idle(patience, is_shared=self._waiters > 1)
 
     def _exchange(self) -> None:
         """Send and read what is possible without blocking."""
@@ -246,6 +288,8 @@ class OptimizerProcess:
         elif answer.number == self._done + 1:  # otherwise a signal handler interrupted us after it was recorded
             self._done = answer.number
             self._seconds += answer.seconds
+            if answer.failed_write is not None:
+                self._failed_writes[answer.number] = answer.failed_write
 
     def _require_open(self) -> None:
         if self._error:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from tests.support.zenflow import make_engine, train, zenflow_config
 STEPS = 5
 
 preempted = threading.Event()
+alive: list[Any] = []
 
 
 def announce(pid: int, **what: object) -> None:
@@ -41,6 +43,18 @@ def announce_at_launch() -> None:
     OptimizerProcess._launch = launch_and_wait  # type: ignore[method-assign]
 
 
+def save_and_end(engine: Any, end: str) -> None:
+    """No step follows the save; in one case the engine is collected as garbage, in the others it lives to the end."""
+    if not end.startswith("saving"):
+        return
+    engine.save_checkpoint(sys.argv[2], tag="last")
+    if end != "saving":
+        alive.append(engine)
+        torch.distributed.destroy_process_group()
+    if end == "saving before a mistake":
+        raise RuntimeError("a mistake of the user's")
+
+
 def main(end: str) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     backend = "gloo"
@@ -52,7 +66,7 @@ def main(end: str) -> None:
         announce_at_launch()
     elif end == "without operators":  # DeepSpeed's CPU accelerator, and no other, cannot do without this one
         vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
-    engine = make_engine(zenflow_config(2, update_interval=1))
+    engine = make_engine(zenflow_config(2, update_interval=1, async_save=end.startswith("saving")))
     losses = train(engine, batches(STEPS, 0))
     process = engine.optimizer.zenflow_adam.link.process
     if end in ("destroy", "without operators"):
@@ -77,6 +91,8 @@ def main(end: str) -> None:
         engine.save_checkpoint(sys.argv[2], tag="last")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        save_and_end(engine, end)
 
 
 if __name__ == "__main__":

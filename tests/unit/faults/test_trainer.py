@@ -109,6 +109,20 @@ def test_a_preempted_script_saves_and_ends(start: Callable[[str], Script]) -> No
     assert gone(worker)
 
 
+@pytest.mark.parametrize("end", ["saving", "saving without a process group", "saving before a mistake"])
+def test_a_save_beside_training_is_complete_when_the_script_has_ended(start: Callable[[str], Script], end: str) -> None:
+    script = start(end)
+    worker = script.worker
+    status, said = script.end()
+    assert status == (1 if "mistake" in end else 0), said
+    assert (script.folder / "latest").read_text() == "last"
+    (path,) = (script.folder / "last").glob("*optim_states.pt")
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"]
+    assert all(moments["exp_avg_sq"].count_nonzero() > 0 for moments in state.values())
+    assert [path.name for path in script.folder.iterdir() if ".dsext-" in path.name] == []
+    assert gone(worker)
+
+
 @pytest.mark.parametrize("end", ["exit", "destroy"])
 def test_the_worker_ends_with_the_script(start: Callable[[str], Script], end: str) -> None:
     script = start(end)
