@@ -137,10 +137,12 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             if saving is None:
                 return
             info, folder = saving
-            error = self.kept.take()
-            sign = os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}")
+            error, me = self.kept.take(), f"rank {self._ranks.rank}: "
             with contextlib.suppress(OSError):  # without its sign, the save is given up
-                _files.replace_file(sign, "" if error is None else f"rank {self._ranks.rank}: {error}")
+                _files.replace_file(
+                    os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"),
+                    "" if error is None else me + str(error).removeprefix(me),
+                )
             if not self._leads:
                 return
             try:

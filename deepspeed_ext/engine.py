@@ -210,10 +210,7 @@ class Engine(ReshardingEngine):
             )
 
     def destroy(self) -> None:
-        kept = KeptError()
-        if isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
-            with kept.keeping():
-                self.checkpoint_engine.finish_alone()
+        kept = self._finish_save_alone()
         with ExitStack() as afterwards:  # runs the callbacks even if DeepSpeed fails
             afterwards.callback(kept.raise_here)
             if self.core_binding is not None:
@@ -223,6 +220,16 @@ class Engine(ReshardingEngine):
             if self.parameter_gather is not None:
                 all_gather.detach(self.module)
             super().destroy()
+
+    def _finish_save_alone(self) -> KeptError:
+        """Complete a save that goes on; keeps its error, unless a step has told the user about its cause."""
+        kept = KeptError()
+        if isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
+            with kept.keeping():
+                self.checkpoint_engine.finish_alone()
+        if kept.error is not None and self._zenflow_adam is not None and self._zenflow_adam.link.failed:
+            logger.error(str(kept.take()))
+        return kept
 
     @property
     def _zenflow_adam(self) -> OffloadedAdam | None:

@@ -24,7 +24,7 @@ from tests.support.ranks import RankOutcome, run_fresh_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
 RANKS = 3
-VICTIM = {"initialize": 0, "step": 1, "save": 0, "load": 0, "load elsewhere": 0}
+VICTIM = {"initialize": 0, "step": 1, "save": 0, "save beside": 0, "load": 0, "load elsewhere": 0}
 """Rank 0 logs the start, and makes and renames the folders of a checkpoint."""
 SECONDS = 10.0
 
@@ -53,8 +53,13 @@ CANNOT_BE_AGREED_ON = {
         "zero/zenflow.py:_require_same_position",
         "zero/zenflow.py:ZenFlowStepping._drain_together",
         "checkpoint_files.py:JointCheckpointEngine._all",
+        "checkpoint_files.py:JointCheckpointEngine._complete",
         "checkpoint_files.py:JointCheckpointEngine._recover",
         "checkpoint_files.py:JointCheckpointEngine.begin_load",
+        "checkpoint_async.py:AsyncCheckpointEngine.begin_save",
+        "checkpoint_async.py:AsyncCheckpointEngine.finish",
+        "checkpoint_async.py:AsyncCheckpointEngine._ending",
+        "checkpoint_async.py:AsyncCheckpointEngine.is_saving",
         "resharding/engine.py:ReshardingEngine.load_checkpoint",
         "resharding/engine.py:ReshardingEngine._plan_resharding",
         "resharding/engine.py:ReshardingEngine._world",
@@ -86,6 +91,7 @@ CANNOT_BE_AGREED_ON = {
     "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the rank anyway": (
         "zenflow/throughput.py:",
     ),
+    "only assigns values": ("checkpoint_files.py:JointCheckpointEngine.begin_save",),
     "pure, of values that are equal on all ranks": (
         "zenflow/schedule.py:",
         "zenflow/predictive/schedule.py:",
@@ -159,7 +165,9 @@ class Phase:
     """One phase of a run that can be gone through again and again."""
 
     def __init__(self, config: dict, folder: str, name: str) -> None:
-        self.config, self.folder, self.name = config, folder, name
+        self.config, self.folder, self.name = copy.deepcopy(config), folder, name
+        if name == "save beside":
+            self.config["zero_optimization"]["zenflow"]["async_save"] = True
         self.rank = dist.get_rank()
         self.data = batches(9, self.rank)
         self.engine: Any = None
@@ -191,8 +199,11 @@ class Phase:
             self.engine = make_engine(self.config)
         elif self.name == "step":
             train(self.engine, self.data[4:9])  # an error is raised at the next wait, an interval later at most
-        elif self.name == "save":
+        elif self.name.startswith("save"):
             self.engine.save_checkpoint(self.folder, tag="t")
+            if self.name == "save beside":
+                train(self.engine, self.data[4:9])  # as in a step
+                self.engine.checkpoint_engine.finish()
         elif self.name.startswith("load"):
             self.engine.load_checkpoint(self.folder, tag="whole")
             train(self.engine, self.data[4:8])  # work for the worker is handed over at the end of a load
@@ -234,7 +245,7 @@ def go_through(config: dict, folder: str, name: str, every: int, first: int = 0)
         found.append((function, outcome, time.monotonic() - begin))
         if found[-1][2] > SECONDS:
             return found  # the ranks are out of step
-        phase.clear(keep=name == "save" and outcome.startswith("CheckpointError"))
+        phase.clear(keep=name.startswith("save") and outcome.startswith("CheckpointError"))
     phase.clear(keep=False)
     return found
 
@@ -244,11 +255,12 @@ def go_through(config: dict, folder: str, name: str, every: int, first: int = 0)
     [
         ("step", 2, "predictive", 11),
         ("save", 2, "selective", 9),
+        ("save beside", 2, "predictive", 9),
         ("load", 3, "predictive", 37),
         ("load elsewhere", 2, "predictive", 17),
         *(
             pytest.param(name, stage, rule, 1, marks=pytest.mark.full)
-            for name in ("step", "save", "load", "load elsewhere")
+            for name in ("step", "save", "save beside", "load", "load elsewhere")
             for stage in (2, 3)
             for rule in RULES
         ),

@@ -78,7 +78,7 @@ def test_equal_to_a_save_that_training_waits_for(stage: int, rule: str, dtype: t
         assert first_difference(waiting["weights"], beside["weights"], "weights") == ""
     files = [content(tmp_path / name / "t") for name in ("False", "True")]
     assert len(files[0]) == (4 if stage == 3 else 3)
-    assert first_difference(*files, "files") == ""
+    assert first_difference(files[0], files[1], "files") == ""
     assert (tmp_path / "True" / "latest").read_text() == "t"
     assert {path.name for path in (tmp_path / "True").iterdir()} == {
         path.name for path in (tmp_path / "False").iterdir()
@@ -96,7 +96,7 @@ def hold_the_worker(config: dict[str, Any], folder: str) -> dict[str, Any]:
     losses = train(engine, data[:BEFORE])
     engine.save_checkpoint(folder, tag="older")
     engine.checkpoint_engine.finish()
-    process, found = process_of(engine), {}
+    process, found = process_of(engine), dict[str, Any]()
     if dist.get_rank() == 0:
         os.kill(process.pid, signal.SIGSTOP)
     begin = time.perf_counter()
@@ -126,7 +126,7 @@ def test_a_step_waits_until_what_it_overwrites_is_written(stage: int, tmp_path: 
     files = [content(tmp_path / name / "t") for name in ("False", "True")]
     for state in files[0].values():
         state.pop("mine", None)
-    assert first_difference(*files, "files") == ""
+    assert first_difference(files[0], files[1], "files") == ""
 
 
 def said(action: Callable[..., Any], *args: Any) -> str:
