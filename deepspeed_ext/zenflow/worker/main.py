@@ -36,7 +36,7 @@ from deepspeed_ext.zenflow.worker.messages import (
     WorkerTask,
 )
 
-__all__ = ["main"]
+__all__ = ["main", "write_from_arena"]
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 0.2
@@ -120,7 +120,7 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
     for work in submission.tasks:
         begin = time.perf_counter()
         if isinstance(work, ArenaWrite):
-            failed_write = failed_write or _write(work, arena)
+            failed_write = failed_write or write_from_arena(work, arena)
             continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))
@@ -130,7 +130,7 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
     return Done(submission.number, seconds, failed_write)
 
 
-def _write(work: ArenaWrite, arena: Arena) -> str | None:
+def write_from_arena(work: ArenaWrite, arena: Arena) -> str | None:
     """Write a file's parts; returns what went wrong."""
     try:
         with _files.opened(work.path, os.O_WRONLY) as descriptor:

@@ -11,17 +11,26 @@ import json
 import shutil
 import sys
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from deepspeed_ext import checkpoint_async
 from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext.checkpoint_async import AsyncCheckpointEngine
 from deepspeed_ext.checkpoint_files import JointCheckpointEngine
+from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.main import write_from_arena
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite
 from tests.support.crash.fork_ranks import run_forked
 
 CONFIG = SimpleNamespace(checkpoint_config={"checkpoint_serialization": True})
+NUMEL = 500
+MODES = ("waiting", "beside, finished together", "beside, finished alone")
+"""How a save goes on: while the ranks wait, or until all ranks, or each of them, complete it."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +51,50 @@ class Disks:
 class Case:
     """One crash: who, at which call, under which tag."""
 
+    mode: str
     own_disks: bool
     tag: str
     victim: int
     call: int
 
 
+class InProcess:
+    """Stands for the worker: it writes when it is told to, so its system calls count as the victim's."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.process = self
+        self.write_wait_seconds = 0.0
+        self._failed: list[str | None] = []
+
+    def submit(self, tasks: list[ArenaWrite]) -> int:
+        self._failed += [write_from_arena(task, self.arena) for task in tasks]
+        return len(self._failed) - 1
+
+    def wait_for(self, number: int) -> None:
+        assert number < len(self._failed)
+
+    def failed_write(self, number: int) -> str | None:
+        return self._failed[number]
+
+
+def make_engine(ranks: RankGroup, leads: bool, mode: str) -> tuple[JointCheckpointEngine, torch.Tensor]:
+    """The engine of a mode, and a tensor for the optimizer's state: in the arena if there is one."""
+    if mode == "waiting":
+        return JointCheckpointEngine(CONFIG, ranks, leads), torch.empty(NUMEL)
+    checkpoint_async._SILENCE_SECONDS = 0.3  # of a rank that was killed
+    arena = Arena.create(plan_layout([ArraySpec("p", "float32", NUMEL)]))
+    link: Any = InProcess(arena)
+    return AsyncCheckpointEngine(CONFIG, ranks, leads, link), arena.tensor("p")
+
+
 def _file(rank: int) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def save(ranks: RankGroup, disks: Disks, tag: str, value: int, crash: Case | None = None) -> str:
-    """What DeepSpeed's `save_checkpoint` does with a checkpoint engine."""
-    engine = JointCheckpointEngine(CONFIG, ranks, disks.leads(ranks.rank))
+def save(ranks: RankGroup, disks: Disks, tag: str, value: int, crash: Case | None = None, mode: str = MODES[0]) -> str:
+    """What DeepSpeed's `save_checkpoint` does with a checkpoint engine, and then the trainer."""
+    engine, state = make_engine(ranks, disks.leads(ranks.rank), mode)
     folder = disks.of(ranks.rank)
     if crash is not None and crash.victim == ranks.rank:
         ctypes.CDLL(None).crash_arm(ctypes.c_long(crash.call))
@@ -66,10 +106,12 @@ def save(ranks: RankGroup, disks: Disks, tag: str, value: int, crash: Case | Non
     engine.create(info)
     engine.makedirs(f"{folder}/{tag}", exist_ok=True)
     if disks.leads(ranks.rank):
-        engine.save({"module": torch.full((500,), value)}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
-    engine.save({"state": torch.full((500,), value)}, f"{folder}/{tag}/{_file(ranks.rank)}")
+        engine.save({"module": torch.full((NUMEL,), value)}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
+    engine.save({"state": state.fill_(value)}, f"{folder}/{tag}/{_file(ranks.rank)}")
     engine.commit(info)
     ranks.minimum(0)
+    if isinstance(engine, AsyncCheckpointEngine):
+        engine.finish() if mode == MODES[1] else engine.finish_alone()
     return "saved"
 
 
@@ -88,7 +130,7 @@ def crash(size: int, folder: Path, case: Case) -> tuple[str | None, bool]:
     shutil.rmtree(folder, ignore_errors=True)
     disks = Disks(folder, case.own_disks)
     run_forked(size, lambda ranks: save(ranks, disks, "a", 1))
-    ended = run_forked(size, lambda ranks: save(ranks, disks, case.tag, 2, case))
+    ended = run_forked(size, lambda ranks: save(ranks, disks, case.tag, 2, case, case.mode))
     crashed = ended[case.victim] is None
     if not crashed and ended != ["saved"] * size:
         return f"saving failed: {ended}", False
@@ -99,11 +141,11 @@ def crash(size: int, folder: Path, case: Case) -> tuple[str | None, bool]:
             return f"loaded {what}", crashed
     if not crashed and loaded != [{2}] * size:
         return f"a save that has ended was not loaded: {loaded}", crashed
-    saved = run_forked(size, lambda ranks: save(ranks, disks, case.tag, 3))
+    saved = run_forked(size, lambda ranks: save(ranks, disks, case.tag, 3, None, case.mode))
     again = run_forked(size, lambda ranks: load(ranks, disks))
     if again != [{3}] * size:
         return f"the next save: {saved}, loaded {again}", crashed
-    left = [str(path) for path in folder.rglob("*") if ".dsext-" in path.name]
+    left = [str(path) for path in folder.rglob("*") if ".dsext-" in path.name or "written" in path.name]
     return (f"left behind: {left}" if left else None), crashed
 
 
@@ -111,17 +153,16 @@ def main() -> None:
     folder, size, every = Path(sys.argv[1]) / "crash", int(sys.argv[2]), int(sys.argv[3])
     wrong: list[dict[str, Any]] = []
     crashes = 0
-    for own_disks in (False, True):
-        for tag in ("a", "b"):
-            for victim in range(size):
-                crashed, call = True, 1 + victim % every - every
-                while crashed:
-                    call += every
-                    case = Case(own_disks, tag, victim, call)
-                    problem, crashed = crash(size, folder, case)
-                    crashes += crashed
-                    if problem is not None:
-                        wrong.append({**asdict(case), "problem": problem})
+    ways = [(MODES[0], False), (MODES[0], True), (MODES[1], False), (MODES[2], False)]
+    for (mode, own_disks), tag, victim in product(ways, ("a", "b"), range(size)):
+        crashed, call = True, 1 + victim % every - every
+        while crashed:
+            call += every
+            case = Case(mode, own_disks, tag, victim, call)
+            problem, crashed = crash(size, folder, case)
+            crashes += crashed
+            if problem is not None:
+                wrong.append({**asdict(case), "problem": problem})
     sys.stdout.write(json.dumps({"crashes": crashes, "wrong": wrong}) + "\n")
 
 

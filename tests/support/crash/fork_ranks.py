@@ -101,5 +101,9 @@ def _serve(connections: list[Connection]) -> list[Any]:
                 connections[rank].close()  # a peer is gone: this rank's collective fails
                 live.discard(rank)
             else:
-                connections[rank].send([values[other] for other in sorted(values)])
+                try:
+                    connections[rank].send([values[other] for other in sorted(values)])
+                except OSError:  # killed by a call of another thread, while it waited here
+                    live.discard(rank)
+                    connections[rank].close()
     return results

@@ -31,6 +31,7 @@ long crash_count() { return counted; }
 ssize_t write(int fd, const void* data, size_t size) { NEXT(write); step("write", fd); return next(fd, data, size); }
 ssize_t writev(int fd, const iovec* parts, int count) { NEXT(writev); step("writev", fd); return next(fd, parts, count); }
 ssize_t pwrite(int fd, const void* data, size_t size, off_t at) { NEXT(pwrite); step("write", fd); return next(fd, data, size, at); }
+ssize_t pwrite64(int fd, const void* data, size_t size, off64_t at) { NEXT(pwrite64); step("write", fd); return next(fd, data, size, at); }
 int fsync(int fd) { NEXT(fsync); step("fsync", fd); return next(fd); }
 int fdatasync(int fd) { NEXT(fdatasync); step("fsync", fd); return next(fd); }
 int rename(const char* from, const char* to) noexcept { NEXT(rename); step("rename"); return next(from, to); }

@@ -30,7 +30,8 @@ def interposer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("size", "every"), [(2, 11), *(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 3))]
 )
 def test_kill_at_every_system_call(interposer: Path, size: int, every: int, tmp_path: Path) -> None:
-    """New and reused tag, one disk and one per rank, every victim, every call that changes a file."""
+    """New and reused tag, one disk and one per rank, a save that waits and one beside training, every victim, every
+    call that changes a file."""
     command = [sys.executable, "-m", "tests.support.crash.driver", str(tmp_path), str(size), str(every)]
     environment = {**os.environ, "LD_PRELOAD": str(interposer), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
