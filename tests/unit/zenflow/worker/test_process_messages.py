@@ -19,7 +19,8 @@ import torch
 from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.worker import process as process_module
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import NUMEL, PASS, gone, running
 from tests.support.paths import ROOT
@@ -49,6 +50,63 @@ def test_one_wait_covers_all_submissions() -> None:
             process.submit([PASS])
         assert process.wait().number == 3
         assert torch.allclose(arena.tensor("m"), torch.tensor(1 - 0.9**3))
+
+
+def written_part(arena: Arena, offset: int) -> FilePart:
+    """All of p, to be written at `offset`."""
+    p = arena.tensor("p")
+    begin = arena.find(p.data_ptr(), p.nbytes)
+    assert begin is not None
+    return FilePart(begin, p.nbytes, offset)
+
+
+def test_a_file_gets_what_was_there_before_the_pass_that_follows(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\xff" * 2 * NUMEL * 4)
+    with running() as (arena, process):
+        arena.tensor("p").copy_(before := torch.randn(NUMEL))
+        arena.tensor("g").fill_(1.0)
+        number = process.submit([ArenaWrite(str(path), (written_part(arena, NUMEL * 4),))])
+        process.submit([PASS])
+        assert process.wait_for_writes() > 0
+        assert process.wait_for_writes() == 0
+        process.wait()
+        assert process.failed_write(number) is None
+        assert not torch.equal(arena.tensor("p"), before)
+    content = path.read_bytes()
+    assert content[: NUMEL * 4] == b"\xff" * NUMEL * 4
+    assert torch.equal(torch.frombuffer(bytearray(content[NUMEL * 4 :]), dtype=torch.float32), before)
+
+
+@pytest.mark.parametrize("path", ["no folder/file", "."])
+def test_a_file_that_cannot_be_written_is_not_the_workers_end(path: str, tmp_path: Path) -> None:
+    with running() as (arena, process):
+        number = process.submit([ArenaWrite(str(tmp_path / path), (written_part(arena, 0),))])
+        process.submit([PASS])
+        done = process.wait()
+        assert done.number == number + 1
+        assert "Error" in (process.failed_write(number) or "")
+        assert process.failed_write(number + 1) is None
+
+
+def test_an_answer_begins_the_timeout_anew(tmp_path: Path) -> None:
+    """A long queue of work that advances is not a silent worker."""
+    paths = [tmp_path / f"fifo{number}" for number in range(4)]
+    for path in paths:
+        os.mkfifo(path)
+
+    def read_slowly() -> None:
+        for path in paths:  # to open one for writing waits for a reader
+            time.sleep(0.6)
+            os.close(os.open(path, os.O_RDONLY))
+
+    with running(timeout_seconds=1.0) as (_, process):
+        thread = threading.Thread(target=read_slowly)
+        thread.start()
+        for path in paths:
+            process.submit([ArenaWrite(str(path), ())])
+        process.wait()
+        thread.join()
 
 
 def submit_and_wait(process: OptimizerProcess, task: WorkerTask) -> None:
