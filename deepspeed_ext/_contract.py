@@ -105,6 +105,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "destroy": "(self)",
         "get_optimizer_configuration": "(self, optimizer_parameters, adam_w_mode, allow_legacy_fallback)",
         "gradient_accumulation_steps": "(self)",
+        "is_gradient_accumulation_boundary": "(self)",
         "is_sanity_checks_enabled": "(self)",
         "load_checkpoint": (
             "(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,"
@@ -113,6 +114,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "load_module_state_dict": Takes(("checkpoint", "strict", "custom_load_fn")),
         "load_universal_checkpoint": "(self)",
         "save_checkpoint": "(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
+        "step": "(self, lr_kwargs)",
         "steps_per_print": "(self)",
         "use_node_local_storage": "(self)",
         "wall_clock_breakdown": "(self)",

@@ -14,7 +14,7 @@ from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext._upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint_folder import UNKNOWN, CheckpointFolder, choose_save
 
-__all__ = ["SAVE_ID", "JointCheckpointEngine"]
+__all__ = ["SAVE_ID", "JointCheckpointEngine", "reading"]
 
 SAVE_ID = "deepspeed_ext_save_id"
 """Key of the save's id in every file."""
@@ -207,13 +207,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         """
         save_id = None
         with together(self._ranks, CheckpointError):
-            try:
+            with reading(path):
                 content = super().load(path, map_location)
-            except Exception as error:  # torch and pickle can raise almost anything
-                said = " ".join(str(error).split())
-                raise CheckpointError(
-                    f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
-                ) from error
             if isinstance(content, dict):
                 save_id = content.pop(SAVE_ID, None)
         found = self._ranks.gather(save_id)
@@ -226,6 +221,22 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             raise agreed(CheckpointError(message), self._ranks)
         self._loaded_id = expected
         return content
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Say which file it was that the block could not read.
+
+    Raises:
+        CheckpointError: for any error of the block.
+    """
+    try:
+        yield
+    except Exception as error:  # torch and pickle can raise almost anything
+        said = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
+        ) from error
 
 
 def _latest(load_dir: str) -> str | None:

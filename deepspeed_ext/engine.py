@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-
 from deepspeed_ext._agreement import KeptError, RankGroup, section, together
 from deepspeed_ext._logging import logger
 from deepspeed_ext._undo import undone_on_failure
@@ -20,7 +18,6 @@ from deepspeed_ext._upstream import (
     ThroughputTimer,
     TorchCheckpointEngine,
     dist,
-    get_accelerator,
     group_timeout_seconds,
     local_rank,
     optimizer_class,
@@ -203,7 +200,7 @@ class Engine(ReshardingEngine):
         if enabled or (enabled is None and zenflow is not None):
             self.core_binding = CoreBinding.start(
                 settings.core_binding,
-                RankGroup.of(None, torch.device(get_accelerator().current_device_name())),
+                self._world(),
                 local_rank=local_rank(),
                 separate=zenflow is not None,
                 pt_reserved_cores=None if zenflow is None else zenflow.reserved_cores,
@@ -244,7 +241,7 @@ class Engine(ReshardingEngine):
         super()._configure_checkpointing()
         in_step = not isinstance(self, PipelineEngine)  # pipeline stages have different numbers of files
         if self._has_own_zenflow() and in_step and type(self.checkpoint_engine) is TorchCheckpointEngine:
-            world = RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
+            world = self._world()
             leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
             adam, zenflow = self._zenflow_adam, self._config.zero_config.zenflow
             if adam is not None and zenflow.async_save:

@@ -145,6 +145,7 @@ class ReshardingEngine(DeepSpeedEngine):
             target.write_weights()
 
     def _world(self) -> RankGroup:
+        """All ranks."""
         return RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
 
     def _open_masters(self) -> None:

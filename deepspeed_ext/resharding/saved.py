@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import checkpoint_keys as keys
-from deepspeed_ext.checkpoint_files import SAVE_ID
+from deepspeed_ext.checkpoint_files import SAVE_ID, reading
 from deepspeed_ext.resharding.layout import Layout, Placement
 from deepspeed_ext.zenflow.checkpoint import SECTION
 from deepspeed_ext.zenflow.section import Section, read_section
@@ -162,13 +162,8 @@ class SavedCheckpoint:
         return self._models[path]
 
     def _open(self, path: str) -> Mapping[str, Any]:
-        try:
+        with reading(path):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        except Exception as error:  # torch and pickle can raise almost anything
-            said = " ".join(str(error).split())
-            raise CheckpointError(
-                f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
-            ) from error
         if not isinstance(content, Mapping):
             raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint")
         self._save_ids[path] = content.get(SAVE_ID)

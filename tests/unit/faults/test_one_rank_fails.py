@@ -127,7 +127,7 @@ HARMLESS = {
 }
 """Where an injected failure need not be an error, by reason."""
 MAY_END_WELL = tuple(name for names in HARMLESS.values() for name in names)
-LEFT_TO_DEEPSPEED = ("resharding/saved.py:", "resharding/layout.py:")
+LEFT_TO_DEEPSPEED = ("resharding/saved.py:", "resharding/layout.py:", "checkpoint_files.py:reading")
 """Where a layout that may be this run's cannot be read. DeepSpeed then loads the checkpoint and reports the damage."""
 
 
@@ -169,7 +169,7 @@ class Phase:
         if name == "save beside":
             self.config["zero_optimization"]["zenflow"]["async_save"] = True
         self.rank = dist.get_rank()
-        self.data = batches(9, self.rank)
+        self.data = batches(10, self.rank)
         self.engine: Any = None
 
     def prepare(self) -> None:
@@ -206,7 +206,7 @@ class Phase:
                 self.engine.checkpoint_engine.finish()
         elif self.name.startswith("load"):
             self.engine.load_checkpoint(self.folder, tag="whole")
-            train(self.engine, self.data[4:8])  # work for the worker is handed over at the end of a load
+            train(self.engine, self.data[4:])  # work for the worker is handed over at the end of a load
 
     def clear(self, keep: bool) -> None:
         """After the phase."""
