@@ -36,7 +36,7 @@ def content(folder: Path) -> dict[str, Any]:
     """What the files hold, without what differs between any two saves."""
     found = {}
     for path in sorted(folder.glob("*_states.pt")):
-        state = torch.load(path, weights_only=False)
+        state = torch.load(path, map_location="cpu", weights_only=False)
         found[path.name] = {key: value for key, value in state.items() if key not in (SAVE_ID, "ds_config")}
         found[path.name].get("optimizer_state_dict", {}).pop("loss_scaler", None)  # an object without equality
     return found
@@ -48,8 +48,8 @@ def trained(config: dict[str, Any], folder: str) -> dict[str, Any]:
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, data[:BEFORE])
     engine.save_checkpoint(folder, tag="t", client_state={"mine": torch.arange(3)})
-    losses += train(engine, data[BEFORE:])
     is_saving = getattr(engine.checkpoint_engine, "is_saving", None)
+    losses += train(engine, data[BEFORE:])
     engine.destroy()
     dist.barrier()
     return {"losses": losses, "weights": weights_of(engine), "is_saving": is_saving}
@@ -73,7 +73,7 @@ def test_equal_to_a_save_that_training_waits_for(stage: int, rule: str, dtype: t
         for beside in (False, True)
     ]
     for waiting, beside in zip(*found, strict=True):
-        assert (waiting["is_saving"], beside["is_saving"]) == (None, False)
+        assert (waiting["is_saving"], beside["is_saving"]) == (None, True)
         assert waiting["losses"] == beside["losses"]
         assert first_difference(waiting["weights"], beside["weights"], "weights") == ""
     files = [content(tmp_path / name / "t") for name in ("False", "True")]
@@ -155,6 +155,7 @@ def save_on_full_disk(config: dict[str, Any], folder: str, whose: str) -> dict[s
         if message:  # raised after the step
             losses.append(math.nan)
         step += 1
+    message = message or said(engine.checkpoint_engine.finish)  # not yet written when the last step looked
     dist.barrier()
     if rank == 1:
         resource.prlimit(victim, resource.RLIMIT_FSIZE, before)
@@ -179,7 +180,7 @@ def test_disk_full(stage: int, rule: str, whose: str, tmp_path: Path) -> None:
         assert whose == "thread" or "File too large" in found["message"]
         pairs = [pair for pair in zip(losses, found["losses"], strict=True) if not math.isnan(pair[1])]
         assert all(loss == mine for loss, mine in pairs)
-        assert len(pairs) == AFTER + 1
+        assert len(pairs) >= AFTER + 1
         assert (found["left"], found["latest"]) == ([], "good")
     assert (tmp_path / "latest").read_text() == "later"
     assert run_ranks(2, load_latest, config_of(stage, rule), str(tmp_path)) == [AFTER + 1] * 2
