@@ -1,0 +1,146 @@
+"""Computes what a rank holds in host memory, phase by phase. Pure functions.
+
+Counted are the optimizer's state and its buffers, not the module as the script builds it, and not the libraries (about
+150 MiB per rank with its optimizer process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
+from deepspeed_ext.memory.parts import Part, Phase, largest
+from deepspeed_ext.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
+from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.sizes import arena_specs
+from deepspeed_ext.zenflow.worker.arena import plan_layout
+
+__all__ = ["host_parts"]
+
+ARENA_KINDS = {
+    "p": "master",
+    "m": "moment m",
+    "v": "moment v",
+    "y": "published weights",
+    "g": "gradient ring",
+    "block_means": "block means",
+    "updates": "update counts",
+}
+"""Kinds of the arena's arrays, as a report calls them."""
+
+Parts = tuple[Part, ...]
+
+
+def host_parts(model: Model, ranks: Ranks, setup: Setup) -> Mapping[Phase, Parts]:
+    """The parts of each phase."""
+    return _Host(model, ranks, setup).phases()
+
+
+class _Host:
+    """The sizes that several phases need; symbols as in `accelerator`."""
+
+    def __init__(self, model: Model, ranks: Ranks, setup: Setup) -> None:
+        self.model, self.setup = model, setup
+        self.partitions = setup.partitions(model, ranks)
+        self.numel, self.most = sum(self.partitions), max(self.partitions)
+
+    def phases(self) -> Mapping[Phase, Parts]:
+        between = self.between()
+        return {
+            Phase.START: self.start(between),
+            Phase.BETWEEN: largest(between),
+            Phase.BACKWARD: largest(between),
+            Phase.STEP: largest([*between, Part("temporaries", self.step_bytes())]),
+            Phase.SAVE: largest(*([*between, *moment] for moment in self.saving())),
+        }
+
+    def between(self) -> list[Part]:
+        """What is held all the time."""
+        if self.setup.zenflow is not None:
+            hot = sum(map(self.setup.rule.kept_host_bytes, self.partitions))
+            return [*self.arena(at_start=False), Part("hot state", hot, page_locked=True)]
+        return self.offloaded() if self.setup.offload else []
+
+    def arena(self, *, at_start: bool) -> list[Part]:
+        """The arena's arrays, in whole pages."""
+        rule, model = self.setup.rule, self.model
+        publish_dtype, grad_dtype = self.setup.publish_dtype(model), self.setup.handed_over_dtype(model)
+        pages = plan_layout(arena_specs(rule, self.partitions, publish_dtype, grad_dtype)).page_bytes()
+        open_interval = self.setup.zenflow is not None and self.setup.zenflow.update_interval is None
+        nbytes = dict.fromkeys(ARENA_KINDS, 0)
+        for key, size in pages.items():
+            nbytes[key.kind] += size if not (at_start and open_interval and key.slot) else 0
+        exchanged = {"y", "g", "block_means"}
+        return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
+
+    def offloaded(self) -> list[Part]:
+        """State and buffers of DeepSpeed's ZeRO-Offload."""
+        pins, weight = self.setup.pins, self.model.itemsize
+        parts = [
+            Part("master", FLOAT_BYTES * self.numel, pins),
+            Part("moment m", FLOAT_BYTES * self.numel),
+            Part("moment v", FLOAT_BYTES * self.numel),
+            Part("gradients", FLOAT_BYTES * self.numel, pins),
+        ]
+        if self.setup.partitions_weights:
+            accumulated = DTYPE_BYTES[self.setup.accumulation_dtype(self.model)]
+            return [*parts, Part("accumulated gradients", accumulated * self.numel, pins)]
+        accumulates = self.setup.accumulation > 1 and self.setup.stage > 1
+        return [
+            *parts,
+            Part("16-bit copy of the weights", weight * self.numel, pins),
+            Part("accumulated gradients", weight * self.numel if accumulates else 0, pins),
+            Part("offload buffer", weight * self.model.largest, pins),
+        ]
+
+    def start(self, between: list[Part]) -> Parts:
+        """While the engine is built. Moments of ZeRO-Offload are made in the first step."""
+        weight, numel = self.model.itemsize, self.numel
+        if self.setup.zenflow is not None:
+            masters, arena = Part("DeepSpeed's masters", FLOAT_BYTES * numel), self.arena(at_start=True)
+            if self.setup.partitions_weights:
+                return largest([masters, *arena], [masters, Part("conversion", FLOAT_BYTES * self.most)])
+            buffers = Part("DeepSpeed's buffers", weight * (numel + self.model.largest))
+            return largest([masters, buffers, *arena], [masters, self.staging()])
+        if not self.setup.offload:
+            return ()
+        built = [part for part in between if part.kind not in ("moment m", "moment v")]
+        if self.setup.partitions_weights:
+            pinning = weight * numel if self.setup.pins else 0
+            return largest([*built, Part("conversion", max(pinning, FLOAT_BYTES * self.most))])
+        built = [part for part in built if part.kind != "accumulated gradients"]
+        return largest(built, [Part("master", FLOAT_BYTES * numel, self.setup.pins), self.staging()])
+
+    def staging(self) -> Part:
+        """The chunks through which masters come from the accelerator."""
+        return Part("staging", 2 * min(STAGING_CHUNK_BYTES, self.model.itemsize * self.numel), page_locked=True)
+
+    def step_bytes(self) -> int:
+        """Temporaries of torch's AdamW on the host, which has two of a partition's size."""
+        return 2 * FLOAT_BYTES * self.most if self.setup.offload and not self.setup.fused_adam else 0
+
+    def saving(self) -> list[list[Part]]:
+        """Moments of a save: the first rank copies the module to the host, then each rank its optimizer's state."""
+        weight = self.model.itemsize
+        whole = 0 if self.setup.partitions_weights else weight * self.model.params
+        module = [Part("copy of the module", whole, first_rank_only=True)]
+        if self.setup.on_accelerator:  # copied tensor by tensor
+            return [module, [Part("copy of the state", FLOAT_BYTES * self.most)]]
+        if self.setup.zenflow is None:
+            return [module]
+        return [module, self.section()]
+
+    def section(self) -> list[Part]:
+        """Copies in ZenFlow's section of a checkpoint, at the step of an interval with the most gradients."""
+        rule, weight = self.setup.rule, self.model.itemsize
+        kept = sum(sum(rule.kept_bytes(numel, weight).values()) for numel in self.partitions)
+        predicts = self.setup.zenflow is not None and self.setup.zenflow.rule == "predictive"
+        counts = 0 if predicts else FLOAT_BYTES * sum(-(-numel // rule.block_size) for numel in self.partitions)
+        gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * self.numel
+        collected = (rule.update_interval or 1) - 1
+        weights = weight * (self.numel + self.most) if self.setup.partitions_weights else 0
+        return [
+            Part("copy of collected gradients", collected * gradients),
+            Part("copy of the rule's state", kept if predicts else counts),
+            Part("copy of the weights", weights),
+        ]
