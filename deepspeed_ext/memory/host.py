@@ -31,16 +31,16 @@ ARENA_KINDS = {
 Parts = tuple[Part, ...]
 
 
-def host_parts(model: Model, ranks: Ranks, setup: Setup) -> Mapping[Phase, Parts]:
-    """The parts of each phase."""
-    return _Host(model, ranks, setup).phases()
+def host_parts(model: Model, ranks: Ranks, setup: Setup, *, first: bool) -> Mapping[Phase, Parts]:
+    """The parts of each phase of the first rank of the job, or of another one."""
+    return _Host(model, ranks, setup, first).phases()
 
 
 class _Host:
     """The sizes that several phases need; symbols as in `accelerator`."""
 
-    def __init__(self, model: Model, ranks: Ranks, setup: Setup) -> None:
-        self.model, self.setup = model, setup
+    def __init__(self, model: Model, ranks: Ranks, setup: Setup, first: bool) -> None:
+        self.model, self.setup, self.first = model, setup, first
         self.partitions = setup.partitions(model, ranks)
         self.numel, self.most = sum(self.partitions), max(self.partitions)
 
@@ -122,25 +122,24 @@ class _Host:
     def saving(self) -> list[list[Part]]:
         """Moments of a save: the first rank copies the module to the host, then each rank its optimizer's state."""
         weight = self.model.itemsize
-        whole = 0 if self.setup.partitions_weights else weight * self.model.params
-        module = [Part("copy of the module", whole, first_rank_only=True)]
+        whole = weight * self.model.params if self.first and not self.setup.partitions_weights else 0
+        module = [Part("copy of the module", whole)]
         if self.setup.on_accelerator:  # copied tensor by tensor
             return [module, [Part("copy of the state", FLOAT_BYTES * self.most)]]
         if self.setup.zenflow is None:
             return [module]
-        return [module, self.section()]
+        return [module, *self.section()]
 
-    def section(self) -> list[Part]:
-        """Copies in ZenFlow's section of a checkpoint, at the step of an interval with the most gradients."""
+    def section(self) -> list[list[Part]]:
+        """Moments of ZenFlow's section of a checkpoint, at the step of an interval with the most gradients. What
+        comes from the accelerator is copied twice, one partition at a time."""
         rule, weight = self.setup.rule, self.model.itemsize
-        kept = sum(sum(rule.kept_bytes(numel, weight).values()) for numel in self.partitions)
-        predicts = self.setup.zenflow is not None and self.setup.zenflow.rule == "predictive"
-        counts = 0 if predicts else FLOAT_BYTES * sum(-(-numel // rule.block_size) for numel in self.partitions)
         gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * self.numel
-        collected = (rule.update_interval or 1) - 1
-        weights = weight * (self.numel + self.most) if self.setup.partitions_weights else 0
-        return [
-            Part("copy of collected gradients", collected * gradients),
-            Part("copy of the rule's state", kept if predicts else counts),
-            Part("copy of the weights", weights),
-        ]
+        collected = Part("copy of collected gradients", ((rule.update_interval or 1) - 1) * gradients)
+        kept = [rule.saved_bytes(numel, weight) for numel in self.partitions]
+        state = Part("copy of the rule's state", sum(map(sum, kept)))
+        last = Part("second copy", max(kept[-1], default=0))
+        if not self.setup.partitions_weights:
+            return [[collected, state, last]]
+        weights = Part("copy of the weights", weight * self.numel)
+        return [[collected, state, last], [collected, state, weights, Part("second copy", weight * self.most)]]

@@ -36,13 +36,11 @@ class Part:
         kind: what it holds.
         nbytes: bytes of one rank.
         page_locked: host memory that cannot be swapped and that the accelerator reaches directly.
-        first_rank_only: only the first rank of the job holds it.
     """
 
     kind: str
     nbytes: int
     page_locked: bool = False
-    first_rank_only: bool = False
 
 
 def largest(*moments: Sequence[Part]) -> tuple[Part, ...]:
@@ -61,7 +59,8 @@ class MemoryPlan:
     Attributes:
         model, ranks, setup: what is planned.
         parts: what a rank holds when it holds the most of a phase, by place and phase. The first rank of the job is
-            meant, which holds the most.
+            meant, which alone copies the module in a save.
+        others: host bytes of every other rank, by phase.
         notes: what the plan does not know.
     """
 
@@ -69,6 +68,7 @@ class MemoryPlan:
     ranks: Ranks
     setup: Setup
     parts: Mapping[tuple[Place, Phase], tuple[Part, ...]]
+    others: Mapping[Phase, int]
     notes: tuple[str, ...]
 
     def nbytes(self, place: Place, phase: Phase) -> int:
@@ -85,9 +85,7 @@ class MemoryPlan:
 
     def on_host(self, phase: Phase) -> int:
         """Host bytes of all ranks of the first host within a phase."""
-        return sum(
-            part.nbytes * (1 if part.first_rank_only else self.ranks.per_host) for part in self.parts[Place.HOST, phase]
-        )
+        return self.nbytes(Place.HOST, phase) + (self.ranks.per_host - 1) * self.others[phase]
 
     def host_peak(self) -> int:
         """Most host bytes of all ranks of the first host over all phases."""

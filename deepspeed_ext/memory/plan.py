@@ -26,8 +26,12 @@ def plan_memory(model: Model, ranks: Ranks, setup: Setup) -> MemoryPlan:
         ConfigError: the ``zenflow`` section contradicts itself.
     """
     parts = {(Place.ACCELERATOR, phase): found for phase, found in accelerator_parts(model, ranks, setup).items()}
-    parts |= {(Place.HOST, phase): found for phase, found in host_parts(model, ranks, setup).items()}
-    return MemoryPlan(model, ranks, setup, parts, tuple(_notes(setup)))
+    parts |= {(Place.HOST, phase): found for phase, found in host_parts(model, ranks, setup, first=True).items()}
+    others = {
+        phase: sum(part.nbytes for part in found)
+        for phase, found in host_parts(model, ranks, setup, first=False).items()
+    }
+    return MemoryPlan(model, ranks, setup, parts, others, tuple(_notes(setup)))
 
 
 def _notes(setup: Setup) -> Iterator[str]:

@@ -45,6 +45,9 @@ class RuleSettings(Protocol):
         """Bytes of page-locked host memory outside of the arena that the rule keeps for a partition of `numel`
         elements."""
 
+    def saved_bytes(self, numel: int, weights_bytes: int) -> Sequence[int]:
+        """Bytes of each tensor of the rule's state of a partition in a checkpoint; arguments as for `kept_bytes`."""
+
     def step_bytes(self, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool) -> int:
         """Most bytes of temporaries on the accelerator while the weights of a partition are computed.
 

@@ -1,18 +1,20 @@
-"""Train a stack of equal layers and measure, phase by phase, the bytes that a rank holds on its device and its host.
+"""Train a stack of equal layers, and compare the bytes that ranks hold with the plan, phase by phase.
 
-Bodies of ranks: the device's allocator counts its own bytes exactly, and `HostBytes` counts the storages of host
-tensors. The arena is counted by touched pages.
+`measure` is a body of ranks: the device's allocator counts its own bytes exactly, `HostBytes` the storages of host
+tensors, and the arena its touched pages. `planned` reads the same config as ``deepspeed-ext plan --memory`` does.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,28 +23,52 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from deepspeed_ext.memory.config_file import read_config
+from deepspeed_ext.memory.parts import MemoryPlan, Phase, Place
+from deepspeed_ext.memory.plan import plan_memory
+from deepspeed_ext.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
 from tests.support.models import on_device
+from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine
 
-__all__ = ["Layers", "Measured", "measure", "memory_config"]
-
+LAYERS, WIDTH = 32, 256
+LARGEST = WIDTH * WIDTH
+PARAMS = LAYERS * LARGEST
 STEPS = 6
+CPU = {"device": "cpu", "pin_memory": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "ZeRO": {},
+    "ZeRO-Offload": {"offload_optimizer": CPU},
+    "predictive, interval 1": {"zenflow": {"update_interval": 1}},
+    "predictive, interval 2": {"zenflow": {"update_interval": 2, "full_warm_up_rounds": 3}},
+    "predictive, interval 2, copies inside of the step": {
+        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "hide_transfers": False}
+    },
+    "selective, interval 2": {
+        "zenflow": {"topk_ratio": 0.1, "select_interval": 4, "update_interval": 2, "overlap_step": True}
+    },
+    "selective, interval 2, offload": {
+        "zenflow": {
+            "topk_ratio": 0.1,
+            "select_interval": 4,
+            "update_interval": 2,
+            "overlap_step": True,
+            "offload": True,
+        }
+    },
+}
+"""Fields of ``zero_optimization``."""
 
 
 class Layers(nn.Module):
-    """`count` linear layers of one width, without biases.
+    """Linear layers of one width, without biases."""
 
-    Args:
-        count: number of layers.
-        width: each has `width` x `width` parameters.
-    """
-
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -51,36 +77,34 @@ class Layers(nn.Module):
 
 
 class HostBytes(LiveBytes):
-    """Counts the storages of host tensors alone, without those inside of an arena; read ``live["host"]``."""
+    """Counts the storages of host tensors alone, without those of the arena and of a module; see ``live["host"]``."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._shared: set[int] = set()
+        self._left_out = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        self._kept: list[Any] = [parameter.data for parameter in module.parameters()]  # so that no address is reused
 
     @contextmanager
     def counting(self) -> Iterator[HostBytes]:
         """Count inside the block."""
         original = Arena.tensor
 
-        def tensor(arena: Arena, *key: Any) -> torch.Tensor:
-            made = original(arena, *key)
-            self._shared.add(made.untyped_storage()._cdata)
+        def tensor(arena: Arena, *key: Any, **keys: Any) -> torch.Tensor:
+            made = original(arena, *key, **keys)
+            self._left_out.add(made.untyped_storage()._cdata)
             self._kept.append(made)
             return made
 
-        self._kept: list[torch.Tensor] = []
         with patch.object(Arena, "tensor", tensor), self:
             yield self
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.untyped_storage()._cdata in self._shared:
-            return
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if tensor.device.type != "cpu" or key in self._left_out:
+            return
         before = self._sizes.get(key, ("host", 0))[1]
         if key not in self._sizes:
-            import weakref
-
             weakref.finalize(storage, self._forget, key)
         self._sizes[key] = ("host", storage.nbytes())
         self.live["host"] += storage.nbytes() - before
@@ -91,74 +115,73 @@ class Measured:
     """Bytes of one rank.
 
     Attributes:
-        accelerator: phase -> most bytes within it; "between steps": bytes held.
-        host: the same for host tensors, without the arena.
-        arena: touched bytes of the arena after the last step; None without ZenFlow.
+        accelerator: the most bytes within each phase; "between steps": the bytes held.
+        host: the same for host tensors outside of the arena.
+        arena: touched bytes of the arena after the last step; 0 without ZenFlow.
         kept: bytes that the rule keeps beside the weights.
-        numels: elements of this rank's partitions.
+        numels: elements of this rank's partitions, with ZenFlow.
     """
 
     accelerator: dict[str, int] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
-    arena: int | None = None
+    arena: int = 0
     kept: int = 0
     numels: list[int] = field(default_factory=list)
 
 
-def memory_config(
-    stage: int, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1, **zero: Any
-) -> dict[str, Any]:
-    """A config with torch's AdamW; `zero` are fields of ``zero_optimization``."""
-    config = base_config(stage, dtype, micro_batch=1, accumulation=accumulation)
-    config["zero_optimization"] |= {"core_binding": {"enabled": False}, "stage3_param_persistence_threshold": 0, **zero}
+def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
+    """A bf16 config with torch's AdamW; `zero` are further fields of ``zero_optimization``."""
+    config = base_config(stage, torch.bfloat16, micro_batch=1, accumulation=accumulation)
+    config["zero_optimization"] |= {
+        "core_binding": {"enabled": False},
+        "reduce_bucket_size": 3 * LARGEST,
+        "stage3_prefetch_bucket_size": 2 * LARGEST,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": PARAMS // 4,
+        **WAYS[way],
+        **zero,
+    }
     return config
 
 
-def measure(config: dict[str, Any], count: int, width: int, saves: bool = False) -> Measured:
-    """Body of a rank: build an engine, train some steps, and save if `saves`."""
+def measure(config: dict[str, Any]) -> Measured:
+    """Body of a rank: build an engine, train some steps and save."""
     gc.collect()
-    accelerator, found, meter = get_accelerator(), Measured(), HostBytes()
+    accelerator, found = get_accelerator(), Measured()
+    module = Layers().to(torch.bfloat16)
+    meter = HostBytes(module)
     accelerator.synchronize()
     start = accelerator.memory_allocated()
 
-    def note(phase: str) -> None:
+    def note(phase: Phase | None) -> None:
         accelerator.synchronize()
-        most = accelerator.max_memory_allocated() - start
-        found.accelerator[phase] = max(found.accelerator.get(phase, 0), most)
-        found.host[phase] = max(found.host.get(phase, 0), meter.peak["host"])
+        if phase is not None:
+            most = accelerator.max_memory_allocated() - start
+            found.accelerator[phase.value] = max(found.accelerator.get(phase.value, 0), most)
+            found.host[phase.value] = max(found.host.get(phase.value, 0), meter.peak["host"])
         accelerator.reset_peak_memory_stats()
         meter.reset_peak()
 
-    accelerator.reset_peak_memory_stats()
+    note(None)
     with meter.counting():
-        engine = make_engine(config, model=partial(Layers, count, width))
-        note("start-up")
-        rows = on_device(torch.randn(1, width).to(next(engine.module.parameters()).dtype))
+        engine = make_engine(config, model=lambda: module)
+        note(Phase.START)
+        rows = on_device(torch.randn(1, WIDTH).bfloat16())
         for step in range(STEPS):
+            first = step == 0  # makes the state of later steps
             for _ in range(config["gradient_accumulation_steps"]):
-                loss = engine(rows)
-                note("forward and backward")
-                engine.backward(loss)
-                del loss
-                note("forward and backward")
+                engine.backward(engine(rows))
+                boundary = engine.is_gradient_accumulation_boundary()
+                note(None if first else Phase.BACKWARD)
                 engine.step()
-                note("optimizer step")
-            if step == 0:  # its state is made in the first step, which is exact
-                found.accelerator.clear()
-        found.accelerator["between steps"] = accelerator.memory_allocated() - start
-        found.host["between steps"] = meter.live["host"]
+                note(None if first else Phase.STEP if boundary else Phase.BACKWARD)
+        found.accelerator[Phase.BETWEEN.value] = accelerator.memory_allocated() - start
+        found.host[Phase.BETWEEN.value] = meter.live["host"]
         _note_state(engine, found)
-        if saves:
-            folder = [tempfile.mkdtemp(prefix="dsext-memory-") if dist.get_rank() == 0 else ""]
-            dist.broadcast_object_list(folder, src=0)
-            note("before")
-            engine.save_checkpoint(folder[0], tag="saved")
-            note("save")
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(folder[0])
+        _save(engine)
+        note(Phase.SAVE)
     engine.destroy()
-    del engine
+    del engine, module
     gc.collect()
     return found
 
@@ -172,3 +195,38 @@ def _note_state(engine: Any, found: Measured) -> None:
     found.numels = [partition.master.numel() for partition in adam.partitions]
     for partition in adam.partitions:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
+
+
+def _save(engine: Any) -> None:
+    folder = [tempfile.mkdtemp(prefix="dsext-memory-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    engine.save_checkpoint(folder[0], tag="saved")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+def planned(config: dict[str, Any], ranks: int) -> MemoryPlan:
+    """The plan for a run of `measure`."""
+    with tempfile.TemporaryDirectory(prefix="dsext-memory-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        found = read_config(str(path), ranks)
+    return plan_memory(Model(PARAMS, LARGEST, found.dtype), Ranks(ranks, ranks), found.setup)
+
+
+def compared(config: dict[str, Any], ranks: int) -> dict[tuple[Place, Phase], tuple[int, int]]:
+    """Planned and measured bytes of the rank that holds the most, on the simulated accelerator.
+
+    Host bytes include the arena. ZenFlow's metrics sample some weights on the host, 64 Ki elements, which a plan leaves
+    out.
+    """
+    plan = planned(config, ranks)
+    measured: list[Measured] = run_ranks(ranks, measure, config, device="sim", pool=f"memory plan {ranks}")
+    found = {}
+    for phase in Phase:
+        on_accelerator = max(rank.accelerator[phase.value] for rank in measured)
+        found[Place.ACCELERATOR, phase] = (plan.nbytes(Place.ACCELERATOR, phase), on_accelerator)
+        on_host = max(rank.host[phase.value] + rank.arena for rank in measured)
+        found[Place.HOST, phase] = (plan.nbytes(Place.HOST, phase), on_host)
+    return found

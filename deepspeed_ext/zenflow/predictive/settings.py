@@ -62,6 +62,10 @@ class PredictiveSettings:
         """The rule keeps nothing on the host outside of the arena."""
         return 0
 
+    def saved_bytes(self, numel: int, weights_bytes: int) -> list[int]:
+        """Bytes of the tensors in a checkpoint: all that is kept (see `RuleSettings`)."""
+        return list(self.kept_bytes(numel, weights_bytes).values())
+
     def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
         """The rule changes all weights in every step."""
         return 0

@@ -105,6 +105,10 @@ class SelectiveSettings:
             return 0
         return self.hot_blocks(numel) * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
 
+    def saved_bytes(self, numel: int, weights_bytes: int) -> list[int]:
+        """Bytes of the tensors in a checkpoint: update counts and numbers of hot blocks (see `RuleSettings`)."""
+        return [_COUNT_BYTES * -(-numel // self.block_size), _ID_BYTES * self.hot_blocks(numel)]
+
     def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
         """Bytes of `exchange.HotExchange`: hot weights of all ranks, and this rank's twice (see `RuleSettings`)."""
         return 0 if ranks == 1 else (ranks + 2) * weights_bytes * self.hot_blocks(numel) * self.block_size
