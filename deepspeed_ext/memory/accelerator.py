@@ -41,7 +41,8 @@ class _Accelerator:
         self.accumulated = DTYPE_BYTES[setup.accumulation_dtype(model)]
         self.handed = DTYPE_BYTES[self.grad_dtype] if setup.zenflow is not None else FLOAT_BYTES
         self.partitions = setup.partitions(model, ranks)
-        self.numel = sum(self.partitions)
+        self.numel = sum(run.numel * run.times for run in self.partitions)
+        self.most = max(run.numel for run in self.partitions)
         self.filled = min(setup.reduce_bucket_size, model.params)
         self.whole = not setup.partitions_weights
 
@@ -80,21 +81,21 @@ class _Accelerator:
     def zenflow(self) -> list[Part]:
         """Rooms and what the rule keeps."""
         rule, kept = self.setup.rule, dict[str, int]()
-        for numel in self.partitions:
-            for kind, nbytes in rule.kept_bytes(numel, self.weight).items():
-                kept[kind] = kept.get(kind, 0) + nbytes
+        for run in self.partitions:
+            for kind, nbytes in rule.kept_bytes(run.numel, self.weight).items():
+                kept[kind] = kept.get(kind, 0) + nbytes * run.times
         return [Part("room", self.room()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
 
     def room(self) -> int:
         """Bytes of the rooms for hidden transfers."""
         if not self.setup.hides_transfers:
             return 0
-        specs = arena_specs(self.setup.rule, self.partitions, self.publish_dtype, self.grad_dtype)
-        means = {spec.partition: spec.nbytes for spec in specs if spec.kind == "block_means"}
-        return sum(
-            room_bytes(numel, self.grad_dtype, self.publish_dtype, means.get(index, 0))
-            for index, numel in enumerate(self.partitions)
-        )
+        nbytes = 0
+        for numel, count in self.partitions:
+            specs = arena_specs(self.setup.rule, [numel], self.publish_dtype, self.grad_dtype)
+            means = sum(spec.nbytes for spec in specs if spec.kind == "block_means")
+            nbytes += count * room_bytes(numel, self.grad_dtype, self.publish_dtype, means)
+        return nbytes
 
     # -- start-up -------------------------------------------------------------------------------------------------
 
@@ -103,11 +104,18 @@ class _Accelerator:
         kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "room"}
         built = [part for part in between if part.kind in kept]
         if not self.whole:
-            return largest([*built, Part("parameter being partitioned", self.weight * self.largest)])
+            converts = not self.setup.on_accelerator and self.weight != FLOAT_BYTES  # before the copy to the host
+            converted = [
+                Part("weights", self.weight * self.numel),
+                Part("conversion", FLOAT_BYTES * self.most if converts else 0),
+            ]
+            return largest([*built, Part("parameter being partitioned", self.weight * self.largest)], converted)
         weights = self.weight * self.numel * self.ranks.count
         facts = FlattenFacts(weights, self.ranks.count, weights, weights)
         copy = required_bytes(self.setup.flatten_tier or TIERS[0], facts)
         zeros = FLOAT_BYTES * self.numel if self.setup.on_accelerator else 0
+        if self.setup.zenflow is not None:  # DeepSpeed's buffer, until the engine is built
+            built.append(Part("offload buffer", self.weight * self.largest))
         return largest([Part("weights", weights), Part("copy for flattening", copy)], [*built, Part("zeros", zeros)])
 
     # -- stages 1 and 2 -------------------------------------------------------------------------------------------
@@ -195,6 +203,8 @@ class _Accelerator:
         live = min(self.params, max(setup.max_live_parameters, setup.max_reuse_distance // 2 + self.largest))
         again = min(setup.max_live_parameters, self.params - self.filled)
         copy = 0 if setup.stage3_allgather_single_param else min(setup.prefetch_bucket_size, self.params)
+        if self.ranks.count == 1:  # a partition is the whole parameter, which is used in place
+            live = again = copy = 0
         made = Part("gradient being made", weight * self.largest)
         reduced = 0
         if self.accumulated != weight:
@@ -215,6 +225,6 @@ class _Accelerator:
         """Moments of the optimizer step, which goes from sub-group to sub-group."""
         if self.setup.offload:
             return [[]]
-        numel = max(self.partitions)
+        numel = self.most
         converted = self.handed * numel if self.handed != self.accumulated else 0
         return [[Part("flat gradient", self.accumulated * numel + converted)], self.updating(numel)]

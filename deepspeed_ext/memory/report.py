@@ -11,7 +11,7 @@ __all__ = ["as_json", "as_text", "detail_text", "neighbours_text"]
 
 SCHEMA = 1
 _GIB, _MIB = 1 << 30, 1 << 20
-_NAME_WIDTH, _WIDTH = 30, 13
+_NAME_WIDTH, _WIDTH = 36, 13
 
 
 def as_json(plans: Sequence[MemoryPlan]) -> dict[str, Any]:
@@ -107,4 +107,5 @@ def _amount(nbytes: int, unit: int) -> str:
 
 def _row(name: str, cells: Sequence[str]) -> str:
     widths = [max(_WIDTH, len(phase.value) + 2) if len(cells) == len(Phase) else _WIDTH for phase in Phase]
-    return (f"{name:<{_NAME_WIDTH}}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))).rstrip()
+    aligned = [f" {cell:>{width - 1}}" for cell, width in zip(cells, widths, strict=True)]
+    return f"{name:<{_NAME_WIDTH}}{''.join(aligned)}".rstrip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from deepspeed_ext.config import FlattenTier, ZenFlowConfig
 from deepspeed_ext.flatten.plan import flat_numel
@@ -14,7 +14,7 @@ from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.sizes import RuleSettings, gradient_dtype
 
-__all__ = ["FLOAT_BYTES", "Model", "Ranks", "Setup", "Stage", "typical_largest"]
+__all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage", "typical_largest"]
 
 FLOAT_BYTES = 4
 STARTS_ALIGNED = 2
@@ -61,6 +61,14 @@ class Ranks:
 
     count: int
     per_host: int
+
+
+class Run(NamedTuple):
+    """Some partitions of equal size."""
+
+    numel: int
+    """Elements of each."""
+    times: int
 
 
 @dataclass(frozen=True)
@@ -152,10 +160,10 @@ class Setup:
         alignment = ranks.count * (1 if self.partitions_weights else STARTS_ALIGNED)
         return flat_numel(model.params, alignment) // ranks.count
 
-    def partitions(self, model: Model, ranks: Ranks) -> list[int]:
-        """Elements of each partition: one at stages 1 and 2, one per sub-group at stage 3."""
+    def partitions(self, model: Model, ranks: Ranks) -> list[Run]:
+        """This rank's partitions in order: one at stages 1 and 2, one per sub-group at stage 3."""
         numel = self.partition_numel(model, ranks)
         if not self.partitions_weights or not 0 < self.sub_group_size < numel:
-            return [numel]
+            return [Run(numel, 1)]
         whole, rest = divmod(numel, self.sub_group_size)
-        return [self.sub_group_size] * whole + [rest] * (rest > 0)
+        return [Run(self.sub_group_size, whole), *([Run(rest, 1)] if rest else [])]

@@ -45,6 +45,9 @@ class RuleSettings(Protocol):
         """Bytes of page-locked host memory outside of the arena that the rule keeps for a partition of `numel`
         elements."""
 
+    def moved_bytes(self, numel: int) -> int:
+        """Bytes of host temporaries while state of a partition of `numel` elements moves to the accelerator."""
+
     def saved_bytes(self, numel: int, weights_bytes: int) -> Sequence[int]:
         """Bytes of each tensor of the rule's state of a partition in a checkpoint; arguments as for `kept_bytes`."""
 

@@ -62,6 +62,10 @@ class PredictiveSettings:
         """The rule keeps nothing on the host outside of the arena."""
         return 0
 
+    def moved_bytes(self, numel: int) -> int:
+        """No state moves."""
+        return 0
+
     def saved_bytes(self, numel: int, weights_bytes: int) -> list[int]:
         """Bytes of the tensors in a checkpoint: all that is kept (see `RuleSettings`)."""
         return list(self.kept_bytes(numel, weights_bytes).values())

@@ -15,7 +15,8 @@ __all__ = ["SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
 _AUTO_SELECT_STEPS = 16
 _BALANCE = 2
-_STATE_BYTES = 3 * 4
+_ARRAY_BYTES = 4
+_STATE_BYTES = 3 * _ARRAY_BYTES
 """Of an element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES, _ID_BYTES = 4, 8
 
@@ -105,13 +106,17 @@ class SelectiveSettings:
             return 0
         return self.hot_blocks(numel) * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
 
+    def moved_bytes(self, numel: int) -> int:
+        """Bytes of one of p, m and v of the hot blocks, which are copied one after the other."""
+        return self.hot_blocks(numel) * self.block_size * _ARRAY_BYTES
+
     def saved_bytes(self, numel: int, weights_bytes: int) -> list[int]:
         """Bytes of the tensors in a checkpoint: update counts and numbers of hot blocks (see `RuleSettings`)."""
         return [_COUNT_BYTES * -(-numel // self.block_size), _ID_BYTES * self.hot_blocks(numel)]
 
     def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
-        """Bytes of `exchange.HotExchange`: hot weights of all ranks, and this rank's twice (see `RuleSettings`)."""
-        return 0 if ranks == 1 else (ranks + 2) * weights_bytes * self.hot_blocks(numel) * self.block_size
+        """Bytes of `exchange.HotExchange`: hot weights of all ranks, and a copy of this rank's (see `RuleSettings`)."""
+        return 0 if ranks == 1 else (ranks + 1) * weights_bytes * self.hot_blocks(numel) * self.block_size
 
     def step_bytes(self, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool) -> int:
         """Bytes of temporaries of `blocks.AdamBlocks.step` and the new hot weights (see `RuleSettings`).
