@@ -68,7 +68,9 @@ def usual_setups(base: Setup) -> list[Setup]:
 def neighbours(setup: Setup) -> list[Setup]:
     """The run at the other stages, with ZenFlow on or off, and at other intervals; the run itself comes first."""
     found = [setup, *(replace(setup, stage=stage) for stage in STAGES)]
-    found += [replace(setup, offload=False, zenflow=None), replace(setup, offload=True, zenflow=None)]
+    found.append(replace(setup, offload=False, zenflow=None))
+    if not setup.offload:
+        found.append(replace(setup, offload=True, zenflow=None, pins=True, fused_adam=True))
     found += [_with_zenflow(setup, interval) for interval in INTERVALS]
     return list(dict.fromkeys(found))
 

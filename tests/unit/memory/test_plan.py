@@ -154,7 +154,7 @@ def test_neighbours_differ_from_the_run_in_one_thing_and_are_no_repetition() -> 
     for other in found[1:]:
         same_run = (other.offload, other.zenflow) == (setup.offload, setup.zenflow)
         assert same_run != (other.stage == setup.stage)
-        assert replace(other, stage=2, offload=False, zenflow=setup.zenflow) == setup
+        assert replace(other, stage=2, offload=False, pins=False, zenflow=setup.zenflow) == setup
 
 
 def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -> None:
