@@ -186,7 +186,8 @@ class _Accelerator:
             return [flat, Part("temporaries", 0 if self.setup.fused_adam else FLOAT_BYTES * numel)]
         arrived = DTYPE_BYTES[self.publish_dtype]
         nbytes = self.setup.rule.step_bytes(numel, self.weight, arrived, self.setup.hides_transfers)
-        return [flat, Part("temporaries", nbytes)]
+        waiting = self.setup.rule.waiting_bytes(self.numel - numel, self.weight)  # of the other sub-groups
+        return [flat, Part("temporaries", nbytes), Part("new hot weights", waiting)]
 
     def exchange(self) -> list[Part]:
         """While stages 1 and 2 exchange hot weights alone."""

@@ -61,6 +61,10 @@ class RuleSettings(Protocol):
             in_place: y has a room on the accelerator, so that it is not copied there in parts.
         """
 
+    def waiting_bytes(self, numel: int, weights_bytes: int) -> int:
+        """Bytes of new weights on the accelerator that wait until all partitions are stepped; arguments as for
+        `kept_bytes`."""
+
     def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
         """Bytes on the accelerator of an exchange of changed weights alone at stages 1 and 2; 0: the rule has none.
 

@@ -70,6 +70,10 @@ class PredictiveSettings:
         """Bytes of the tensors in a checkpoint: all that is kept (see `RuleSettings`)."""
         return list(self.kept_bytes(numel, weights_bytes).values())
 
+    def waiting_bytes(self, numel: int, weights_bytes: int) -> int:
+        """Weights are written at once."""
+        return 0
+
     def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
         """The rule changes all weights in every step."""
         return 0

@@ -114,6 +114,10 @@ class SelectiveSettings:
         """Bytes of the tensors in a checkpoint: update counts and numbers of hot blocks (see `RuleSettings`)."""
         return [_COUNT_BYTES * -(-numel // self.block_size), _ID_BYTES * self.hot_blocks(numel)]
 
+    def waiting_bytes(self, numel: int, weights_bytes: int) -> int:
+        """Bytes of the new weights of hot blocks (see `RuleSettings`)."""
+        return weights_bytes * self.hot_blocks(numel) * self.block_size
+
     def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
         """Bytes of `exchange.HotExchange`: hot weights of all ranks, and a copy of this rank's (see `RuleSettings`)."""
         return 0 if ranks == 1 else (ranks + 1) * weights_bytes * self.hot_blocks(numel) * self.block_size
