@@ -23,6 +23,11 @@ EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
 # Larger than any real value, but far too small to exhaust memory or overflow to infinity.
 MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
 
+MAX_JOB_RANKS = 1 << 20
+OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
+OF_MEMORY = {"params", "ranks", "ranks_per_host", "config", "dtype", "largest_param"}
+"""Arguments of ``plan`` that belong to only one of its two plans."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports bad input in one line on stderr, with exit status 2; --help shows the usage."""
@@ -74,8 +79,12 @@ def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    plan = commands.add_parser("plan", help="show which CPU cores each rank gets, and why", allow_abbrev=False)
-    plan.add_argument("--root", default="/", metavar="DIR", help="directory that holds sys/ and proc/ [/]")
+    plan = commands.add_parser(
+        "plan",
+        help="show which CPU cores each rank gets, and why; with --memory, what a run will hold",
+        allow_abbrev=False,
+    )
+    plan.add_argument("--root", metavar="DIR", help="directory that holds sys/ and proc/ [/]")
     _add_ranks(plan)
     plan.add_argument(
         "--pt-reserved-cores",
@@ -91,7 +100,29 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--svg", metavar="FILE", help="also draw the plan into this file")
+    _add_memory(plan)
     plan.set_defaults(command=_plan)
+
+
+def _add_memory(plan: _Parser) -> None:
+    plan.add_argument("--memory", action="store_true", help="plan the memory of a run instead of its cores")
+    plan.add_argument("--params", metavar="P", type=_numel, help="with --memory: parameters, such as 7e9, 7B or 124M")
+    plan.add_argument("--ranks", metavar="N", type=_whole(1, MAX_JOB_RANKS), help="with --memory: data-parallel ranks")
+    plan.add_argument(
+        "--ranks-per-host",
+        metavar="N",
+        type=_whole(1, MAX_RANKS),
+        help="with --memory: ranks that share a host [all of them]",
+    )
+    plan.add_argument(
+        "--config", metavar="FILE", help="with --memory: DeepSpeed config of the run [a table of usual ones]"
+    )
+    plan.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="with --memory: dtype of the weights [the config's, or bf16]"
+    )
+    plan.add_argument(
+        "--largest-param", metavar="L", type=_numel, help="with --memory: elements of the largest parameter [estimated]"
+    )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -157,6 +188,15 @@ def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
     return parse
 
 
+def _numel(text: str) -> int:
+    from deepspeed_ext.memory.command import parse_numel
+
+    try:
+        return parse_numel(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _reserved_cores(text: str) -> int | float:
     from deepspeed_ext.host.core_split import check_reserved_cores
 
@@ -198,6 +238,27 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    _require_of_one_plan(arguments)
+    if arguments.memory:
+        from deepspeed_ext.memory.command import run_from_cli
+
+        print(run_from_cli(arguments))
+        return 0
+    return _plan_cores(arguments)
+
+
+def _require_of_one_plan(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` if arguments of the plan of cores and of that of memory are mixed, or needed ones lack."""
+    given = {name for name, value in vars(arguments).items() if value is not None}
+    wrong = sorted(given & (OF_CORES if arguments.memory else OF_MEMORY))
+    if wrong:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise ConfigError(f"{names}: {'not with' if arguments.memory else 'only with'} --memory")
+    if arguments.memory and not {"params", "ranks"} <= given:
+        raise ConfigError("--memory needs --params and --ranks")
+
+
+def _plan_cores(arguments: argparse.Namespace) -> int:
     from deepspeed_ext._output_file import OutputFile
     from deepspeed_ext.affinity import tuning_results
     from deepspeed_ext.affinity.host_facts import read_host
@@ -205,9 +266,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     from deepspeed_ext.affinity.report import plan_svg, plan_text
 
     picture = None if arguments.svg is None else OutputFile.check(arguments.svg, "--svg")
-    host = read_host(arguments.root, arguments.allowed, arguments.gpu_node)
+    root = "/" if arguments.root is None else arguments.root
+    host = read_host(root, arguments.allowed, arguments.gpu_node)
     optimizer_cores = arguments.optimizer_cores
-    if optimizer_cores is None and arguments.pt_reserved_cores is None and arguments.root == "/":
+    if optimizer_cores is None and arguments.pt_reserved_cores is None and root == "/":
         optimizer_cores = tuning_results.load_all().get(tuning_results.Fingerprint.of(host.topology, host.ranks).key)
     request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores)
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from deepspeed_ext.flatten.plan import flat_numel
+
 __all__ = ["GroupLayout", "Piece", "Segment"]
 
 
@@ -64,7 +66,7 @@ class GroupLayout:
         for parameter, padding in zip(parameters, paddings, strict=True):
             segments.append(Segment(parameter, parameter.shape, offset, parameter.numel()))
             offset += parameter.numel() + padding
-        numel = -(-offset // alignment) * alignment
+        numel = flat_numel(offset, alignment)
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
         return cls(tuple(segments), numel, dtype, parameters[0].device)
 

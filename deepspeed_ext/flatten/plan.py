@@ -18,10 +18,21 @@ from dataclasses import dataclass
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import FlattenTier
 
-__all__ = ["TIERS", "FlattenFacts", "FlattenPlan", "choose_tier", "required_bytes"]
+__all__ = [
+    "STAGING_CHUNK_BYTES",
+    "TIERS",
+    "FlattenFacts",
+    "FlattenPlan",
+    "choose_tier",
+    "flat_numel",
+    "required_bytes",
+]
 
 TIERS: tuple[FlattenTier, ...] = ("accelerator", "distributed", "host")
 """In order of preference, fastest first."""
+
+STAGING_CHUNK_BYTES = 32 << 20
+"""Size of each of the two page-locked chunks of a transfer from or to pageable memory."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,11 @@ class FlattenPlan:
     required_bytes: int
     facts: FlattenFacts
     reason: str
+
+
+def flat_numel(numel: int, alignment: int) -> int:
+    """Elements of a flat buffer that holds `numel` elements: the next multiple of `alignment`."""
+    return -(-numel // alignment) * alignment
 
 
 def required_bytes(tier: FlattenTier, facts: FlattenFacts) -> int:

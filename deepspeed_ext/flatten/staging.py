@@ -13,10 +13,11 @@ import torch
 
 from deepspeed_ext import allocation
 from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 
 __all__ = ["CHUNK_BYTES", "Staging"]
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = STAGING_CHUNK_BYTES
 """Size of each of the two chunks."""
 
 

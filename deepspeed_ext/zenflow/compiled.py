@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from deepspeed_ext._logging import logger
+from deepspeed_ext.zenflow.device_sizes import COMPILED_FROM_NUMEL
 
 __all__ = ["COMPILED_FROM_NUMEL", "compiled"]
-
-COMPILED_FROM_NUMEL = 1 << 22
-"""Fewest elements that are worth the seconds that `torch.compile` takes."""
 
 
 class Compiled:

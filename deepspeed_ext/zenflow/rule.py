@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -19,32 +19,12 @@ from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT, Schedule, St
 from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = ["RuleSettings", "UpdateRule"]
+__all__ = ["UpdateRule"]
 
 CONVERTED_NUMEL = 1 << 24
 """Elements converted at once while they are copied from the arena to the weights."""
 
 PlanT = TypeVar("PlanT", bound=StepPlan)
-
-
-class RuleSettings(Protocol):
-    """Settings of a rule that are needed before the arena exists."""
-
-    @property
-    def update_interval(self) -> int | None:
-        """Optimizer steps handed over together; None: chosen by measurement."""
-
-    @property
-    def block_size(self) -> int:
-        """Elements per block; the worker splits its work at block boundaries."""
-
-    @property
-    def slots(self) -> int:
-        """Slots of the gradient ring. If the interval is chosen later, enough for the longest one."""
-
-    @property
-    def per_block(self) -> tuple[str, str, bool]:
-        """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
 
 
 class UpdateRule(ABC, Generic[PlanT]):

@@ -11,18 +11,19 @@ import torch
 from deepspeed_ext._agreement import RankGroup, require_same_plan
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.device_sizes import dtype_name
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.rule import RuleSettings, UpdateRule
+from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec
+from deepspeed_ext.zenflow.sizes import RuleSettings, arena_specs
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.link import WorkerLink
-from deepspeed_ext.zenflow.worker.messages import partition_specs
 
 __all__ = ["start_adam"]
 
@@ -63,8 +64,8 @@ def start_adam(
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
 
     def start_worker(settings: RuleSettings) -> tuple[list[Partition], WorkerLink]:
-        publish_dtype = config.publish_dtype or _name(weights(0).dtype)
-        specs = _specs(settings, [master.numel() for master in masters], publish_dtype, _name(grad_dtype))
+        publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
+        specs = arena_specs(settings, [master.numel() for master in masters], publish_dtype, dtype_name(grad_dtype))
         link = WorkerLink(
             specs,
             block_size=settings.block_size,
@@ -92,24 +93,6 @@ def start_adam(
     return OffloadedAdam(rule, partitions, link, optimizer, hyperparameters, ranks, metrics)
 
 
-def _specs(settings: RuleSettings, numels: Sequence[int], publish_dtype: str, grad_dtype: str) -> list[ArraySpec]:
-    """The arrays of all partitions. While the interval is open, only the first slot's memory is touched at start."""
-    return [
-        spec
-        for index, numel in enumerate(numels)
-        for spec in partition_specs(
-            index,
-            numel,
-            block_size=settings.block_size,
-            publish_dtype=publish_dtype,
-            grad_dtype=grad_dtype,
-            slots=settings.slots,
-            touched_slots=1 if settings.update_interval is None else settings.slots,
-            per_block=settings.per_block,
-        )
-    ]
-
-
 def _partition(
     index: int, group: int, settings: RuleSettings, arena: Arena, weights: Callable[[], torch.Tensor]
 ) -> Partition:
@@ -125,7 +108,3 @@ def _partition(
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)],
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

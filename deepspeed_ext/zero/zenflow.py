@@ -27,8 +27,10 @@ from deepspeed_ext._upstream import (
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
+from deepspeed_ext.zenflow.device_sizes import dtype_name
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.section import Section, read_section
+from deepspeed_ext.zenflow.sizes import gradient_dtype
 from deepspeed_ext.zenflow.start import start_adam
 from deepspeed_ext.zenflow.supported import require_publishable, require_supported
 from deepspeed_ext.zero.grad_norm import stand_ins
@@ -84,7 +86,8 @@ def grad_dtype(weights_dtype: torch.dtype, accumulation_dtype: torch.dtype) -> t
 
     fp16 cannot represent gradients that were accumulated in fp32; bf16 has the range of fp32.
     """
-    return accumulation_dtype if weights_dtype == torch.float16 else weights_dtype
+    name = gradient_dtype(dtype_name(weights_dtype), dtype_name(accumulation_dtype))
+    return accumulation_dtype if name == dtype_name(accumulation_dtype) else weights_dtype
 
 
 class ZenFlowStepping(ZeROOptimizer, ABC):
@@ -127,7 +130,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
         self._grad_dtype = grad_dtype(self.dtype, self.gradient_accumulation_dtype)
         weights_dtype = self._weights(0).dtype
-        require_publishable(self._settings, str(weights_dtype).removeprefix("torch."))
+        require_publishable(self._settings, dtype_name(weights_dtype))
         device = torch.device(get_accelerator().current_device_name())
         self.zenflow_adam = start_adam(
             self._settings,

@@ -47,6 +47,7 @@ import torch
 
 import deepspeed_ext._first_calls  # noqa: F401
 from deepspeed_ext.zenflow.compiled import COMPILED_FROM_NUMEL, compiled
+from deepspeed_ext.zenflow.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.predictive import elementwise
 from deepspeed_ext.zenflow.predictive.elementwise import CLAMP
@@ -54,7 +55,6 @@ from deepspeed_ext.zenflow.predictive.elementwise import CLAMP
 __all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"]
 
 _CHUNK_NUMEL = {"cpu": 1 << 18}
-_ACCELERATOR_CHUNK_NUMEL = 1 << 24
 
 
 def _correction(beta: float, t: int) -> float:
@@ -215,7 +215,7 @@ class Estimator:
         if compiles:
             run(compiled(function), 0, whole, block)
         else:
-            chunk = max(1, _CHUNK_NUMEL.get(grad.device.type, _ACCELERATOR_CHUNK_NUMEL) // block) * block
+            chunk = chunk_of(_CHUNK_NUMEL.get(grad.device.type, ACCELERATOR_CHUNK_NUMEL), block)
             for begin in range(0, whole, chunk):
                 run(function, begin, min(begin + chunk, whole), block)
         if whole < n:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-__all__ = ["scores", "select"]
+from deepspeed_ext.zenflow.selective.settings import hot_blocks, most_hot_blocks
 
-BALANCE = 2
+__all__ = ["scores", "select"]
 
 
 def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -32,8 +30,7 @@ def select(all_scores: torch.Tensor, ratio: float) -> list[torch.Tensor]:
     """Choose the blocks with the largest scores over all ranks.
 
     In total ``ratio`` of all blocks are chosen, rounded up, independent of how blocks are distributed over ranks. But
-    no rank gets more than `BALANCE` times its share: hot blocks cost memory, and all ranks wait for the one with the
-    most.
+    no rank gets more than `most_hot_blocks`: hot blocks cost memory, and all ranks wait for the one with the most.
 
     Args:
         all_scores: fp32 [ranks, blocks], one row per rank.
@@ -43,9 +40,9 @@ def select(all_scores: torch.Tensor, ratio: float) -> list[torch.Tensor]:
         Block numbers per rank, 1-D int64, ascending.
     """
     ranks, count = all_scores.shape
-    most = min(count, BALANCE * math.ceil(ratio * count))
+    most = most_hot_blocks(count, ratio)
     best = torch.topk(all_scores, most, dim=1)
-    chosen = torch.topk(best.values.flatten(), math.ceil(ratio * all_scores.numel()), sorted=False).indices
+    chosen = torch.topk(best.values.flatten(), hot_blocks(all_scores.numel(), ratio), sorted=False).indices
     taken = torch.zeros(ranks * most, dtype=torch.bool, device=all_scores.device)
     taken[chosen] = True
     return [ids[row].sort().values for ids, row in zip(best.indices, taken.view(ranks, most), strict=True)]

@@ -8,17 +8,33 @@ from dataclasses import dataclass
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._logging import logger
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.device_sizes import COMPILED_FROM_NUMEL
 from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 
-__all__ = ["SelectiveSettings", "ring_of"]
+__all__ = ["SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
 _AUTO_SELECT_STEPS = 16
+_BALANCE = 2
+_ARRAY_BYTES = 4
+_STATE_BYTES = 3 * _ARRAY_BYTES
+"""Of an element of a hot block: p, m and v in fp32."""
+_COUNT_BYTES, _ID_BYTES = 4, 8
 
 
 def ring_of(interval: int, lag: int) -> int:
     """Number of ring slots needed: an interval's gradients stay in flight for `lag` steps, and the last of these
     waits before it writes its own gradient."""
     return interval + max(0, lag - 1)
+
+
+def hot_blocks(blocks: int, ratio: float) -> int:
+    """Number of hot blocks among the `blocks` of all ranks."""
+    return math.ceil(ratio * blocks)
+
+
+def most_hot_blocks(blocks: int, ratio: float) -> int:
+    """Most hot blocks of a rank that has `blocks`: twice its share."""
+    return min(blocks, _BALANCE * hot_blocks(blocks, ratio))
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,48 @@ class SelectiveSettings:
     def per_block(self) -> tuple[str, str, bool]:
         """The per-block array: update counts, which stay on the host."""
         return ("updates", "int32", False)
+
+    def hot_blocks(self, numel: int) -> int:
+        """Hot blocks of a partition of `numel` elements, if every rank has an equal share of them."""
+        return hot_blocks(-(-numel // self.block_size), self.topk_ratio)
+
+    def kept_bytes(self, numel: int, weights_bytes: int) -> dict[str, int]:
+        """Bytes on the accelerator beside the weights: the hot blocks and their numbers (see `RuleSettings`)."""
+        hot = self.hot_blocks(numel)
+        state = 0 if self.keeps_hot_on_host else hot * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
+        return {"hot state": state + hot * _ID_BYTES}
+
+    def kept_host_bytes(self, numel: int) -> int:
+        """Bytes of page-locked host memory outside of the arena: the hot blocks with ``offload``."""
+        if not self.keeps_hot_on_host:
+            return 0
+        return self.hot_blocks(numel) * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
+
+    def moved_bytes(self, numel: int) -> int:
+        """Bytes of one of p, m and v of the hot blocks, which are copied one after the other."""
+        return self.hot_blocks(numel) * self.block_size * _ARRAY_BYTES
+
+    def saved_bytes(self, numel: int, weights_bytes: int) -> list[int]:
+        """Bytes of the tensors in a checkpoint: update counts and numbers of hot blocks (see `RuleSettings`)."""
+        return [_COUNT_BYTES * -(-numel // self.block_size), _ID_BYTES * self.hot_blocks(numel)]
+
+    def waiting_bytes(self, numel: int, weights_bytes: int) -> int:
+        """Bytes of the new weights of hot blocks (see `RuleSettings`)."""
+        return weights_bytes * self.hot_blocks(numel) * self.block_size
+
+    def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
+        """Bytes of `exchange.HotExchange`: hot weights of all ranks, and a copy of this rank's (see `RuleSettings`)."""
+        return 0 if ranks == 1 else (ranks + 1) * weights_bytes * self.hot_blocks(numel) * self.block_size
+
+    def step_bytes(self, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool) -> int:
+        """Bytes of temporaries of `blocks.AdamBlocks.step` and the new hot weights (see `RuleSettings`).
+
+        Beside the gradient of the hot blocks there is state that lives on the host, and, unless compiled, the
+        gradient, the denominator and a quotient in fp32.
+        """
+        hot = self.hot_blocks(numel) * self.block_size
+        temporaries = 0 if hot >= COMPILED_FROM_NUMEL else _STATE_BYTES
+        return hot * (weights_bytes + temporaries + (_STATE_BYTES if self.keeps_hot_on_host else 0))
 
     def steps_between_selections(self, interval: int) -> int:
         """Optimizer steps between two selections of hot blocks.

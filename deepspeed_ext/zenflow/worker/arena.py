@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.worker.channel import above_standard
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "ArenaLayout", "ArrayKey", "ArraySpec", "PlacedArray", "plan_layout"]
+__all__ = ["Arena", "ArenaLayout", "ArrayKey", "ArraySpec", "PlacedArray", "bytes_at_start", "plan_layout"]
 
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
@@ -98,6 +98,20 @@ class ArenaLayout:
     def by_key(self) -> Mapping[ArrayKey, PlacedArray]:
         """The arrays by key."""
         return MappingProxyType({array.spec.key: array for array in self.arrays})
+
+    def page_bytes(self) -> Mapping[ArrayKey, int]:
+        """Bytes of the pages that hold each array: what it takes once all of it is touched. No page holds two."""
+        return MappingProxyType({array.spec.key: _page_bytes(array) for array in self.arrays})
+
+
+def _page_bytes(array: PlacedArray) -> int:
+    first = array.offset // _PAGE_BYTES * _PAGE_BYTES
+    return 0 if array.spec.numel == 0 else _round_up(array.offset + array.spec.nbytes, _PAGE_BYTES) - first
+
+
+def bytes_at_start(specs: Iterable[ArraySpec]) -> int:
+    """Bytes of the arrays that the worker touches at its start; the others take memory on first use."""
+    return sum(spec.nbytes for spec in specs if spec.touched)
 
 
 def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:

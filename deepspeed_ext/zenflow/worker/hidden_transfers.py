@@ -19,6 +19,7 @@ from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import OutOfMemoryError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext.zenflow.device_sizes import dtype_name, room_bytes
 from deepspeed_ext.zenflow.stopwatch import Stopwatch, StreamStopwatch
 from deepspeed_ext.zenflow.worker.courier import Courier, Parcel
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
@@ -102,9 +103,8 @@ def allocate_rooms(
 
 
 def _room_bytes(host: Results, grad_dtype: torch.dtype) -> int:
-    """2 per element if gradients and y have 16 bits, and the block means."""
     means = 0 if host.block_means is None else host.block_means.nbytes
-    return host.published.numel() * max(grad_dtype.itemsize, host.published.itemsize) + means
+    return room_bytes(host.published.numel(), dtype_name(grad_dtype), dtype_name(host.published.dtype), means)
 
 
 @dataclass(frozen=True)

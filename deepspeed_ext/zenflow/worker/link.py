@@ -19,7 +19,7 @@ from deepspeed_ext.host.cgroup import read_cgroup_id
 from deepspeed_ext.host.procfs import read_text
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.metrics import Metrics
-from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
 from deepspeed_ext.zenflow.worker.hidden_transfers import HiddenTransfers, allocate_rooms
 from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.page_locks import PageLocks
@@ -91,7 +91,7 @@ class WorkerLink:
         on_failure(self.abandon)
         layout = plan_layout(specs)
         plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
-        _require_room(sum(spec.nbytes for spec in specs if spec.touched), ranks)
+        _require_room(bytes_at_start(specs), ranks)
         try:
             with together(ranks, WorkerError):
                 self.arena = Arena.create(layout)

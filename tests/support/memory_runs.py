@@ -1,0 +1,228 @@
+"""Train a stack of equal layers, and compare the bytes that ranks hold with the plan, phase by phase.
+
+`measure` is a body of ranks: the device's allocator counts its own bytes exactly, `HostBytes` the storages of host
+tensors, and the arena its touched pages. `planned` reads the same config as ``deepspeed-ext plan --memory`` does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from deepspeed_ext.memory.config_file import read_config
+from deepspeed_ext.memory.parts import MemoryPlan, Phase, Place
+from deepspeed_ext.memory.plan import plan_memory
+from deepspeed_ext.memory.setup import Model, Ranks
+from deepspeed_ext.zenflow.metrics import PredictionProbe
+from deepspeed_ext.zenflow.worker.arena import Arena
+from tests.support.compare import base_config
+from tests.support.meter import LiveBytes
+from tests.support.models import on_device
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine
+
+LAYERS, WIDTH = 32, 256
+LARGEST = WIDTH * WIDTH
+PARAMS = LAYERS * LARGEST
+STEPS = 6
+SELECTIVE = {"topk_ratio": 0.1, "select_interval": 4, "update_interval": 2, "overlap_step": True}
+CPU = {"device": "cpu", "pin_memory": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "ZeRO": {},
+    "ZeRO-Offload": {"offload_optimizer": CPU},
+    "predictive, interval 1": {"zenflow": {"update_interval": 1}},
+    "predictive, interval 2": {"zenflow": {"update_interval": 2, "full_warm_up_rounds": 3}},
+    "predictive, interval 2, copies inside of the step": {
+        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "hide_transfers": False}
+    },
+    "selective, interval 2": {"zenflow": SELECTIVE},
+    "selective, interval 2, offload": {"zenflow": {**SELECTIVE, "offload": True}},
+}
+"""Fields of ``zero_optimization``."""
+
+
+class Layers(nn.Module):
+    """Residual linear layers of one width, whose gradients are about equally large, so that hot blocks are spread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = rows + layer(nn.functional.layer_norm(rows, (WIDTH,)))
+        return rows.float().square().mean()
+
+
+class HostBytes(LiveBytes):
+    """Counts the storages of host tensors alone, without those of a module, and the arena's touched pages once they
+    are mapped; see ``live["host"]``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._left_out = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        self._kept: list[Any] = [parameter.data for parameter in module.parameters()]  # so that no address is reused
+
+    @contextmanager
+    def counting(self) -> Iterator[HostBytes]:
+        """Count inside the block."""
+        original = Arena.tensor
+        self._arenas: set[int] = set()
+
+        def tensor(arena: Arena, *key: Any, **keys: Any) -> torch.Tensor:
+            if arena.fileno not in self._arenas:  # the worker has just started
+                self._arenas.add(arena.fileno)
+                self.live["host"] += arena.resident_bytes()
+            made = original(arena, *key, **keys)
+            self._left_out.add(made.untyped_storage()._cdata)
+            self._kept.append(made)
+            return made
+
+        with patch.object(Arena, "tensor", tensor), self:
+            yield self
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if tensor.device.type != "cpu" or key in self._left_out:
+            return
+        before = self._sizes.get(key, ("host", 0))[1]
+        if key not in self._sizes:
+            weakref.finalize(storage, self._forget, key)
+        self._sizes[key] = ("host", storage.nbytes())
+        self.live["host"] += storage.nbytes() - before
+
+
+@dataclass
+class Measured:
+    """Bytes of one rank.
+
+    Attributes:
+        accelerator: the most bytes within each phase; "between steps": the bytes held.
+        host: the same for host tensors and the arena.
+        arena: touched bytes of the arena after the last step; 0 without ZenFlow.
+        kept: bytes that the rule keeps beside the weights.
+        numels: elements of this rank's partitions, with ZenFlow.
+    """
+
+    accelerator: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+    arena: int = 0
+    kept: int = 0
+    numels: list[int] = field(default_factory=list)
+
+
+def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
+    """A bf16 config with torch's AdamW; `zero` are further fields of ``zero_optimization``."""
+    config = base_config(stage, torch.bfloat16, micro_batch=1, accumulation=accumulation)
+    config["zero_optimization"] |= {
+        "core_binding": {"enabled": False},
+        "reduce_bucket_size": 3 * LARGEST,
+        "stage3_prefetch_bucket_size": 2 * LARGEST,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": PARAMS // 4,
+        **WAYS[way],
+        **zero,
+    }
+    return config
+
+
+def measure(config: dict[str, Any]) -> Measured:
+    """Body of a rank: build an engine, train some steps and save."""
+    gc.collect()
+    with patch.object(PredictionProbe, "SAMPLE_NUMEL", 1 << 10):  # 64 Ki would count in so small a model
+        return _measure(config)
+
+
+def _measure(config: dict[str, Any]) -> Measured:
+    accelerator, found = get_accelerator(), Measured()
+    module = Layers().to(torch.bfloat16)
+    meter = HostBytes(module)
+    accelerator.synchronize()
+    start = accelerator.memory_allocated()
+
+    def note(phase: Phase | None) -> None:
+        accelerator.synchronize()
+        if phase is not None:
+            most = accelerator.max_memory_allocated() - start
+            found.accelerator[phase.value] = max(found.accelerator.get(phase.value, 0), most)
+            found.host[phase.value] = max(found.host.get(phase.value, 0), meter.peak["host"])
+        accelerator.reset_peak_memory_stats()
+        meter.reset_peak()
+
+    note(None)
+    with meter.counting():
+        engine = make_engine(config, model=lambda: module)
+        note(Phase.START)
+        rows = on_device(torch.randn(1, WIDTH).bfloat16())
+        for step in range(STEPS):
+            first = step == 0  # makes the state of later steps
+            for _ in range(config["gradient_accumulation_steps"]):
+                engine.backward(engine(rows))
+                boundary = engine.is_gradient_accumulation_boundary()
+                note(None if first else Phase.BACKWARD)
+                engine.step()
+                note(None if first else Phase.STEP if boundary else Phase.BACKWARD)
+        found.accelerator[Phase.BETWEEN.value] = accelerator.memory_allocated() - start
+        found.host[Phase.BETWEEN.value] = meter.live["host"]
+        _note_state(engine, found)
+        _save(engine)
+        note(Phase.SAVE)
+    engine.destroy()
+    return found
+
+
+def _note_state(engine: Any, found: Measured) -> None:
+    adam = getattr(engine.optimizer, "zenflow_adam", None)
+    if adam is None:
+        return
+    adam.drain()
+    found.arena = adam.link.arena.resident_bytes()
+    found.numels = [partition.master.numel() for partition in adam.partitions]
+    for partition in adam.partitions:
+        found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
+
+
+def _save(engine: Any) -> None:
+    folder = [tempfile.mkdtemp(prefix="dsext-memory-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    engine.save_checkpoint(folder[0], tag="saved")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+def planned(config: dict[str, Any], ranks: int) -> MemoryPlan:
+    """The plan for a run of `measure`."""
+    with tempfile.TemporaryDirectory(prefix="dsext-memory-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        found = read_config(str(path), ranks)
+    return plan_memory(Model(PARAMS, LARGEST, found.dtype), Ranks(ranks, ranks), found.setup)
+
+
+def compared(config: dict[str, Any], ranks: int) -> dict[tuple[Place, Phase], tuple[int, int]]:
+    """Planned and measured bytes of the rank that holds the most, on the simulated accelerator."""
+    plan = planned(config, ranks)
+    measured: list[Measured] = run_ranks(ranks, measure, config, device="sim", pool=f"memory plan {ranks}")
+    found = {}
+    for phase in Phase:
+        on_accelerator = max(rank.accelerator[phase.value] for rank in measured)
+        found[Place.ACCELERATOR, phase] = (plan.nbytes(Place.ACCELERATOR, phase), on_accelerator)
+        on_host = max(rank.host[phase.value] for rank in measured)
+        found[Place.HOST, phase] = (plan.nbytes(Place.HOST, phase), on_host)
+    return found
