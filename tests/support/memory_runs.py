@@ -10,6 +10,7 @@ import gc
 import json
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from deepspeed_ext import checkpoint_async
+from deepspeed_ext.checkpoint_async import AsyncCheckpointEngine
 from deepspeed_ext.memory.config_file import read_config
 from deepspeed_ext.memory.parts import MemoryPlan, Phase, Place
 from deepspeed_ext.memory.plan import plan_memory
@@ -48,6 +51,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "predictive, interval 2": {"zenflow": {"update_interval": 2, "full_warm_up_rounds": 3}},
     "predictive, interval 2, copies inside of the step": {
         "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "hide_transfers": False}
+    },
+    "predictive, interval 2, async_save": {
+        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "async_save": True}
     },
     "selective, interval 2": {"zenflow": SELECTIVE},
     "selective, interval 2, offload": {"zenflow": {**SELECTIVE, "offload": True}},
@@ -200,7 +206,17 @@ def _note_state(engine: Any, found: Measured) -> None:
 def _save(engine: Any) -> None:
     folder = [tempfile.mkdtemp(prefix="dsext-memory-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
-    engine.save_checkpoint(folder[0], tag="saved")
+    go_on, fill = threading.Event(), checkpoint_async._fill
+
+    def held(*args: Any) -> None:  # beside training, copies are held as long as writing takes
+        assert go_on.wait(60)
+        fill(*args)
+
+    with patch.object(checkpoint_async, "_fill", held):
+        engine.save_checkpoint(folder[0], tag="saved")
+    go_on.set()
+    if isinstance(engine.checkpoint_engine, AsyncCheckpointEngine):
+        engine.checkpoint_engine.finish()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
