@@ -26,6 +26,11 @@ MODE ?= zenflow
 SOAK_MINUTES ?= 30
 FUZZ_MINUTES ?= 30
 SEEDS ?= 1000
+# Of `make test-torch`: the torch that it installs, and the tests that it runs beside the simulated accelerator's own: some
+# of each feature.
+TORCH ?= 2.6.0
+TORCH_TESTS := $(addprefix tests/unit/,test_upstream.py test_entry.py flatten/test_parity.py gather resharding/test_layout.py \
+	zenflow/test_training.py zenflow/test_resume.py)
 # Of `make test`: how many pytest processes share the files.
 PROCESSES ?= 2
 ARGS ?=
@@ -46,7 +51,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu test-sim check format soak fuzz bench bench-gpu wheels docs clean
+.PHONY: help train test test-full test-gpu test-sim test-torch test-this-torch check format soak fuzz bench bench-gpu wheels docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -64,6 +69,15 @@ test-full: $(VENV)/.stamp-operators  ## run the tests with the whole matrix of s
 test-sim: $(VENV)/.stamp-operators  ## run the tests on the simulated accelerator, and SEEDS orders of its tasks
 	$(PYTEST) --simulated --full -m gpu $(ARGS)
 	$(PYTEST) $(SIMULATED) $(ARGS)
+	python -m tests.simulated.run --seeds $(SEEDS)
+
+test-torch:  ## run the simulated accelerator's tests and some of the others with another torch (TORCH=2.6.0)
+	@$(MAKE) --no-print-directory test-this-torch VENV=.venv-torch-$(TORCH) TORCH_SPEC=torch==$(TORCH)
+
+test-this-torch: SEEDS = 20
+test-this-torch: $(VENV)/.stamp-operators
+	$(PYTEST) --simulated $(wildcard tests/unit/test_simulated_*.py) tests/unit/test_waits.py $(ARGS)
+	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
@@ -100,7 +114,7 @@ docs: $(VENV)/.stamp-dev  ## write the config reference and the table of rooms f
 	python -m tools.architecture
 
 clean:  ## remove .venv, build products and outputs
-	rm -rf $(VENV) .venv-offline build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-offline .venv-torch-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-python:

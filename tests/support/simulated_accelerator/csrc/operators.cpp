@@ -185,6 +185,13 @@ struct Call {
   }
 };
 
+// Torch may only free the arguments after it has stored the results. Up to 2.11, a kernel that returns several of its
+// arguments returns references to them, which torch reads when it has already taken the arguments from the stack.
+void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
+  const Stack kept(stack);
+  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+}
+
 // ---- operators for which the host waits
 
 Task task_of(const Call& call) {
@@ -222,7 +229,7 @@ void run_and_wait(const Call& call, Stack* stack) {
   Task task = task_of(call);
   task.run = [op = call.op, kernel, error] {
     try {
-      op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), kernel.get());
+      run_on_cpu(op, *kernel);
     } catch (...) {
       *error = std::current_exception();
     }
@@ -307,7 +314,7 @@ void launch(const Call& call, const std::vector<at::Tensor>& fresh) {
     if (tensor.defined()) task.accesses.push_back(access_of(tensor, true));
   }
   task.run = [op = call.op, &facts = call.facts, kernel = std::move(kernel), targets = std::move(targets)]() mutable {
-    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &kernel);
+    run_on_cpu(op, kernel);
     size_t next = 0;
     for (size_t i = 0; i < kernel.size(); ++i)
       if (facts.returns_argument[i] < 0) store(op, kernel[i].toTensor(), targets[next++]);
