@@ -307,6 +307,9 @@ class Engine(ReshardingEngine):
             tag = self.checkpoint_engine.begin_load(load_dir, tag)
         return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
+    def _reads_section(self) -> bool:
+        return self._has_own_zenflow()
+
     def _open_masters(self) -> None:
         if (adam := self._zenflow_adam) is not None:
             adam.expose()

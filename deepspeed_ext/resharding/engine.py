@@ -132,7 +132,7 @@ class ReshardingEngine(DeepSpeedEngine):
         if only_weights and (same_kind or (saved.has_whole_weights and not partitions_weights)):
             return None
         try:
-            is_same = same_kind and saved.layout == target.layout
+            is_same = same_kind and saved.layout == target.layout and (self._reads_section() or not saved.has_section)
         except Exception:
             if same_kind:  # DeepSpeed loads it, and says what is damaged
                 return None
@@ -147,6 +147,11 @@ class ReshardingEngine(DeepSpeedEngine):
     def _world(self) -> RankGroup:
         """All ranks."""
         return RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
+
+    def _reads_section(self) -> bool:
+        """Whether this run continues from the ZenFlow section of a checkpoint. If not, its gradients are applied to p,
+        m, v, and the weights are p and not predictions, also where the layout stays."""
+        return False
 
     def _open_masters(self) -> None:
         """Called before p and the optimizer's state are written from outside."""

@@ -185,6 +185,11 @@ class SavedCheckpoint:
         """The ZeRO stage that saved it."""
         return int(self.partitions(min(self._files)).state[keys.ZERO_STAGE])
 
+    @property
+    def has_section(self) -> bool:
+        """Whether ZenFlow saved it."""
+        return SECTION in self.partitions(min(self._files)).state
+
     @cached_property
     def layout(self) -> Layout:
         """Where the trained parameters lie in the ranks' partitions.
