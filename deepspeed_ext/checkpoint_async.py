@@ -12,15 +12,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext import _files
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
+from deepspeed_ext._upstream import checkpoint_keys
 from deepspeed_ext.checkpoint_files import JointCheckpointEngine
 from deepspeed_ext.checkpoint_folder import CheckpointFolder
 from deepspeed_ext.checkpoint_skeleton import Hole, SkeletonError, write_skeleton
 from deepspeed_ext.host.memory import available_host_bytes
+from deepspeed_ext.zenflow.checkpoint import SECTION
 from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -88,7 +91,10 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         if sum(hole.storage.nbytes() for hole in others) > available_host_bytes():
             _fill(path, others)
             others = []
-        copies = [Hole(_copy(hole.storage), hole.offset) for hole in others]
+        owned = _made_for_this_save(content)
+        copies = [
+            hole if hole.storage.data_ptr() in owned else Hole(_copy(hole.storage), hole.offset) for hole in others
+        ]
         self._files.append(self._thread.submit(_finish_file, path, copies, self._link.process, numbers))
 
     def commit(self, info: Any) -> bool:
@@ -184,6 +190,13 @@ def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[l
         for begin in range(0, nbytes, _PART_BYTES):
             parts.append(FilePart(place + begin, min(_PART_BYTES, nbytes - begin), hole.offset + begin))
     return [link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
+
+
+def _made_for_this_save(content: Any) -> set[int]:
+    """Addresses of the ZenFlow section's tensors, which are copies that nobody else has."""
+    state = content.get(checkpoint_keys.OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
+    section = state.get(SECTION) if isinstance(state, dict) else None
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(section) if isinstance(leaf, torch.Tensor)}
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:

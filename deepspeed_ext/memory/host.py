@@ -161,31 +161,18 @@ class _Host:
             return [module, [Part("copy of the state", FLOAT_BYTES * self.most)]]
         if self.setup.zenflow is None:
             return [module]
-        if self.setup.zenflow.async_save:
-            return [[*module, *self.beside()]]
+        if self.setup.zenflow.async_save:  # copies are held until they are written
+            return [[*module, *moment] for moment in self.section()]
         return [module, *self.section()]
-
-    def beside(self) -> list[Part]:
-        """Copies that a save beside training holds until they are written: of everything but the arena."""
-        state, collected, weights = self.section_bytes()
-        section = sum(each * count for each, count in state) + collected + weights
-        return [Part("copy of the rule's state", section), Part("second copy", section)]
 
     def section(self) -> list[list[Part]]:
         """Moments of ZenFlow's section of a checkpoint, at the step of an interval with the most gradients. What
         comes from the accelerator is copied twice, one partition at a time."""
-        kept, gradients, copied = self.section_bytes()
         rule, weight = self.setup.rule, self.model.itemsize
-        state = Part("copy of the rule's state", sum(each * count for each, count in kept))
-        last = Part("second copy", max(rule.saved_bytes(self.partitions[-1].numel, weight), default=0))
-        collected = Part("copy of collected gradients", gradients)
-        weights = [Part("copy of the weights", copied), Part("second copy", weight * self.most)]
-        return [[state, last], [state, collected, *(weights if copied else [])]]
-
-    def section_bytes(self) -> tuple[list[tuple[int, int]], int, int]:
-        """Of the rule's state per partition, and how many such there are; of collected gradients; of weights."""
-        rule, weight = self.setup.rule, self.model.itemsize
-        state = [(sum(rule.saved_bytes(run.numel, weight)), run.times) for run in self.partitions]
         gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * self.numel
-        collected = ((rule.update_interval or 1) - 1) * gradients
-        return state, collected, weight * self.numel if self.setup.partitions_weights else 0
+        collected = Part("copy of collected gradients", ((rule.update_interval or 1) - 1) * gradients)
+        kept = [(rule.saved_bytes(run.numel, weight), run.times) for run in self.partitions]
+        state = Part("copy of the rule's state", sum(sum(each) * count for each, count in kept))
+        last = Part("second copy", max(kept[-1][0], default=0))
+        weights = [Part("copy of the weights", weight * self.numel), Part("second copy", weight * self.most)]
+        return [[state, last], [state, collected, *(weights if self.setup.partitions_weights else [])]]
