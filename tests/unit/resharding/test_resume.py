@@ -196,7 +196,7 @@ def load_and_save(run: Run, folder: str, target: str) -> None:
 def written(folder: str) -> list[Any]:
     """p, m, v in the files of a checkpoint of stages 1 and 2, by rank and group."""
     files = sorted(Path(folder, "t").glob("*optim_states.pt"))
-    states = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+    states = [torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"] for file in files]
     return [(state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]) for state in states]
 
 
@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(module_folder: Path, 
     file.write_bytes(content[: len(content) // 2])
     assert f"{file} cannot be read" in on_all(str(tmp_path))
     file.write_bytes(content)
-    cut = torch.load(file, weights_only=False)
+    cut = torch.load(file, map_location="cpu", weights_only=False)
     masters = cut["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     masters[0] = masters[0][:-200].clone()
     torch.save(cut, file)
@@ -391,7 +391,9 @@ def test_weights_alone_may_be_of_another_set_of_trained_parameters(
 ) -> None:
     """As with plain DeepSpeed where both sides have all weights: a fine-tune thaws what was frozen."""
     folder, _ = saved_by(saved, module_folder)
-    expected = torch.load(Path(folder, "t", "mp_rank_00_model_states.pt"), weights_only=False)["module"]
+    expected = torch.load(Path(folder, "t", "mp_rank_00_model_states.pt"), map_location="cpu", weights_only=False)[
+        "module"
+    ]
     for was_loaded, weights in run_ranks(3, left_to_deepspeed, loaded, folder, thawed, pool=loaded.pool, **how):
         assert was_loaded
         assert_same({name: expected[name].float() for name in weights}, weights, "weights")
