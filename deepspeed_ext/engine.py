@@ -26,8 +26,8 @@ from deepspeed_ext._upstream import (
     throughput_timer,
 )
 from deepspeed_ext.affinity.binding import CoreBinding
-from deepspeed_ext.checkpoint_async import AsyncCheckpointEngine
-from deepspeed_ext.checkpoint_files import JointCheckpointEngine
+from deepspeed_ext.checkpoint.async_engine import AsyncCheckpointEngine
+from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from deepspeed_ext.config import given_of_the_other_rule, idle_fields
 from deepspeed_ext.construction import builders, built_together
 from deepspeed_ext.gather import all_gather

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import checkpoint_keys as keys
-from deepspeed_ext.checkpoint_files import SAVE_ID, reading
+from deepspeed_ext.checkpoint.joint_engine import SAVE_ID, reading
 from deepspeed_ext.resharding.layout import Layout, Placement
 from deepspeed_ext.zenflow.checkpoint import SECTION
 from deepspeed_ext.zenflow.section import Section, read_section

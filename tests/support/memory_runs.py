@@ -24,8 +24,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_ext import checkpoint_async
-from deepspeed_ext.checkpoint_async import AsyncCheckpointEngine
+from deepspeed_ext.checkpoint import async_engine
+from deepspeed_ext.checkpoint.async_engine import AsyncCheckpointEngine
 from deepspeed_ext.memory.config_file import read_config
 from deepspeed_ext.memory.parts import MemoryPlan, Phase, Place
 from deepspeed_ext.memory.plan import plan_memory
@@ -206,13 +206,13 @@ def _note_state(engine: Any, found: Measured) -> None:
 def _save(engine: Any) -> None:
     folder = [tempfile.mkdtemp(prefix="dsext-memory-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
-    go_on, fill = threading.Event(), checkpoint_async._fill
+    go_on, fill = threading.Event(), async_engine._fill
 
     def held(*args: Any) -> None:  # beside training, copies are held as long as writing takes
         assert go_on.wait(60)
         fill(*args)
 
-    with patch.object(checkpoint_async, "_fill", held):
+    with patch.object(async_engine, "_fill", held):
         engine.save_checkpoint(folder[0], tag="saved")
     go_on.set()
     if isinstance(engine.checkpoint_engine, AsyncCheckpointEngine):

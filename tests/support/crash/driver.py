@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext import checkpoint_async
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext.checkpoint_async import AsyncCheckpointEngine
-from deepspeed_ext.checkpoint_files import JointCheckpointEngine
+from deepspeed_ext.checkpoint import async_engine
+from deepspeed_ext.checkpoint.async_engine import AsyncCheckpointEngine
+from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.main import write_from_arena
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite
@@ -82,7 +82,7 @@ def make_engine(ranks: RankGroup, leads: bool, mode: str) -> tuple[JointCheckpoi
     """The engine of a mode, and a tensor for the optimizer's state: in the arena if there is one."""
     if mode == "waiting":
         return JointCheckpointEngine(CONFIG, ranks, leads), torch.empty(NUMEL)
-    checkpoint_async._SILENCE_SECONDS = 0.3  # of a rank that was killed
+    async_engine._SILENCE_SECONDS = 0.3  # of a rank that was killed
     arena = Arena.create(plan_layout([ArraySpec("p", "float32", NUMEL)]))
     link: Any = InProcess(arena)
     return AsyncCheckpointEngine(CONFIG, ranks, leads, link), arena.tensor("p")

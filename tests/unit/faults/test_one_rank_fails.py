@@ -52,14 +52,14 @@ CANNOT_BE_AGREED_ON = {
         "engine.py:Engine._has_own_zenflow",
         "zero/zenflow.py:_require_same_position",
         "zero/zenflow.py:ZenFlowStepping._drain_together",
-        "checkpoint_files.py:JointCheckpointEngine._all",
-        "checkpoint_files.py:JointCheckpointEngine._complete",
-        "checkpoint_files.py:JointCheckpointEngine._recover",
-        "checkpoint_files.py:JointCheckpointEngine.begin_load",
-        "checkpoint_async.py:AsyncCheckpointEngine.begin_save",
-        "checkpoint_async.py:AsyncCheckpointEngine.finish",
-        "checkpoint_async.py:AsyncCheckpointEngine._ending",
-        "checkpoint_async.py:AsyncCheckpointEngine.is_saving",
+        "checkpoint/joint_engine.py:JointCheckpointEngine._all",
+        "checkpoint/joint_engine.py:JointCheckpointEngine._complete",
+        "checkpoint/joint_engine.py:JointCheckpointEngine._recover",
+        "checkpoint/joint_engine.py:JointCheckpointEngine.begin_load",
+        "checkpoint/async_engine.py:AsyncCheckpointEngine.begin_save",
+        "checkpoint/async_engine.py:AsyncCheckpointEngine.finish",
+        "checkpoint/async_engine.py:AsyncCheckpointEngine._ending",
+        "checkpoint/async_engine.py:AsyncCheckpointEngine.is_saving",
         "resharding/engine.py:ReshardingEngine.load_checkpoint",
         "resharding/engine.py:ReshardingEngine._plan_resharding",
         "resharding/engine.py:ReshardingEngine._world",
@@ -91,7 +91,7 @@ CANNOT_BE_AGREED_ON = {
     "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the rank anyway": (
         "zenflow/throughput.py:",
     ),
-    "only assigns values": ("checkpoint_files.py:JointCheckpointEngine.begin_save",),
+    "only assigns values": ("checkpoint/joint_engine.py:JointCheckpointEngine.begin_save",),
     "pure, of values that are equal on all ranks": (
         "zenflow/schedule.py:",
         "zenflow/predictive/schedule.py:",
@@ -127,7 +127,7 @@ HARMLESS = {
 }
 """Where an injected failure need not be an error, by reason."""
 MAY_END_WELL = tuple(name for names in HARMLESS.values() for name in names)
-LEFT_TO_DEEPSPEED = ("resharding/saved.py:", "resharding/layout.py:", "checkpoint_files.py:reading")
+LEFT_TO_DEEPSPEED = ("resharding/saved.py:", "resharding/layout.py:", "checkpoint/joint_engine.py:reading")
 """Where a layout that may be this run's cannot be read. DeepSpeed then loads the checkpoint and reports the damage."""
 
 

@@ -18,7 +18,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext._errors import CheckpointError, WorkerError
-from deepspeed_ext.checkpoint_files import SAVE_ID
+from deepspeed_ext.checkpoint.joint_engine import SAVE_ID
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference

@@ -19,9 +19,9 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import checkpoint_keys
-from deepspeed_ext.checkpoint_files import JointCheckpointEngine
-from deepspeed_ext.checkpoint_folder import CheckpointFolder
-from deepspeed_ext.checkpoint_skeleton import Hole, SkeletonError, write_skeleton
+from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
+from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
 from deepspeed_ext.host.memory import available_host_bytes
 from deepspeed_ext.zenflow.checkpoint import SECTION
 from deepspeed_ext.zenflow.worker.link import WorkerLink
@@ -40,7 +40,7 @@ _SILENCE_SECONDS = 30.0
 class AsyncCheckpointEngine(JointCheckpointEngine):
     """`JointCheckpointEngine` whose saves go on after `commit` has returned.
 
-    `save` writes a file without the bytes of its tensors (`checkpoint_skeleton`). The worker writes what lies in its
+    `save` writes a file without the bytes of its tensors (`checkpoint.skeleton`). The worker writes what lies in its
     arena, before the passes that are submitted later; so nothing is copied, and a step that needs a later pass waits.
     A thread writes copies of other tensors, and waits for the disk. The checkpoint is complete, under its name, after
     `finish`, which the engine calls after a step in which all ranks had written everything.
@@ -206,7 +206,7 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 def _fill(path: str, holes: Sequence[Hole]) -> None:
     with _files.opened(path, os.O_WRONLY) as descriptor:
         for hole in holes:
-            storage = _copy(hole.storage) if hole.storage.device.type != "cpu" else hole.storage
+            storage = hole.storage.cpu()
             _files.write_memory(descriptor, storage.data_ptr(), storage.nbytes(), hole.offset)
 
 

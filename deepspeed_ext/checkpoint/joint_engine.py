@@ -12,7 +12,7 @@ from deepspeed_ext import _files
 from deepspeed_ext._agreement import KeptError, RankGroup, agreed, require_same_plan, together
 from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext._upstream import TorchCheckpointEngine
-from deepspeed_ext.checkpoint_folder import UNKNOWN, CheckpointFolder, choose_save
+from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 
 __all__ = ["SAVE_ID", "JointCheckpointEngine", "reading"]
 
@@ -26,7 +26,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     DeepSpeed calls `create`, `makedirs` and `save` between its own collectives, then `commit` on every rank. So an
     error is kept until `commit`, which raises it on all ranks. Until then the files lie in a staging folder. `commit`
-    puts that folder in the place of an older save under the same tag (see `checkpoint_folder`) and updates ``latest``
+    puts that folder in the place of an older save under the same tag (see `checkpoint.folder`) and updates ``latest``
     last. When `commit` returns, the checkpoint is on disk.
 
     Every file holds the id of its save, and `load` refuses files of different saves.

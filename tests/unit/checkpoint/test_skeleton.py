@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext import _files
-from deepspeed_ext.checkpoint_skeleton import SkeletonError, write_skeleton
+from deepspeed_ext.checkpoint.skeleton import SkeletonError, write_skeleton
 from tests.support.same import assert_same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)

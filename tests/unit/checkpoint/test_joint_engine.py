@@ -15,11 +15,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from deepspeed_ext import _files, checkpoint_folder
+from deepspeed_ext import _files
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext.checkpoint_files import JointCheckpointEngine
-from deepspeed_ext.checkpoint_folder import CheckpointFolder, FolderState, choose_save
+from deepspeed_ext.checkpoint import folder as checkpoint_folder
+from deepspeed_ext.checkpoint.folder import CheckpointFolder, FolderState, choose_save
+from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from tests.support.crash.driver import CONFIG, Disks, load, save
 
 STATE = "mp_rank_00_model_states.pt"
