@@ -119,6 +119,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                     state.hot_weights = None
                 if plan.selects:
                     self._select(partition)
+        if plan.selects:  # a rank with other hot blocks would make other collectives in the steps to come
+            self._link.raise_kept()
 
     def measured_interval(self, plan: SelectivePlan) -> int | None:
         """Choose the interval after which a cold block's gradients add up to a hot block's gradient of one step."""
