@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
+from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
@@ -69,7 +69,7 @@ def state_of(engine: Any) -> dict[str, Any]:
 
 def overflow_on_one_rank(config: dict) -> dict[str, Any]:
     """Train in fp16 twice; the second time with one more micro-step, in which rank 1's gradient is infinite."""
-    get_accelerator().is_fp16_supported = lambda: True  # torch computes in fp16 on CPUs, slowly
+    allow_fp16()
     rank = dist.get_rank()
     data = batches(STEPS, rank)
     engine = make_engine(config)
@@ -111,7 +111,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, rule: str) ->
 
 def walk_down(config: dict, extended: bool) -> list[tuple[float, bool, int]]:
     """Train in fp16 from a loss scale that is too large; the scale, the overflow and the skipped steps by step."""
-    get_accelerator().is_fp16_supported = lambda: True
+    allow_fp16()
     engine = make_engine(config, extended=extended)
     trace = []
     for batch in batches(12, dist.get_rank()):

@@ -19,6 +19,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext._errors import CheckpointError, WorkerError
 from deepspeed_ext.checkpoint.joint_engine import SAVE_ID
+from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
@@ -44,6 +45,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 def trained(config: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train, save, train on; what is there when."""
+    allow_fp16()
     data = batches(AFTER, dist.get_rank())
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, data[:BEFORE])

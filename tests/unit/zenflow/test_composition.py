@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
+from tests.support.compare import allow_fp16
 from tests.support.matrix import cover
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
@@ -173,7 +173,7 @@ def trained(case: Case, config: dict[str, Any], extended: bool) -> dict[str, Any
 
 def both(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     if case.dtype == "fp16":
-        get_accelerator().is_fp16_supported = lambda: True  # torch computes in fp16 on CPUs, slowly
+        allow_fp16()
     config = config_of(case)
     return trained(case, offload_config(config), extended=False), trained(case, config, extended=True)
 

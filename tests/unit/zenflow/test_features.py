@@ -7,8 +7,8 @@ import psutil
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
+from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
@@ -47,7 +47,7 @@ def test_one_scheduler_step_per_optimizer_step(stage: int) -> None:
 
 def with_overflows(config: dict, overflowing: list[int]) -> dict[str, Any]:
     """Train in fp16; at the steps in `overflowing` the gradient becomes infinite."""
-    get_accelerator().is_fp16_supported = lambda: True  # torch computes in fp16 on CPUs, slowly
+    allow_fp16()
     engine = make_engine(config, groups=two_groups)
     trace = []
     for number, batch in enumerate(batches(14, dist.get_rank())):
