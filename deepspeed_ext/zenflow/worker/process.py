@@ -137,9 +137,9 @@ class OptimizerProcess:
         """
         with self._alone():
             self._require_open()
-            self._submitted += 1
-            number = self._submitted
+            number = self._submitted + 1
             self._channel.put(Submission(number, tuple(tasks)))
+            self._submitted = number  # last: a submission that was not sent is never answered
             if any(isinstance(task, ArenaWrite) for task in tasks):
                 self._newest_write = number
         seconds = self._timeout_seconds

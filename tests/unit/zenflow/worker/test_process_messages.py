@@ -115,6 +115,15 @@ def submit_and_wait(process: OptimizerProcess, task: WorkerTask) -> None:
     process.wait()
 
 
+def test_work_that_could_not_be_sent_is_not_awaited() -> None:
+    with running(timeout_seconds=5.0) as (_, process):
+        with pytest.raises(Exception, match="pickle"):
+            process.submit([replace(PASS, slots=threading.Lock())])  # type: ignore[arg-type]
+        assert process.wait().number == 0
+        process.submit([PASS])
+        assert process.wait().number == 1
+
+
 def test_an_exception_of_the_worker_is_raised_in_the_trainer() -> None:
     with running() as (_, process):
         with pytest.raises(WorkerError, match=r"(?s)rank 3.*pid.*KeyError: ArrayKey\(.*slot=7\).*checkpoint"):
