@@ -180,7 +180,7 @@ def separate_and_compiled(numel: int) -> list[torch.Tensor]:
     device = get_accelerator().current_device_name()
     found = []
     for compiled_from in (numel + 1, 0):
-        with patch.object(estimator, "_COMPILED_FROM_NUMEL", compiled_from):
+        with patch.object(estimator, "COMPILED_FROM_NUMEL", compiled_from):
             torch.manual_seed(0)
             grad, published = (torch.randn(numel).bfloat16().to(device) for _ in range(2))
             weights, means = torch.zeros_like(grad), torch.rand(-(-numel // 32)).to(device)
