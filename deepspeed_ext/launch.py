@@ -3,8 +3,8 @@
 DeepSpeed reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun, ``deepspeed`` and
 ``accelerate launch`` set them; srun and MPI number their processes under names of their own.
 
-A value that is set by hand counts, unless it contradicts the launcher. The host of rank 0 is known from Slurm, or if all
-ranks share one host; MPI does not tell it.
+A value that is set by hand counts, unless it contradicts the launcher. The host of rank 0 is known from Slurm, or if
+all ranks share one host; MPI does not tell it.
 """
 
 import re
@@ -159,8 +159,8 @@ def first_host(hostlist: str) -> str:
     found = _FIRST_HOST.fullmatch(hostlist)
     if found is None:
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={_shortened(hostlist)}: expected host names such as node[01-03,7]; set MASTER_ADDR to "
-            "the host of rank 0 and unset it"
+            f"SLURM_STEP_NODELIST={_shortened(hostlist)}: expected host names such as node[01-03,7]; set all of "
+            f"{', '.join(RANK_VARIABLES)}, MASTER_ADDR and MASTER_PORT instead"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
 
@@ -223,8 +223,8 @@ def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
     rank, size, local_rank = _numbers(given, RANK_VARIABLES)
     if not local_rank <= rank < size:
         raise ConfigError(
-            f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected RANK below WORLD_SIZE, and LOCAL_RANK "
-            "not above RANK"
+            f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected RANK below WORLD_SIZE, and "
+            "LOCAL_RANK not above RANK"
         )
 
 

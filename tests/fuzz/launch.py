@@ -28,9 +28,28 @@ JOBS: dict[str, dict[str, str]] = {
     "by hand": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
     "none": {},
 }
-NAMES = sorted({*SET, *JOB_IDS, *LEFT_TO_DEEPSPEED, *SETS_THEM_ITSELF, *(name for job in JOBS.values() for name in job)})
+NAMES = sorted(
+    {*SET, *JOB_IDS, *LEFT_TO_DEEPSPEED, *SETS_THEM_ITSELF, *(name for job in JOBS.values() for name in job)}
+)
 OTHERS = ("SLURM_HET_SIZE", "SLURM_NTASKS", "PMIX_RANK", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
-TEXTS = ("0", "1", "2", "3", "4", "29500", "2(x2)", "1(x4)", "2(x999999999)", "3,1", "node1", "a[1", "a[]", "[1]", "a]b", ",")
+TEXTS = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "29500",
+    "2(x2)",
+    "1(x4)",
+    "2(x999999999)",
+    "3,1",
+    "node1",
+    "a[1",
+    "a[]",
+    "[1]",
+    "a]b",
+    ",",
+)
 
 
 def make(rng: random.Random) -> Parts:
