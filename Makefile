@@ -81,7 +81,7 @@ test-this-torch: $(VENV)/.stamp-operators
 	python -m tests.simulated.run --seeds $(SEEDS)
 
 test-launchers: $(VENV)/.stamp-operators  ## run every recipe of docs/multi_node.md, of the launchers that are installed
-	python -m pytest tests/launchers -v $(ARGS)
+	python -m pytest tests/launchers -vv $(ARGS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
 	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)

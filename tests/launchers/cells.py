@@ -88,6 +88,13 @@ CELLS = (
     _srun("--mpi=pmi2", confines=_halves()),
     Cell("sbatch", "sbatch", (*SLURM, "sbatch"), confines=_halves(), daemons=("slurm",)),
     Cell("srun, torchrun", "srun and torchrun", SLURM, confines=_halves(), daemons=("slurm",)),
+    Cell(
+        "mpirun --bind-to core, one node",
+        "mpirun",
+        ("mpirun",),
+        changes={"--host node1,node2 --bind-to none -x PATH -x MASTER_ADDR=node1": "--oversubscribe --bind-to core"},
+        confines=FIRST_TWO,
+    ),
     Cell("mpiexec (Hydra)", "mpiexec", ("mpiexec.hydra", *SSH), daemons=("ssh",)),
     Cell("accelerate", "accelerate", modules=("accelerate",)),
     Cell("Ray Train", "ray", modules=("ray",)),

@@ -156,7 +156,7 @@ def test_all_tasks_of_a_step_get_one_address_and_port_and_all_ranks() -> None:
         ("node[01-03,7],login", "node01"),
         ("login,node[01-03]", "login"),
         ("rack[2-3]node[010-999]", "rack2node010"),
-        ("n[5,1]-ib.cluster", "n5-ib.cluster"),
+        ("n[5,1].cluster", "n5.cluster"),
         ("127.0.0.[2-3]", "127.0.0.2"),
         ("localhost", "localhost"),
     ],
