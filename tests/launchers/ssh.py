@@ -35,6 +35,7 @@ class PrivateSsh:
         for key in ("host_key", "user_key"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
             subprocess.run(command, check=True, timeout=30, stdin=subprocess.DEVNULL)
+        variables = " ".join(f'{name}="{value}"' for name, value in environment.items())
         listen = [f"ListenAddress {node}" for node in NODES]
         self._write(
             folder / "sshd_config",
@@ -47,7 +48,7 @@ class PrivateSsh:
             "UsePAM no",
             "PermitRootLogin prohibit-password",
             "PasswordAuthentication no",
-            f"SetEnv {' '.join(f'{name}={value}' for name, value in environment.items())}",
+            f"SetEnv {variables}",
         )
         self._write(
             folder / "ssh_config",

@@ -23,6 +23,7 @@ from tests.launchers.slurm import PrivateSlurm
 from tests.launchers.ssh import NODES, PrivateSsh
 
 CELL_SECONDS = 240.0
+pytestmark = pytest.mark.timeout(2 * CELL_SECONDS + 120)  # the first also waits for the undisturbed run
 RANKS_OF_OTHERS = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"}
 
@@ -120,7 +121,7 @@ class Site:
             if any(process.poll() for process in processes):
                 deadline = min(deadline, time.monotonic() + 20.0)  # the others may now wait for it
             time.sleep(0.2)
-        return [process.poll() if process.poll() is not None else "no end" for process in processes]
+        return ["no end" if process.returncode is None else process.returncode for process in processes]
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +130,9 @@ def site() -> Iterator[Site]:
     with ExitStack() as stack:
         # Sockets of Slurm and MPI lie below, and their paths may have no more than 108 characters.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")))
+        before = descendants()
+        stack.callback(lambda: end(descendants() - before))
         site = Site(folder)
-        stack.callback(end, descendants())
         stack.callback(site.close)
         yield site
 
