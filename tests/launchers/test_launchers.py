@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -127,6 +128,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     adopt_orphans()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else a limit on time would leave the daemons
     with ExitStack() as stack:
         # Sockets of Slurm and MPI lie below, and their paths may have no more than 108 characters.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")))
