@@ -83,8 +83,10 @@ def test_the_skypilot_task_starts_the_script_by_torchrun() -> None:
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
     assert task["num_nodes"] == 2
     subprocess.run(["bash", "-nc", task["run"]], check=True, timeout=30)
-    command = task["run"].replace('$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "node1").replace("$SKYPILOT_", "")
-    program, *words = shlex.split(command, comments=True)
+    command = task["run"].replace('$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "node1")
+    for name, value in {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "NODE_RANK": "1"}.items():
+        command = command.replace(f"$SKYPILOT_{name}", value)
+    program, *words = shlex.split(command.replace("\\\n", " "), comments=True)
     options = get_args_parser().parse_args(words)
     assert program == "torchrun"
     assert [options.training_script, *options.training_script_args] == SCRIPT
