@@ -109,7 +109,8 @@ def _place(given: Mapping[str, str]) -> _Place | None:
 def _open_mpi(given: Mapping[str, str]) -> _Place | None:
     if not any(name in given for name in OPEN_MPI):
         return None
-    return _Place("mpirun (Open MPI)", *_numbers(given, OPEN_MPI), job=_job(given))
+    rank, size, local_rank, local_size = _numbers(given, OPEN_MPI)
+    return _Place("mpirun (Open MPI)", rank, size, local_rank, local_size, _job(given))
 
 
 def _pmi(given: Mapping[str, str]) -> _Place | None:
@@ -120,7 +121,8 @@ def _pmi(given: Mapping[str, str]) -> _Place | None:
         if place is not None:
             _require_same(given, {"PMI_RANK": str(place.rank), "PMI_SIZE": str(place.size)}, place.launcher)
         return place
-    return _Place("mpiexec (PMI)", *_numbers(given, PMI), job=_job(given))
+    rank, size, local_rank, local_size = _numbers(given, PMI)
+    return _Place("mpiexec (PMI)", rank, size, local_rank, local_size, _job(given))
 
 
 def _slurm(given: Mapping[str, str]) -> _Place | None:
