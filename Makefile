@@ -51,7 +51,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu test-sim test-torch test-this-torch check format soak fuzz bench bench-gpu wheels docs clean
+.PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch check format soak fuzz bench bench-gpu wheels docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -79,6 +79,9 @@ test-this-torch: $(VENV)/.stamp-operators
 	$(PYTEST) --simulated $(wildcard tests/unit/test_simulated_*.py) tests/unit/test_waits.py $(ARGS)
 	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
+
+test-launchers: $(VENV)/.stamp-operators  ## run every recipe of docs/multi_node.md, of the launchers that are installed
+	python -m pytest tests/launchers -vv $(ARGS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
 	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)

@@ -287,6 +287,18 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _set_launch_variables() -> None:
+    """Add what srun or MPI says to the environment, in the names that DeepSpeed reads."""
+    from deepspeed_ext._logging import logger
+    from deepspeed_ext.launch import plan_launch
+
+    plan = plan_launch(os.environ)
+    os.environ.update(plan.variables)
+    if plan.variables and os.environ["RANK"] == "0":
+        names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        logger.info(f"{plan.launcher} started rank 0: {', '.join(f'{name}={os.environ[name]}' for name in names)}")
+
+
 def _prepare_run(arguments: argparse.Namespace) -> int:
     """Make this process look like ``python SCRIPT ARGS``, with the extension enabled."""
     script = os.path.realpath(arguments.script)
@@ -294,6 +306,7 @@ def _prepare_run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"found no script {arguments.script}")
     with open(script, "rb"):  # raises if it is not readable
         pass
+    _set_launch_variables()
     import deepspeed_ext  # records the initial CPU mask, which must happen before torch is imported
 
     deepspeed_ext.enable()

@@ -16,7 +16,7 @@ import psutil
 
 from deepspeed_ext import shared_buffers
 from deepspeed_ext._cache import cache_folder
-from deepspeed_ext._errors import UpstreamError
+from deepspeed_ext._errors import ConfigError, UpstreamError
 from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.allowed import find_allowed, omp_binding
 from deepspeed_ext.affinity.fair_shares import usable_cores
@@ -24,6 +24,7 @@ from deepspeed_ext.affinity.topology import read_topology
 from deepspeed_ext.affinity.worker_placement import can_set_memory_policy
 from deepspeed_ext.host.cgroup import read_cpu_quota_cores, read_memory_limit_bytes
 from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.launch import plan_launch
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
 
@@ -312,6 +313,10 @@ def check_launch() -> Check:
     how = next((name for variable, name in LAUNCHERS if variable in os.environ), "none: a single process")
     topology = read_topology()
     bound = "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
+    try:
+        plan_launch(os.environ)
+    except ConfigError as error:
+        return _warning("launcher", f"{how}; {bound}; `deepspeed-ext run` would refuse", str(error))
     return _ok("launcher", f"{how}; {bound}")
 
 

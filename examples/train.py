@@ -110,7 +110,8 @@ def share_cores() -> None:
     them."""
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_SIZE", "1"))))
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+        torch.set_num_threads(max(1, cores // int(ranks)))
 
 
 def warmup_cosine(total_steps: int) -> Callable[[int], float]:

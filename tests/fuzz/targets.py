@@ -1,8 +1,15 @@
 """All targets. A new one is added here, and both the unit suite and `make fuzz` run it."""
 
 from deepspeed_ext.zenflow.section import read_section
-from tests.fuzz import command_line, config, sections, trees, tuning
+from tests.fuzz import command_line, config, launch, sections, trees, tuning
 from tests.fuzz.target import Target
 
 SECTIONS = sections.target(lambda section: read_section(section, sections.NUMELS))
-TARGETS: tuple[Target, ...] = (config.TARGET, command_line.TARGET, trees.TARGET, tuning.TARGET, SECTIONS)
+TARGETS: tuple[Target, ...] = (
+    config.TARGET,
+    command_line.TARGET,
+    trees.TARGET,
+    tuning.TARGET,
+    SECTIONS,
+    launch.TARGET,
+)

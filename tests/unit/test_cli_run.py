@@ -70,3 +70,15 @@ def test_what_is_no_script_is_bad_input(
     os.symlink("loop", "loop")
     assert cli.main(["run", name]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_task_of_srun_gets_the_variables_of_deepspeed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nprint(*map(os.environ.get, ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR']))\n")
+    task = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7"}
+    step = {"NUM_TASKS": "2", "TASKS_PER_NODE": "1(x2)", "NODELIST": "node[1-2]"}
+    slurm = {**task, **{f"SLURM_STEP_{name}": value for name, value in step.items()}}
+    assert run(str(script), **slurm).stdout.splitlines()[-1:] == ["1 2 0 node1"]
+    refused = run(str(script), **slurm, WORLD_SIZE="3")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("deepspeed-ext run: error: WORLD_SIZE=3 is set, but srun says 2")

@@ -1,0 +1,93 @@
+"""docs/multi_node.md and configs/cluster: what can be known of them without any launcher."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from tests.launchers import page
+from tests.launchers.cells import CELLS
+from tests.launchers.training import planned_cpus
+from tests.support.paths import ROOT
+
+CLUSTER = ROOT / "configs" / "cluster"
+SCRIPT = ["deepspeed-ext", "run", "examples/train.py", "--output", "/checkpoints/run"]
+
+
+def test_every_recipe_is_run_by_a_launcher_test_and_is_bash() -> None:
+    recipes = page.recipes()
+    assert set(recipes) == {cell.recipe for cell in CELLS}
+    assert len({cell.name for cell in CELLS}) == len(CELLS)
+    for recipe in recipes.values():
+        assert "examples/" in recipe.command + "".join(recipe.files.values())
+        subprocess.run(["bash", "-nc", recipe.command], check=True, timeout=30)
+
+
+def test_every_command_of_the_page_has_a_marker() -> None:
+    text = page.PAGE.read_text()
+    assert len(re.findall(r"^```\w*$", text, re.MULTILINE)) == 2 * len(
+        re.findall(r"^<!-- (?:recipe|file): ", text, re.M)
+    )
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_changes_of_a_launcher_test_change_its_recipe(cell: Any) -> None:
+    recipe = page.recipes()[cell.recipe]
+    for old in cell.changes:
+        assert old in recipe.command
+
+
+def test_a_recipe_with_a_file_on_each_node() -> None:
+    text = (
+        "<!-- file: a.txt of x -->\n```\nnode1\n```\n<!-- recipe: x, on each node -->\n```bash\nrun a.txt node1\n```\n"
+    )
+    recipe = page.recipes(text)["x"].with_replaced({"node1": "127.0.0.2"})
+    assert recipe == page.Recipe("x", "run a.txt 127.0.0.2\n", True, {"a.txt": "127.0.0.2\n"})
+    with pytest.raises(ValueError, match="expected a new name"):
+        page.recipes(text + "<!-- recipe: x -->\n```\n```\n")
+    with pytest.raises(ValueError, match="files of no recipe"):
+        page.recipes("<!-- file: a of y -->\n```\n```\n")
+
+
+def test_the_cpus_of_a_plan_are_read_from_a_log() -> None:
+    lines = ["x: local rank 0 on node 0  [smt]", "x:   pytorch   0,2-3 (3 threads)", "x:   optimizer 1 (1 threads)"]
+    assert planned_cpus("\n".join([*lines, "idle 9", "local rank 1 on node 0"])) == [
+        frozenset({0, 1, 2, 3}),
+        frozenset(),
+    ]
+
+
+@pytest.mark.parametrize("name", ["trainjob.yaml", "skypilot.yaml"])
+def test_cluster_files_say_that_they_were_not_run(name: str) -> None:
+    assert "NOT RUN" in (CLUSTER / name).read_text().splitlines()[0]
+
+
+def test_the_trainjob_starts_the_script_by_torchrun() -> None:
+    job = yaml.safe_load((CLUSTER / "trainjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer = job["spec"]["trainer"]
+    program, *words = trainer["command"]
+    options = get_args_parser().parse_args(words)
+    assert program == "torchrun"
+    assert [options.training_script, *options.training_script_args] == SCRIPT
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+
+
+def test_the_skypilot_task_starts_the_script_by_torchrun() -> None:
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    assert task["num_nodes"] == 2
+    subprocess.run(["bash", "-nc", task["run"]], check=True, timeout=30)
+    command = task["run"].replace('$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "node1")
+    for name, value in {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "NODE_RANK": "1"}.items():
+        command = command.replace(f"$SKYPILOT_{name}", value)
+    program, *words = shlex.split(command.replace("\\\n", " "), comments=True)
+    options = get_args_parser().parse_args(words)
+    assert program == "torchrun"
+    assert [options.training_script, *options.training_script_args] == SCRIPT
+    assert (options.master_addr, options.master_port, options.no_python) == ("node1", 29500, True)
