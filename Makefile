@@ -51,7 +51,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch check format soak fuzz bench bench-gpu wheels docs clean
+.PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-trainers check format soak fuzz bench bench-gpu wheels docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -82,6 +82,9 @@ test-this-torch: $(VENV)/.stamp-operators
 
 test-launchers: $(VENV)/.stamp-operators  ## run every recipe of docs/multi_node.md, of the launchers that are installed
 	python -m pytest tests/launchers -vv $(ARGS)
+
+test-trainers: $(VENV)/.stamp-trainers  ## run the tests and examples of other trainers (PEFT), which it installs
+	python -m pytest tests/trainers $(ARGS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
 	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)
@@ -150,6 +153,11 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
 	@echo "Installing deepspeed_ext, DeepSpeed, transformers and the tools for tests and types into $(VENV)"
 	@$(PIP) --no-build-isolation --editable '.[transformers,plots,dev]'
 	@touch $(VENV)/.stamp-package $@
+
+$(VENV)/.stamp-trainers: $(VENV)/.stamp-operators
+	@echo "Installing PEFT into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[transformers,trainers]'
+	@touch $@
 
 $(VENV)/.stamp-operators: $(VENV)/.stamp-dev
 	@echo "Compiling DeepSpeed's CPU operators and the simulated accelerator into $(VENV) (two minutes, once)"

@@ -42,6 +42,7 @@ setup(
     extras_require={
         "transformers": ["transformers>=4.45", "accelerate>=1.0"],
         "plots": ["matplotlib"],
+        "trainers": ["peft>=0.21.2"],
         "dev": [
             "pytest>=8",
             "pytest-timeout",

@@ -46,12 +46,15 @@ _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
         " param_shapes)"
     ),
     "loss_scale": EXISTS,
+    "offload_states": "(self, include, device, pin_memory, non_blocking)",
+    "reload_states": "(self, non_blocking)",
     "state_dict": "(self)",
     "step": "(self, closure)",
     "device": ASSIGNED,
     "dp_process_group": ASSIGNED,
     "dtype": ASSIGNED,
     "gradient_accumulation_dtype": ASSIGNED,
+    "offloaded_states": ASSIGNED,
     "optimizer": ASSIGNED,
     "overflow": ASSIGNED,
 }
@@ -98,6 +101,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
             " load_module_only, custom_load_fn)"
         ),
         "_load_zero_checkpoint": "(self, load_dir, tag, load_optimizer_states)",
+        "_refine_include_states": "(self, include)",
         "_save_checkpoint": EXISTS,
         "_save_zero_checkpoint": EXISTS,
         "_set_distributed_vars": "(self, args)",
@@ -113,6 +117,9 @@ CONTRACT: dict[str, dict[str, Member]] = {
         ),
         "load_module_state_dict": Takes(("checkpoint", "strict", "custom_load_fn")),
         "load_universal_checkpoint": "(self)",
+        "offload_states": Takes(("include",)),
+        "optimizer_name": "(self)",
+        "reload_states": "(self, non_blocking)",
         "save_checkpoint": "(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
         "step": "(self, lr_kwargs)",
         "steps_per_print": "(self)",
@@ -147,6 +154,11 @@ CONTRACT: dict[str, dict[str, Member]] = {
     "deepspeed.runtime.pipe.module:PipelineModule": {"mpu": "(self)"},
     "deepspeed.runtime.zero.config": {"get_zero_config": "(param_dict)"},
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig": {"__init__": EXISTS},
+    "deepspeed.runtime.zero.offload_config:OffloadStateTypeEnum": {
+        "hp_params": EXISTS,
+        "lp_params": EXISTS,
+        "optim_states": EXISTS,
+    },
     "deepspeed.runtime.zero.partition_parameters": {
         "get_allgather_dtype": "(param, param_ds_tensor)",
         # set on every parameter, or on its partition
@@ -229,6 +241,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "fp16_partitioned_groups_flat": ASSIGNED,
         "fp32_partitioned_groups_flat": ASSIGNED,
         "inf_or_nan_tracker": ASSIGNED,
+        "module": ASSIGNED,
         "offload_optimizer": ASSIGNED,
         "offload_optimizer_pin_memory": ASSIGNED,
         "parameter_offload": ASSIGNED,

@@ -8,6 +8,7 @@ DeepSpeedExtError
  +-- OutOfMemoryError                 too little memory; no data was lost
  +-- CheckpointError                  a checkpoint that cannot be read; gives file and reason
  +-- WorkerError                      the optimizer process died, failed or does not answer
+ +-- StateError                       a call for which the engine is not ready; gives the call that is missing
  +-- RankError                        another failure on any rank; raised on every rank
 
 A message says what was expected, what was found, where (rank, field, parameter) and what to change.
@@ -20,6 +21,7 @@ __all__ = [
     "OutOfMemoryError",
     "PlanMismatchError",
     "RankError",
+    "StateError",
     "UnsupportedError",
     "UpstreamError",
     "WorkerError",
@@ -54,6 +56,10 @@ class PlanMismatchError(DeepSpeedExtError, RuntimeError):
 
 class OutOfMemoryError(DeepSpeedExtError, RuntimeError):
     """A task does not fit into memory."""
+
+
+class StateError(DeepSpeedExtError, RuntimeError):
+    """A call for which the engine is not ready, because another call is missing."""
 
 
 class CheckpointError(DeepSpeedExtError, RuntimeError):

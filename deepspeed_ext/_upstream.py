@@ -35,7 +35,11 @@ from deepspeed.runtime.zero import config as zero_config_module
 from deepspeed.runtime.zero import stage3 as stage3_module
 from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+)
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
@@ -54,6 +58,7 @@ __all__ = [
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
     "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
     "ParameterStatus",
     "PartitionedParameter",
     "PipelineEngine",

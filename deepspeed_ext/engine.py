@@ -32,7 +32,7 @@ from deepspeed_ext.config import given_of_the_other_rule, idle_fields
 from deepspeed_ext.construction import builders, built_together
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
-from deepspeed_ext.resharding.engine import ReshardingEngine
+from deepspeed_ext.offloading import OffloadingEngine
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.supported import require_group_timeout, require_section, require_shared_folder
 from deepspeed_ext.zenflow.throughput import StreamThroughputTimer
@@ -67,7 +67,7 @@ class WeakEngine:
             engine._backward_post_hook()
 
 
-class Engine(ReshardingEngine):
+class Engine(OffloadingEngine):
     """DeepSpeed's engine with our ZeRO optimizers.
 
     With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer process, and an engine
@@ -108,7 +108,7 @@ class Engine(ReshardingEngine):
         self._refused = KeptError()
         with self._refused.keeping():
             settings = self._config.zero_config
-            if isinstance(settings, ZeroConfig):
+            if self._has_own_zenflow():
                 require_section(settings)
                 require_shared_folder(settings, self.use_node_local_storage())
             super()._do_sanity_check()
@@ -154,7 +154,7 @@ class Engine(ReshardingEngine):
     def _our_optimizers(self, settings: ZeroConfig, ranks: RankGroup) -> list[Swap]:
         """Return swaps for DeepSpeed's optimizer classes; `ranks` build the engine together."""
         check_replicas = self.is_sanity_checks_enabled()
-        if settings.zenflow is None:
+        if not self._has_own_zenflow():
             ours = partial(ZeroOptimizer, settings=settings, builders=ranks, check_replicas=check_replicas)
             return [optimizer_class(ours)]
         settings = self._with_epoch_length(self._within_group_timeout(settings))
@@ -196,7 +196,8 @@ class Engine(ReshardingEngine):
 
     def _bind_cores(self, settings: ZeroConfig) -> None:
         """Bind this rank to its share of the cores, if requested or if the optimizer runs in a separate process."""
-        enabled, zenflow = settings.core_binding.enabled, settings.zenflow
+        enabled = settings.core_binding.enabled
+        zenflow = settings.zenflow if self._has_own_zenflow() else None
         if enabled or (enabled is None and zenflow is not None):
             self.core_binding = CoreBinding.start(
                 settings.core_binding,
@@ -234,8 +235,10 @@ class Engine(ReshardingEngine):
         return self.optimizer.zenflow_adam if zenflow else None
 
     def _has_own_zenflow(self) -> bool:
+        """Whether the optimizer is to run in a separate process. An engine without an optimizer, such as a trainer's
+        reference model, has the trained model's config and no use for its ``zenflow`` section."""
         settings = self._config.zero_config
-        return isinstance(settings, ZeroConfig) and settings.zenflow is not None
+        return isinstance(settings, ZeroConfig) and settings.zenflow is not None and self.optimizer_name() is not None
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -264,6 +267,7 @@ class Engine(ReshardingEngine):
                 With ``async_save``, a later step, save or load raises it, or `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
+        self._require_states_here()
         self._settle_zenflow()
         if isinstance(self.checkpoint_engine, JointCheckpointEngine):
             self.checkpoint_engine.begin_save(names_latest=save_latest)
@@ -302,6 +306,7 @@ class Engine(ReshardingEngine):
                 before training on.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
+        self._require_states_here()
         self._settle_zenflow()
         if isinstance(self.checkpoint_engine, JointCheckpointEngine) and not self.load_universal_checkpoint():
             tag = self.checkpoint_engine.begin_load(load_dir, tag)
@@ -320,9 +325,9 @@ class Engine(ReshardingEngine):
             adam.link.wait_together()
 
     def zenflow_config(self) -> Any:
-        """None if we handle the section, which disables DeepSpeed's own ZenFlow and its change of
+        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
         ``gradient_accumulation_steps``."""
-        return None if self._has_own_zenflow() else super().zenflow_config()
+        return None if isinstance(self._config.zero_config, ZeroConfig) else super().zenflow_config()
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Step as DeepSpeed does.
@@ -330,6 +335,7 @@ class Engine(ReshardingEngine):
         Raises:
             CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
         """
+        self._require_states_here()
         ends_step = self.is_gradient_accumulation_boundary()
         super().step(lr_kwargs)
         if ends_step and isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
@@ -356,8 +362,7 @@ class Engine(ReshardingEngine):
             logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Also true if ``zenflow`` implies it; ``engine.offload_states`` then leaves masters and moments where they
-        are."""
+        """Also true if ``zenflow`` implies it."""
         return self._has_own_zenflow() or super().zero_use_cpu_optimizer()
 
     def zero_cpu_offload(self) -> bool:

@@ -16,6 +16,7 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._ranges import in_profile
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
+from deepspeed_ext.zenflow.parked import Parked
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.rule import UpdateRule
 from deepspeed_ext.zenflow.schedule import StepPlan
@@ -62,6 +63,7 @@ class OffloadedAdam:
         self._hyperparameters = hyperparameters
         self._metrics = metrics
         self._plan: StepPlan | None = None
+        self._parked: Parked | None = None
         self.bind_state()
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
@@ -189,6 +191,27 @@ class OffloadedAdam:
             self.drain()
         self.link.phase = UpdatePhase.EXPOSED
         return not self.link.failed
+
+    def offload(self) -> None:
+        """Wait for the update in flight, and free the accelerator memory that is held between steps, until `reload`.
+        No step may come before that. Idempotent.
+
+        If this rank's worker has failed, nothing is freed, and the next step raises the error on every rank."""
+        self.link.wait()
+        if self._parked is None and not self.link.failed:
+            with self.link.keeping():
+                beside = [
+                    tensor for partition in self.partitions for tensor in self.rule.state_beside_weights(partition)
+                ]
+                self._parked = Parked(beside)
+                self.link.transfers.release()
+
+    def reload(self) -> None:
+        """Undo `offload`: later steps are bitwise those without it. Idempotent."""
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+            self.link.transfers.restore()
 
     def bind_state(self) -> None:
         """Point the optimizer's state at the arena's p, m, v, with the masters as its parameters."""

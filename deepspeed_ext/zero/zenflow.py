@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
-from deepspeed_ext._errors import CheckpointError, PlanMismatchError, WorkerError
+from deepspeed_ext._errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext._upstream import (
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
     ZeROOptimizer,
     get_accelerator,
     host_offload_config,
@@ -101,6 +103,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     _grad_dtype: torch.dtype
     _stand_ins: list[PartitionStandIn]
     _has_begun: bool = False
+    _is_rule_away: bool = False
+    offloaded_states: set[Any]
 
     def _prepare(
         self,
@@ -206,6 +210,45 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self.zenflow_adam.step_partition(index, self._masters[index].grad, grad_scale)
         if index == len(self._masters) - 1:
             self.zenflow_adam.finish_weights()
+
+    # -- away from the accelerator --------------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Offload as DeepSpeed does. Masters and moments are on the host already: ``optim_states`` are the room and
+        what the update rule keeps on the accelerator."""
+        wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
+        for stand_in in self._stand_ins:
+            stand_in.data = torch.empty(0)  # it would keep the last step's weights
+        if OffloadStateTypeEnum.optim_states in wanted:
+            self.zenflow_adam.offload()
+            self._is_rule_away = True
+        wanted -= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
+        super().offload_states(wanted, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        super().reload_states(non_blocking)
+        self.zenflow_adam.reload()
+        self._is_rule_away = False
+
+    def require_states_here(self) -> None:
+        """Check that nothing is offloaded.
+
+        Raises:
+            StateError: `offload_states` was called, and `reload_states` was not.
+        """
+        away = sorted(state.value for state in self.offloaded_states)
+        if away or self._is_rule_away:
+            what = ", ".join([*away, *(["optim_states"] if self._is_rule_away else [])])
+            raise StateError(
+                f"engine.offload_states has moved {what} to the host: "
+                "call engine.reload_states() before the next step, save or load"
+            )
 
     # -- state ----------------------------------------------------------------------------------------------------
 

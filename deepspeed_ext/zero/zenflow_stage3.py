@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, gather_stream, get_accelerator
+from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, Swap, gather_stream, get_accelerator, swapped
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
@@ -116,6 +116,13 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
         with self.zenflow_adam.link.keeping():
             self._factor.get(on_one)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Offload, with the trained parameters as DeepSpeed's: it lays its buffer of trained weights over all
+        parameters of the module in their order, which would give frozen ones the weights of others."""
+        trained = torch.nn.ParameterList(param for group in self.fp16_groups for param in group)
+        with swapped(Swap(self, "module", trained)):
+            super().offload_states(*args, **kwargs)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

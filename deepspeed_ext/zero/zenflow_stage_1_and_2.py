@@ -148,6 +148,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         with self.zenflow_adam.link.keeping():
             self._factor.get(lambda one: upstream([one], total_norm))
 
+    def reload_states(self, non_blocking: bool = False) -> None:
+        super().reload_states(non_blocking)
+        self._link_optimizer_states()  # DeepSpeed links the masters only
+
     # -- state ----------------------------------------------------------------------------------------------------
 
     def _load_legacy_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -155,6 +159,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
             super()._load_legacy_checkpoint(*args, **kwargs)
 
     def _refresh_weights(self, saved: Section | None) -> None:
+        self._link_optimizer_states()
+
+    def _link_optimizer_states(self) -> None:
+        """Let every parameter find its p, m and v again."""
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
 

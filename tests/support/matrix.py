@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
+import pytest
 
 
 def cover(cases: list[tuple], strength: int = 2) -> list[tuple]:
@@ -24,3 +26,9 @@ def cover(cases: list[tuple], strength: int = 2) -> list[tuple]:
         chosen.append(cases[best])
         missing[table[best]] = False
     return chosen
+
+
+def some(cases: list[tuple], strength: int = 2) -> list[Any]:
+    """`cases`, of which those that a cover of pairs can spare are only run by ``--full``."""
+    needed = cover(cases, strength)
+    return [case if case in needed else pytest.param(*case, marks=pytest.mark.full) for case in cases]

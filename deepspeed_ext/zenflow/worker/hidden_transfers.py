@@ -48,17 +48,37 @@ class Room:
         slot: where the gradient goes; None: there is none.
     """
 
+    gradient: torch.Tensor
+    results: Results
+
     def __init__(self, host: Results, grad_dtype: torch.dtype, device: torch.device) -> None:
-        numel, publish_dtype = host.published.numel(), host.published.dtype
-        nbytes = numel * max(grad_dtype.itemsize, publish_dtype.itemsize)
-        room = allocation.accelerator_empty(nbytes, torch.uint8, device)
-        self.gradient = room[room.numel() - numel * grad_dtype.itemsize :].view(grad_dtype)
-        means = (
-            None if host.block_means is None else torch.empty_like(host.block_means, dtype=torch.float32, device=device)
-        )
-        self.results = Results(room[: numel * publish_dtype.itemsize].view(publish_dtype), means)
+        self._host, self._grad_dtype, self._device = host, grad_dtype, device
+        self.allocate()
         self.landed = get_accelerator().Event()
         self.slot: torch.Tensor | None = None
+
+    def allocate(self) -> None:
+        """Take the memory, whose contents are undefined."""
+        host, grad_dtype = self._host, self._grad_dtype
+        numel, publish_dtype = host.published.numel(), host.published.dtype
+        nbytes = numel * max(grad_dtype.itemsize, publish_dtype.itemsize)
+        room = allocation.accelerator_empty(nbytes, torch.uint8, self._device)
+        self.gradient = room[room.numel() - numel * grad_dtype.itemsize :].view(grad_dtype)
+        means = None
+        if host.block_means is not None:
+            means = torch.empty_like(host.block_means, dtype=torch.float32, device=self._device)
+        self.results = Results(room[: numel * publish_dtype.itemsize].view(publish_dtype), means)
+
+    def release(self) -> None:
+        """Free the memory. Until `allocate` the room has neither gradient nor results."""
+        del self.gradient, self.results
+
+    def bring_up(self) -> None:
+        """Copy the newest results to the room, on the current stream."""
+        self.results.published.copy_(self._host.published)
+        if self.results.block_means is not None and self._host.block_means is not None:
+            self.results.block_means.copy_(self._host.block_means)
+        self.landed.record()
 
 
 def allocate_rooms(
@@ -219,6 +239,16 @@ class HiddenTransfers(Transfers):
         with self._waiting.measured():
             get_accelerator().current_stream().wait_event(room.landed)
         return room.results
+
+    def release(self) -> None:
+        get_accelerator().synchronize()  # copies up have been started, and may still be under way
+        for room in self._rooms:
+            room.release()
+
+    def restore(self) -> None:
+        for room in self._rooms:
+            room.allocate()
+            room.bring_up()
 
     def copying_seconds(self) -> float:
         return sum(self._downwards.lap()) + sum(self._upwards.lap())

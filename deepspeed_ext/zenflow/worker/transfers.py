@@ -102,6 +102,12 @@ class Transfers:
         """A partition's results, for work on the current stream; on the host or on the accelerator."""
         return self._results[index]
 
+    def release(self) -> None:
+        """Free the accelerator memory that is held between steps. Nothing may be in flight."""
+
+    def restore(self) -> None:
+        """Allocate it again, with the newest results."""
+
     def copying_seconds(self) -> float:
         """Duration of the copies beside the step, as far as known since the last call."""
         return 0.0

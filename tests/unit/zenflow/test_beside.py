@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed_ext
 from tests.support import ranks as rank_pools
-from tests.support.matrix import cover
+from tests.support.matrix import some
 from tests.support.models import OddModel, batches, on_device, two_groups
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
@@ -54,12 +54,6 @@ SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 """Stages, and what is changed in the config."""
 
 OURS = ("stage3_allgather_single_param", "flatten_tier")
-
-
-def some(cases: list[tuple], strength: int = 2) -> list[Any]:
-    """`cases`, of which those that a cover of pairs can spare are only run by ``--full``."""
-    needed = cover(cases, strength)
-    return [case if case in needed else pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
 def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""ZenFlow under trainers of other libraries: `make test-trainers`."""
