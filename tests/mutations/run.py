@@ -27,6 +27,7 @@ __all__ = ["TABLE", "read_table"]
 TABLE = ROOT / "docs" / "lab" / "waits.md"
 TESTS = (
     "tests/unit/zenflow/worker/test_copies.py",
+    "tests/unit/zenflow/test_offload_states.py",
     "tests/unit/zenflow/test_throughput.py",
     "tests/unit/gather/test_features.py::test_a_fetch_left_to_upstream_is_waited_for",
     "tests/unit/flatten/test_gpu.py",
@@ -38,6 +39,12 @@ COPIED = ("deepspeed_ext", "tests", "tools", "pyproject.toml", "examples", "conf
 REDUNDANT = {
     "flatten/staging.py:Staging.to_device: self._wait(chunk_index) (2)": (
         "so that no copy is pending when the chunks are freed; torch's page-locked allocator also sees to that"
+    ),
+    "zenflow/worker/hidden_transfers.py:Room.bring_up: self.landed.record()": (
+        "for a step on another stream than that of the reload"
+    ),
+    "zenflow/worker/hidden_transfers.py:HiddenTransfers.release: get_accelerator().synchronize()": (
+        "so that no copy up is under way when its room is freed; no test gives that memory to others so soon"
     ),
     "startup.py:StartupProfile.phase": "for the times of the table of start-up",
     "tuning/measuring_process.py:training_step.step": "for the time of a step",

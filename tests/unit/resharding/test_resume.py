@@ -15,6 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from deepspeed_ext._errors import CheckpointError
+from tests.support.compare import allow_fp16
 from tests.support.matrix import cover
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_ranks
@@ -110,6 +111,7 @@ def beside(engine: Any) -> dict[str, torch.Tensor]:
 
 def save(run: Run, folder: str, steps: int = STEPS) -> list[float]:
     """Train and save; returns the losses of the steps that follow."""
+    allow_fp16()
     engine = make_engine(run.config, model=partial(Model, 2.0), groups=two_groups)
     train(engine, data(0, steps))
     engine.save_checkpoint(folder, tag="t", client_state={"mine": 7})
@@ -124,6 +126,7 @@ def save(run: Run, folder: str, steps: int = STEPS) -> list[float]:
 def resume(run: Run, folder: str, steps: int = STEPS, *, goes_on: bool = False) -> tuple[str, list[float]]:
     """Load; returns how what has arrived differs, and the losses of the steps that follow. A run that `goes_on` as if
     it had not ended has the saved weights, which may be predictions."""
+    allow_fp16()
     engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
     path, client_state = engine.load_checkpoint(folder, tag="t")
     assert path is not None
