@@ -109,8 +109,7 @@ def _place(given: Mapping[str, str]) -> _Place | None:
 def _open_mpi(given: Mapping[str, str]) -> _Place | None:
     if not any(name in given for name in OPEN_MPI):
         return None
-    rank, size, local_rank, local_size = _numbers(given, OPEN_MPI)
-    return _Place("mpirun (Open MPI)", rank, size, local_rank, local_size, _job(given))
+    return _of_mpi("mpirun (Open MPI)", given, OPEN_MPI)
 
 
 def _pmi(given: Mapping[str, str]) -> _Place | None:
@@ -121,8 +120,12 @@ def _pmi(given: Mapping[str, str]) -> _Place | None:
         if place is not None:
             _require_same(given, {"PMI_RANK": str(place.rank), "PMI_SIZE": str(place.size)}, place.launcher)
         return place
-    rank, size, local_rank, local_size = _numbers(given, PMI)
-    return _Place("mpiexec (PMI)", rank, size, local_rank, local_size, _job(given))
+    return _of_mpi("mpiexec (PMI)", given, PMI)
+
+
+def _of_mpi(launcher: str, given: Mapping[str, str], names: tuple[str, ...]) -> _Place:
+    rank, size, local_rank, local_size = _numbers(given, names)
+    return _Place(launcher, rank, size, local_rank, local_size, _job(given))
 
 
 def _slurm(given: Mapping[str, str]) -> _Place | None:
