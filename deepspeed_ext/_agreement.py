@@ -333,7 +333,7 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     if len(found) == 1:
         return
     ended = (f"{each}\0" for each, _ in found)
-    alike = next(at for at, letters in enumerate(zip(*ended, strict=False)) if len(set(letters)) > 1)
+    alike = next((at for at, letters in enumerate(zip(*ended, strict=False)) if len(set(letters)) > 1), 0)
     start = max(0, alike - _SHOWN_BEFORE)
     listing = "; ".join(f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found)
     if left := ranks.size - sum(len(members) for _, members in found):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.perf.scale_systems import SYSTEMS
 from tests.support.instructions import instructions
 from tests.support.rehearsed_ranks import rehearsed_ranks, that_differ
 
-FEW, MANY = 8, 1024
+FEW, MANY = 16, 1024
 BY_NAME = {system.name: system for system in SYSTEMS}
 
 
@@ -64,7 +64,7 @@ def test_agreements_are_the_same_among_many_ranks(name: str, tmp_path: Path) -> 
     """Bytes and collectives exactly; instructions but for those of the rank's numbers."""
     few, many = few_and_many(name, tmp_path)
     assert (many.received, many.collectives) == (few.received, few.collectives)
-    assert many.instructions <= 1.05 * few.instructions + 8 * MANY
+    assert many.instructions <= 1.05 * few.instructions + 60 * MANY
 
 
 @pytest.mark.parametrize(
@@ -152,4 +152,4 @@ def test_the_rehearsed_group_answers_for_all_ranks() -> None:
         assert tensor.tolist() == [MANY, MANY]
         rehearsal.sent = {"from": 0}
         assert ranks.broadcast(None) == {"from": 0}
-        assert math.isclose(rehearsal.received, 2 * 16 + 8 * MANY + 2 * 8 + 8 + 20, abs_tol=10)
+        assert rehearsal.received == 2 * 16 + 8 * MANY + 2 * 8 + 8 + len(pickle.dumps({"from": 0}))
