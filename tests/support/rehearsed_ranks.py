@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from deepspeed_ext import shared_buffers
 from deepspeed_ext._agreement import RankGroup
@@ -82,7 +82,10 @@ def _done(result: Any) -> Any:
     return _create_work_from_future(future)
 
 
-class _Group(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # torch calls its methods in one of their forms only
+
+
+class _Group(_ProcessGroup):
     """Answers for all ranks."""
 
     rehearsal: Rehearsal
