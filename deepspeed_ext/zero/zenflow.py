@@ -223,8 +223,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         """Offload as DeepSpeed does. Masters and moments are on the host already: ``optim_states`` are the room and
         what the update rule keeps on the accelerator."""
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
-        for stand_in in self._stand_ins:
-            stand_in.data = torch.empty(0)  # it would keep the last step's weights
+        for stand_in in self._stand_ins:  # which keep the last step's weights
+            stand_in.data = torch.empty(0, dtype=stand_in.data.dtype, device="cpu")
         if OffloadStateTypeEnum.optim_states in wanted:
             self.zenflow_adam.offload()
             self._is_rule_away = True

@@ -96,6 +96,8 @@ CANNOT_BE_AGREED_ON = {
     ),
     "only assigns values": ("checkpoint/joint_engine.py:JointCheckpointEngine.begin_save",),
     "pure, of values that are equal on all ranks": (
+        "offloading.py:OffloadingEngine._require_states_here",
+        "zero/zenflow.py:ZenFlowStepping.require_states_here",
         "zenflow/schedule.py:",
         "zenflow/predictive/schedule.py:",
         "zenflow/selective/schedule.py:",
