@@ -15,6 +15,7 @@ agreement. If a part needs another process group, it is a `section`.
 from __future__ import annotations
 
 import hashlib
+import pickle
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,10 +27,27 @@ import torch
 from deepspeed_ext import _errors
 from deepspeed_ext._errors import DeepSpeedExtError, PlanMismatchError, RankError
 from deepspeed_ext._upstream import dist
+from deepspeed_ext.host.cpulist import format_cpulist
 
-__all__ = ["KeptError", "RankGroup", "agreed", "raise_together", "require_same_plan", "section", "together"]
+__all__ = [
+    "MOST_TOLD",
+    "KeptError",
+    "RankGroup",
+    "agreed",
+    "raise_together",
+    "rank_list",
+    "require_same_plan",
+    "section",
+    "together",
+]
+
+MOST_TOLD = 8
+"""Most different plans or errors in one message, however many ranks have another one."""
 
 _SCRATCH_NUMEL = 8
+_all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+_SHOWN_BEFORE, _SHOWN = 100, 1000
+"""Characters of a plan in a message: before the first difference, and in all."""
 
 Failure = TypeVar("Failure", bound=Exception)
 
@@ -71,11 +89,7 @@ class RankGroup:
         """Return the elementwise minimum of `values` over the ranks. A collective."""
         if self.size == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        if self.scratch is not None and len(values) <= _SCRATCH_NUMEL:
-            tensor = self.scratch[: len(values)].copy_(tensor)
-        else:
-            tensor = tensor.to(self.device)
+        tensor = self._on_device(values)
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
         return tuple(tensor.tolist())
 
@@ -83,20 +97,77 @@ class RankGroup:
         """Whether `flag` is true on every rank. A collective."""
         return bool(self.minimum(int(flag))[0])
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's `tensor` in rank order; all must have one shape and dtype. A collective."""
+    def equal(self, value: Any) -> bool:
+        """Whether `value` has the same ``repr`` on every rank. A collective."""
+        number = _number(value)
+        low, high = self.minimum(number, -number)
+        return low == -high
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by its sum over the ranks. A collective."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every rank's `tensor` in rank order, [ranks, ...]; all have one shape and dtype. A collective."""
         if self.size == 1:
-            return [tensor]
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(found, tensor, group=self.group)
+            return tensor.unsqueeze(0)
+        found = tensor.new_empty(self.size, *tensor.shape)
+        _all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=self.group)
         return found
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, any object that pickles, in rank order. A collective."""
-        values = [value] * self.size
+    def broadcast(self, value: Any, owner: int = 0) -> Any:
+        """Return the value of rank `owner`, any object that pickles. A collective."""
+        values = [value]
         if self.size > 1:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            dist.broadcast_object_list(values, src=self.global_rank(owner), group=self.group, device=self.device)
+        return values[0]
+
+    def distinct(self, value: Any, most: int | None = None) -> list[tuple[Any, list[int]]]:
+        """Return the different values of the ranks, told apart by their ``repr``, each with its ranks. A collective.
+
+        Each value travels once, from the lowest of its ranks; ranks with the same value exchange only 16 bytes.
+
+        Args:
+            value: this rank's value, any object that pickles.
+            most: values to return; ranks with others are left out.
+
+        Returns:
+            The values in the order of the lowest rank that has them.
+        """
+        if self.equal(value):
+            return [(value, list(range(self.size)))]
+        holders: dict[int, list[int]] = {}
+        numbers = self.all_gather(self._on_device((_number(value),)).clone())
+        for rank, number in enumerate(numbers.view(-1).tolist()):
+            holders.setdefault(number, []).append(rank)
+        return [(self.broadcast(value, ranks[0]), ranks) for ranks in list(holders.values())[:most]]
+
+    def gather_among(self, key: Any, value: Any) -> dict[int, Any]:
+        """Return the values of the ranks with this rank's `key`, by rank. A collective.
+
+        All values arrive here, but those of ranks with other keys are not even unpickled: keep them small.
+
+        Args:
+            key: compared by its ``repr``.
+            value: any object that pickles.
+        """
+        if self.size == 1:
+            return {0: value}
+        content, number = pickle.dumps(value), _number(key)
+        heads = self.all_gather(self._on_device((number, len(content))).clone()).cpu()
+        sent = torch.zeros(int(heads[:, 1].max()), dtype=torch.uint8, device="cpu")
+        sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        contents = self.all_gather(sent.to(self.device)).cpu()
+        members = (heads[:, 0] == number).nonzero().view(-1).tolist()
+        return {rank: pickle.loads(bytes(contents[rank, : heads[rank, 1]].tolist())) for rank in members}
+
+    def _on_device(self, values: tuple[int, ...]) -> torch.Tensor:
+        """`values` as a 1-D int64 tensor on the device, in `scratch` if there is one."""
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+        if self.scratch is not None and len(values) <= _SCRATCH_NUMEL:
+            return self.scratch[: len(values)].copy_(tensor)
+        return tensor.to(self.device)
 
 
 def raise_together(
@@ -123,18 +194,21 @@ def raise_together(
     if error is not None:  # its frames may hold tensors, and memory may be short
         traceback.clear_frames(error.__traceback__)
     mine = None if error is None else _Told.of(error, ranks, otherwise or RankError)
-    found: list[_Told] = [told for told in ranks.gather(mine) if told is not None]
-    if error is not None and otherwise is None and len(found) == ranks.size and len({each.own for each in found}) == 1:
+    is_common = ranks.equal(mine and mine.own)  # always asked: the ranks may meet here from different agreements
+    if is_common and error is not None and otherwise is None:
         raise agreed(error, ranks)
+    found = ranks.distinct(mine, MOST_TOLD + 1)  # "no error" may be one of them
+    told = [(each, on_ranks) for each, on_ranks in found if each is not None]
     holders: dict[tuple[str, bool], list[int]] = {}
-    for each in found:
-        message = each.message if each.names_ranks else each.message.removeprefix(f"rank {each.rank}: ")
-        holders.setdefault((message, each.names_ranks), []).append(each.rank)
-    text = "; ".join(
-        message if names_ranks else f"{_rank_list(on_ranks)}: {message}"
+    for each, on_ranks in told:
+        holders.setdefault((each.message, each.names_ranks), []).extend(on_ranks)
+    texts = [
+        message if names_ranks else f"{rank_list(on_ranks, ranks)}: {message}"
         for (message, names_ranks), on_ranks in holders.items()
-    )
-    raise agreed(getattr(_errors, found[0].kind)(text), ranks) from error
+    ]
+    if sum(len(on_ranks) for _, on_ranks in found) < ranks.size:
+        texts.append("further ranks have others")
+    raise agreed(getattr(_errors, told[0][0].kind)("; ".join(texts)), ranks) from error
 
 
 def agreed(error: Failure, ranks: RankGroup) -> Failure:
@@ -149,14 +223,12 @@ class _Told:
     """What one rank tells the others about its error.
 
     Attributes:
-        rank: its number among all ranks.
         kind: name of the type to raise.
         own: name of the error's own type.
-        message: the message.
+        message: the message, without the rank's number.
         names_ranks: whether the message says on which ranks it happened.
     """
 
-    rank: int
     kind: str
     own: str
     message: str
@@ -164,14 +236,17 @@ class _Told:
 
     @classmethod
     def of(cls, error: Exception, ranks: RankGroup, otherwise: type[DeepSpeedExtError]) -> _Told:
-        rank, own = ranks.global_rank(ranks.rank), type(error).__name__
-        if isinstance(error, DeepSpeedExtError):
-            return cls(rank, own, own, str(error), error.agreed > 1)
-        return cls(rank, otherwise.__name__, own, f"{own}: {' '.join(str(error).split())}", False)
+        own = type(error).__name__
+        if not isinstance(error, DeepSpeedExtError):
+            return cls(otherwise.__name__, own, f"{own}: {' '.join(str(error).split())}", False)
+        names_ranks, here = error.agreed > 1, f"rank {ranks.global_rank(ranks.rank)}: "
+        return cls(own, own, str(error) if names_ranks else str(error).removeprefix(here), names_ranks)
 
 
-def _rank_list(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def rank_list(members: list[int], ranks: RankGroup) -> str:
+    """Name `members` of `ranks` by their numbers among all ranks, such as ``ranks 0-511, 513``."""
+    numbers = format_cpulist(map(ranks.global_rank, members)).replace(",", ", ")
+    return f"rank{'s' if len(members) > 1 else ''} {numbers}"
 
 
 @contextmanager
@@ -234,9 +309,9 @@ class KeptError:
             raise error
 
 
-def digest(plan: Any) -> str:
-    """Return a short digest of a plan's ``repr``."""
-    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+def _number(value: Any) -> int:
+    """A number of 63 bits for the ``repr`` of `value`: ranks with equal values have equal numbers."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
 
 
 def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
@@ -248,18 +323,21 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
         ranks: the ranks; all of them call this.
 
     Raises:
-        PlanMismatchError: on every rank, with each differing plan and its ranks.
+        PlanMismatchError: on every rank, with differing plans and their ranks.
     """
     if ranks.size == 1:
         return
     with together(ranks):
-        mine = digest(plan)
-    if len(set(ranks.gather(mine))) == 1:
+        text = repr(plan)
+    found = ranks.distinct(text, MOST_TOLD)
+    if len(found) == 1:
         return
-    holders: dict[str, list[int]] = {}
-    for rank, text in enumerate(ranks.gather(repr(plan))):
-        holders.setdefault(text, []).append(ranks.global_rank(rank))
-    listing = "; ".join(f"ranks {on_ranks}: {text}" for text, on_ranks in holders.items())
+    ended = (f"{each}\0" for each, _ in found)
+    alike = next((at for at, letters in enumerate(zip(*ended, strict=False)) if len(set(letters)) > 1), 0)
+    start = max(0, alike - _SHOWN_BEFORE)
+    listing = "; ".join(f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found)
+    if left := ranks.size - sum(len(members) for _, members in found):
+        listing += f"; and others on {left} more ranks"
     raise agreed(
         PlanMismatchError(
             f"the ranks have different plans for {what}: {listing}. "
@@ -267,3 +345,8 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
         ),
         ranks,
     )
+
+
+def _excerpt(text: str, start: int) -> str:
+    end = start + _SHOWN
+    return f"{'...' if start else ''}{text[start:end]}{'...' if len(text) > end else ''}"

@@ -1,8 +1,9 @@
 """Lets the ranks of a job agree on one core plan per host.
 
-Each rank reports what it knows about its host. Ranks with the same boot id are on one host, even if host names differ:
-containers on one host share its CPU numbers. Every rank then computes its host's plan, and the hashes of the plans are
-compared. A rank that cannot read its host, or must not be bound, still takes part in every collective.
+Each rank reports what it knows about its host to the other ranks of that host. Ranks with the same boot id are on one
+host, even if host names differ: containers on one host share its CPU numbers. Every rank then computes its host's plan,
+and the hashes of the plans are compared. A rank that cannot read its host, or must not be bound, still takes part in
+every collective.
 """
 
 import os
@@ -11,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
+from deepspeed_ext._agreement import RankGroup, rank_list, require_same_plan, together
 from deepspeed_ext._errors import PlanMismatchError, UnsupportedError
 from deepspeed_ext.affinity.allowed import find_allowed
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.affinity.topology import Topology, flat_topology, read_accelerator_node, read_topology
 from deepspeed_ext.affinity.tuning_results import DEFAULT_KERNEL, Fingerprint
 from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores
+from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.host.procfs import read_text
 
 __all__ = ["Agreement", "RankReport", "agree", "report_rank"]
@@ -123,18 +125,28 @@ def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agre
         RankError: on every rank, if a host cannot be planned.
     """
     require_same_plan("core binding", mine.request, ranks)
-    reports: list[RankReport] = ranks.gather(mine)
-    peers = sorted(
-        (report for report in reports if report.boot_id == mine.boot_id),
-        key=lambda report: (report.facts.local_rank, report.rank),
-    )
     with together(ranks):
+        packed = _packed(mine)
+    found = ranks.gather_among(mine.boot_id, packed).values()
+    with together(ranks):
+        peers = sorted(map(_unpacked, found), key=lambda report: (report.facts.local_rank, report.rank))
         agreement = _plan_with(mine, topology, peers)
         # If each rank planned only for itself, there is nothing to compare.
         is_joint = agreement.host is not None and len(agreement.host.ranks) == len(peers)
         digest = agreement.host.digest() if agreement.host is not None and is_joint else ""
     _require_same_host_plan(mine.boot_id, digest, ranks)
     return agreement
+
+
+def _packed(report: RankReport) -> tuple[RankReport, str]:
+    """A report as it travels: it arrives at the ranks of all hosts, so without what no other rank needs."""
+    small = replace(report, facts=replace(report.facts, allowed=frozenset()), warnings=())
+    return small, format_cpulist(report.facts.allowed)
+
+
+def _unpacked(sent: tuple[RankReport, str]) -> RankReport:
+    report, allowed = sent
+    return replace(report, facts=replace(report.facts, allowed=parse_cpulist(allowed)))
 
 
 def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[RankReport]) -> Agreement:
@@ -174,16 +186,13 @@ def _require_same_host_plan(boot_id: str, digest: str, ranks: RankGroup) -> None
     Raises:
         PlanMismatchError: on every rank, if they differ on any host.
     """
-    by_host: dict[str, dict[str, list[int]]] = {}
-    for rank, (host, plan) in enumerate(ranks.gather((boot_id, digest))):
-        by_host.setdefault(host, {}).setdefault(plan, []).append(ranks.global_rank(rank))
-    for plans in by_host.values():
-        if len(plans) > 1:
-            listing = "; ".join(f"ranks {holders}: {plan or 'none'}" for plan, holders in plans.items())
-            raise agreed(
-                PlanMismatchError(
-                    f"ranks of one host computed different core plans ({listing}). "
-                    "Install the same version of deepspeed_ext for all of them"
-                ),
-                ranks,
+    holders: dict[str, list[int]] = {}
+    for rank, plan in ranks.gather_among(boot_id, digest).items():
+        holders.setdefault(plan, []).append(rank)
+    with together(ranks):
+        if len(holders) > 1:
+            listing = "; ".join(f"{rank_list(members, ranks)}: {plan or 'none'}" for plan, members in holders.items())
+            raise PlanMismatchError(
+                f"ranks of one host computed different core plans ({listing}). "
+                "Install the same version of deepspeed_ext for all of them"
             )

@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_ext import _files
-from deepspeed_ext._agreement import KeptError, RankGroup, agreed, require_same_plan, together
+from deepspeed_ext._agreement import (
+    MOST_TOLD,
+    KeptError,
+    RankGroup,
+    agreed,
+    rank_list,
+    require_same_plan,
+    together,
+)
 from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext._upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
@@ -78,7 +86,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self.kept.take()
             return
         require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
-        self._save_id = self._ranks.gather(uuid.uuid4().hex)[0]
+        self._save_id = self._ranks.broadcast(uuid.uuid4().hex)
         what = f"checkpoint {info.tag!r} was not saved"
         with self._all(what, "save elsewhere"):
             self.kept.raise_here()  # kept when the folder of all tags was created
@@ -174,7 +182,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         """
         with together(self._ranks, CheckpointError):
             tag = _latest(load_dir) if tag is None else str(tag)
-        tag = next((found for found in self._ranks.gather(tag) if found is not None), None)
+        tag = next((found for found, _ in self._ranks.distinct(tag) if found is not None), None)
         if tag is None:
             return None
         with together(self._ranks, CheckpointError):
@@ -191,7 +199,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             if self._leads:
                 folder.finish_swap()
             state = folder.state() if self._leads else None
-        states = [state for state in self._ranks.gather(state) if state is not None]
+        first = self._ranks.broadcast(state)  # usually of all nodes: then that is all that the ranks exchange
+        states = [each for each, _ in self._ranks.distinct(state if self._leads else first) if each is not None]
         with together(self._ranks, CheckpointError):
             save_id = choose_save(states)
             if self._leads:
@@ -211,12 +220,13 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 content = super().load(path, map_location)
             if isinstance(content, dict):
                 save_id = content.pop(SAVE_ID, None)
-        found = self._ranks.gather(save_id)
-        expected = self._loaded_id or found[0]
-        if any(each != expected for each in found):
+        found = self._ranks.distinct(save_id, MOST_TOLD)
+        expected = self._loaded_id or found[0][0]
+        if any(each != expected for each, _ in found):
+            listing = ", ".join(f"{each} on {rank_list(members, self._ranks)}" for each, members in found)
             message = f"{os.path.dirname(path)} holds files of different saves: {path} and the files that other ranks "
             message += (
-                f"read with it have the save ids {found}, expected {expected}. Load another checkpoint by its tag"
+                f"read with it have the save ids {listing}, expected {expected}. Load another checkpoint by its tag"
             )
             raise agreed(CheckpointError(message), self._ranks)
         self._loaded_id = expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,11 @@ class GroupLayout:
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield the parts of the parameters within ``flat[start:stop]``, in order; gaps between them are padding."""
-        for segment in self.segments:
+        before = bisect.bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
+        for index in range(max(0, before), len(self.segments)):
+            segment = self.segments[index]
+            if segment.start >= stop:
+                break
             first, last = max(start, segment.start), min(stop, segment.start + segment.numel)
             if first < last:
                 yield Piece(segment, first - segment.start, first, last - first)

@@ -16,6 +16,7 @@ import torch
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import checkpoint_keys as keys
 from deepspeed_ext.checkpoint.joint_engine import SAVE_ID, reading
+from deepspeed_ext.host.cpulist import format_cpulist
 from deepspeed_ext.resharding.layout import Layout, Placement
 from deepspeed_ext.zenflow.checkpoint import SECTION
 from deepspeed_ext.zenflow.section import Section, read_section
@@ -122,7 +123,7 @@ class SavedCheckpoint:
         self.has_whole_weights = not os.path.exists(os.path.join(folder, _PARTITIONED_MODEL.format(rank=0)))
         self._opened: dict[int, SavedPartitions] = {}
         self._models: dict[str, Mapping[str, Any]] = {}
-        self._save_ids: dict[str, Any] = {}
+        self._save_ids: dict[Any, str] = {}  # one path for each id
 
     @cached_property
     def ranks(self) -> int:
@@ -140,8 +141,8 @@ class SavedCheckpoint:
         if rank not in self._opened:
             if rank not in self._files:
                 raise CheckpointError(
-                    f"{self.folder} lacks the optimizer's file of rank {rank}; it has those of {sorted(self._files)}: "
-                    "load another checkpoint by its tag"
+                    f"{self.folder} lacks the optimizer's file of rank {rank}; it has those of "
+                    f"{format_cpulist(self._files)}: load another checkpoint by its tag"
                 )
             content = self._open(self._files[rank])
             if not isinstance(state := content.get(keys.OPTIMIZER_STATE_DICT), Mapping):
@@ -166,8 +167,8 @@ class SavedCheckpoint:
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         if not isinstance(content, Mapping):
             raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint")
-        self._save_ids[path] = content.get(SAVE_ID)
-        if len(set(self._save_ids.values())) > 1:
+        self._save_ids.setdefault(content.get(SAVE_ID), path)
+        if len(self._save_ids) > 1:
             raise CheckpointError(
                 f"{self.folder} holds files of different saves: {self._save_ids}. Load another checkpoint by its tag"
             )
@@ -176,7 +177,7 @@ class SavedCheckpoint:
     @property
     def save_id(self) -> Any:
         """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote them."""
-        return next(iter(self._save_ids.values()), None)
+        return next(iter(self._save_ids), None)
 
     # -- what lies where ------------------------------------------------------------------------------------------
 
@@ -198,10 +199,10 @@ class SavedCheckpoint:
             CheckpointError: a rank's file is missing, or one does not fit.
         """
         first = self.partitions(min(self._files))
-        if sorted(self._files) != list(range(self.ranks)):
+        if self._files.keys() != set(range(self.ranks)):
             raise CheckpointError(
                 f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of ranks "
-                f"{sorted(self._files)}: copy the missing files there, or load another checkpoint by its tag"
+                f"{format_cpulist(self._files)}: copy the missing files there, or load another checkpoint by its tag"
             )
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}

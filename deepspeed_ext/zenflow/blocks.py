@@ -15,7 +15,7 @@ import deepspeed_ext._first_calls  # noqa: F401
 from deepspeed_ext.zenflow.compiled import COMPILED_FROM_NUMEL, compiled
 from deepspeed_ext.zenflow.kernel import AdamStep
 
-__all__ = ["AdamBlocks", "BlockSet", "step_blocks"]
+__all__ = ["AdamBlocks", "BlockSet", "BlocksOfRanks", "step_blocks"]
 
 Number = float | torch.Tensor
 
@@ -74,6 +74,41 @@ class BlockSet:
         """View the whole blocks of `flat` as rows; also return the set's whole-block numbers, on `flat`'s device."""
         ids = self.ids[:-1] if self._has_tail else self.ids
         return flat[: self._whole * self.block_size].view(-1, self.block_size), ids.to(flat.device)
+
+
+class BlocksOfRanks:
+    """As many blocks of each rank, applicable to the partitions of all ranks, of n elements each.
+
+    Args:
+        ids: block numbers, [ranks, k] int64, ascending in each row, on the device where the blocks are used. A number
+            may come several times, but not that of a short last block.
+        numel: n.
+        block_size: elements per block.
+    """
+
+    def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._shape = numel // block_size, block_size
+        rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+        is_whole = ids < self._shape[0]
+        self._tails = (~is_whole).any(1).nonzero().view(-1)
+        self._which = None if not len(self._tails) else is_whole
+        self._rows, self._ids = (rows, ids) if self._which is None else (rows[is_whole], ids[is_whole])
+
+    def put(self, flats: torch.Tensor, values: torch.Tensor) -> None:
+        """Scatter blocks into the partitions, in place and in a number of operations that is independent of the ranks.
+
+        Args:
+            flats: [ranks, n], any dtype, on the device of the numbers.
+            values: [ranks, k, block_size], the same dtype and device. Those of one block are equal.
+        """
+        whole = self._shape[0] * self.block_size
+        if whole:
+            flats[:, :whole].unflatten(1, self._shape)[self._rows, self._ids] = (
+                values if self._which is None else values[self._which]
+            )
+        if len(self._tails):  # its block is the last one of the row
+            flats[self._tails, whole:] = values[self._tails, -1, : flats.shape[1] - whole]
 
 
 @dataclass

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext.zenflow.blocks import BlockSet
+from deepspeed_ext.zenflow.blocks import BlockSet, BlocksOfRanks
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 
 __all__ = ["HotExchange"]
@@ -28,7 +28,7 @@ class HotExchange:
     def __init__(self, adam: OffloadedAdam, all_gather: Callable[..., None]) -> None:
         self._adam = adam
         self._all_gather = all_gather
-        self._known: dict[int, tuple[BlockSet, list[BlockSet]]] = {}
+        self._known: dict[int, tuple[BlockSet, BlockSet, BlocksOfRanks]] = {}
         self.bytes_received = 0
 
     def __call__(
@@ -39,35 +39,29 @@ class HotExchange:
             self._all_gather(groups_flat, partitioned_param_groups, dp_process_group, *args, **kwargs)
             return
         self.bytes_received = 0
-        for index, (blocks, partitions) in enumerate(zip(changed, partitioned_param_groups, strict=True)):
+        for index, (blocks, flat) in enumerate(zip(changed, groups_flat, strict=True)):
             assert blocks is not None
-            self._exchange(index, blocks, partitions)
+            self._exchange(index, blocks, flat.data.view(self._adam.ranks.size, -1))
 
-    def _exchange(self, index: int, blocks: BlockSet, partitions: Sequence[torch.Tensor]) -> None:
+    def _exchange(self, index: int, blocks: BlockSet, weights: torch.Tensor) -> None:
+        """Exchange `blocks` of this rank's row of the `weights`, [ranks, n]."""
         ranks = self._adam.ranks
-        mine = partitions[ranks.rank].data
         if ranks.size == 1:
             return
         if index not in self._known or self._known[index][0] is not blocks:
-            self._known[index] = blocks, _everyones(blocks, mine.numel(), ranks)
-        everyones = self._known[index][1]
-        most = max(map(len, everyones))
-        rows = ranks.all_gather(_padded(blocks.take(mine), most))
-        for other, (theirs, values) in enumerate(zip(everyones, rows, strict=True)):
-            if other != ranks.rank:
-                theirs.put(partitions[other].data, values[: len(theirs)])
-                self.bytes_received += values.nbytes
+            self._known[index] = blocks, *_everyones(blocks, weights.shape[1], ranks)
+        _, mine, everyones = self._known[index]
+        rows = ranks.all_gather(mine.take(weights[ranks.rank]))
+        everyones.put(weights, rows)
+        self.bytes_received += rows.nbytes - rows[0].nbytes
 
 
-def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> list[BlockSet]:
-    """The hot blocks of every rank, in rank order. Partitions have one size; the number of blocks may differ per
-    rank. A collective."""
-    mine = torch.tensor([len(blocks)], dtype=torch.int64, device=ranks.device)
-    counts = [int(count) for count in ranks.all_gather(mine)]
-    ids = ranks.all_gather(_padded(blocks.ids, max(counts)))
-    return [BlockSet(theirs[:count], numel, blocks.block_size) for theirs, count in zip(ids, counts, strict=True)]
+def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> tuple[BlockSet, BlocksOfRanks]:
+    """This rank's hot blocks and those of every rank. A collective.
 
-
-def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`rows` followed by zeros up to `count` rows, because a collective needs one shape on all ranks."""
-    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+    The number of blocks may differ per rank, but a collective needs one shape on all ranks. So block 0 comes first as
+    often as is needed: no value of it changes, unless it is hot anyway.
+    """
+    most = -ranks.minimum(-len(blocks))[0]
+    ids = torch.cat([blocks.ids.new_zeros(most - len(blocks)), blocks.ids])
+    return BlockSet(ids, numel, blocks.block_size), BlocksOfRanks(ranks.all_gather(ids), numel, blocks.block_size)

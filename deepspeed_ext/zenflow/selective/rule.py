@@ -48,13 +48,11 @@ class SelectionState:
         hot: p, m, v and update counts of the k hot blocks; None before the first selection.
         hot_weights: within a step: new weights of the hot blocks, [k, block_size], dtype of the weights, accelerator.
         scores: within a step that selects: this rank's score of each block, 1-D fp32 [blocks].
-        everyones_scores: within a step that selects: the scores of every rank, in rank order.
     """
 
     hot: AdamBlocks | None = None
     hot_weights: torch.Tensor | None = None
     scores: torch.Tensor | None = None
-    everyones_scores: list[torch.Tensor] | None = None
 
 
 class SelectiveRule(UpdateRule[SelectivePlan]):
@@ -105,10 +103,10 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     def write_weights(self, plan: SelectivePlan) -> None:
         """Write the weights of cold blocks, if the worker's result has arrived, then those of hot blocks over them."""
-        if plan.selects:  # no rank has failed: all have just waited together
-            for state in self.states:
-                assert state.scores is not None, "a step that selects waits first"
-                state.everyones_scores = self._ranks.all_gather(state.scores)
+        chosen: list[torch.Tensor] = []
+        for state in self.states if plan.selects else ():  # no rank has failed: all have just waited together
+            assert state.scores is not None, "a step that selects waits first"
+            chosen.append(select(state.scores, self._settings.topk_ratio, self._ranks, self._link.keeping))
         with self._link.keeping():
             for partition, state in zip(self._partitions, self.states, strict=True):
                 if plan.waits:
@@ -117,8 +115,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                     assert state.hot_weights is not None, "hot blocks have not been stepped"
                     state.hot.blocks.put(partition.weights(), state.hot_weights)
                     state.hot_weights = None
-                if plan.selects:
-                    self._select(partition)
+                if plan.selects and not self._link.failed:
+                    self._take_hot(partition, chosen[partition.index])
         if plan.selects:  # a rank with other hot blocks would make other collectives in the steps to come
             self._link.raise_kept()
 
@@ -147,20 +145,18 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     # -- selection ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _select(self, partition: Partition) -> None:
-        """Select a partition's hot blocks again from all ranks' scores. Nothing may be in flight."""
+    def _take_hot(self, partition: Partition, chosen: torch.Tensor) -> None:
+        """Make the `chosen` blocks of a partition its hot ones. Nothing may be in flight."""
         state = self.states[partition.index]
         assert state.scores is not None
-        assert state.everyones_scores is not None
         self._make_cold(partition)
-        chosen = select(torch.stack(state.everyones_scores), self._settings.topk_ratio)
-        blocks = BlockSet(chosen[self._ranks.rank], partition.master.numel(), self.block_size)
+        blocks = BlockSet(chosen, partition.master.numel(), self.block_size)
         if self.schedule.interval is None:
             hot = float(state.scores[blocks.ids].sum())
             self._hot_sum += hot
             self._cold_sum += float(state.scores.sum()) - hot
         state.hot = self._taken_away(partition, blocks)
-        state.scores = state.everyones_scores = None
+        state.scores = None
 
     def _taken_away(self, partition: Partition, blocks: BlockSet) -> AdamBlocks:
         """Copy the state of `blocks` to where hot state lives, and mark them in the arena."""

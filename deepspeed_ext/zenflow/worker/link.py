@@ -224,8 +224,8 @@ def _require_room(nbytes: int, ranks: RankGroup) -> None:
         OutOfMemoryError: on every rank.
     """
     with together(ranks):
-        mine = (_memory_domain(), nbytes, memory.available_host_bytes())
-    found = [(needed, available) for domain, needed, available in ranks.gather(mine) if domain == mine[0]]
+        domain, mine = _memory_domain(), (nbytes, memory.available_host_bytes())
+    found = ranks.gather_among(domain, mine).values()
     needed, available = sum(needed for needed, _ in found), min(available for _, available in found)
     with together(ranks):
         if needed > available:

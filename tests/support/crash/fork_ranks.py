@@ -30,9 +30,15 @@ class PipeGroup(RankGroup):
     connection: Connection
 
     def minimum(self, *values: int) -> tuple[int, ...]:
-        return tuple(min(column) for column in zip(*self.gather(values), strict=True))
+        return tuple(min(column) for column in zip(*self._everyones(values), strict=True))
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self._everyones(tensor.tolist()), dtype=tensor.dtype, device="cpu")
+
+    def broadcast(self, value: Any, owner: int = 0) -> Any:
+        return self._everyones(value)[owner]
+
+    def _everyones(self, value: Any) -> list[Any]:
         try:
             self.connection.send(value)
             return self.connection.recv()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from deepspeed_ext._agreement import RankGroup
@@ -24,9 +23,8 @@ from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks
 from tests.support.sysfs import write, write_host
+from tests.support.thread_ranks import run_together
 from tests.support.topologies import cores
-
-TIMEOUT_SECONDS = 20
 
 Member = tuple[RankReport, Topology | None]
 
@@ -43,56 +41,9 @@ def member(
     return RankReport(rank, host, facts, digest, **{"request": PlanRequest(), **fields}), topology
 
 
-class Board:
-    """Where ranks that are threads of this process gather from each other; a rank that never comes is an error."""
-
-    def __init__(self, number: int) -> None:
-        self._barrier = threading.Barrier(number, timeout=TIMEOUT_SECONDS)
-        self._items: list[Any] = [None] * number
-
-    def gather(self, rank: int, item: Any) -> list[Any]:
-        self._items[rank] = item
-        self._barrier.wait()
-        items = list(self._items)
-        self._barrier.wait()
-        return items
-
-
-class ThreadRanks(RankGroup):
-    """A rank whose group is a `Board`."""
-
-    def global_rank(self, rank: int) -> int:
-        return rank
-
-    def minimum(self, *values: int) -> tuple[int, ...]:
-        return tuple(map(min, zip(*self.gather(values), strict=True)))
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.group.gather(self.rank, value)
-
-
 def meet(members: Sequence[Member]) -> list[Agreement | Exception]:
     """Run `agree` for all members; see `run_together`."""
     return run_together(len(members), lambda ranks: agree(*members[ranks.rank], ranks))
-
-
-def run_together(number: int, call: Callable[[RankGroup], Any]) -> list[Any]:
-    """Answers or errors of `call` on ranks that are threads."""
-    board = Board(number)
-    answers: list[Any] = [None] * number
-
-    def run(rank: int) -> None:
-        try:
-            answers[rank] = call(ThreadRanks(board, rank, number, torch.device("cpu")))
-        except Exception as error:
-            answers[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * TIMEOUT_SECONDS)
-    return answers
 
 
 def sets(answer: Agreement | Exception) -> tuple[str, str]:

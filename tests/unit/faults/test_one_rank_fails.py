@@ -83,7 +83,9 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/predictive/rule.py:PredictiveRule.write_weights",
         "zenflow/selective/rule.py:SelectiveRule.write_weights",
         "zenflow/selective/exchange.py:",
+        "zenflow/selective/selection.py:select",
         "zenflow/blocks.py:BlockSet.__len__",  # which that module asks for first
+        "zenflow/blocks.py:BlocksOfRanks",
         "resharding/target.py:GroupsTarget.write_weights",
         "zero/zenflow.py:ZenFlowStepping._exchange_weights",
         "zero/zenflow_stage_1_and_2.py:ZenFlowZeroOptimizer._exchange_weights",
@@ -100,6 +102,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/predictive/schedule.py:",
         "zenflow/selective/schedule.py:",
         "zenflow/selective/settings.py:",
+        "zenflow/selective/selection.py:_digit_of",
         "zenflow/optimizer.py:OffloadedAdam._current_plan",
         "zenflow/optimizer.py:OffloadedAdam.changed_blocks",
         "zenflow/rule.py:UpdateRule.changed_blocks",

@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, step_rows
+from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, BlocksOfRanks, step_rows
 from deepspeed_ext.zenflow.compiled import compiled
 from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.selective.selection import scores, select
+from deepspeed_ext.zenflow.selective.settings import hot_blocks, most_hot_blocks
 from tests.support.same import assert_same
+from tests.support.thread_ranks import run_together
 
 
 @st.composite
@@ -58,7 +60,7 @@ def test_the_blocks_with_the_largest_sums_are_selected(
     found = torch.stack([scores(flat, block_size) for flat in flats])
     expected = torch.stack([torch.stack([b.abs().sum() for b in flat.split(block_size)]) for flat in flats])
     torch.testing.assert_close(found, expected)
-    chosen = select(found, ratio)
+    chosen = run_together(ranks, lambda group: select(found[group.rank], ratio, group))
     share = math.ceil(ratio * count)
     assert sum(map(len, chosen)) == math.ceil(ratio * found.numel())
     lowest = min(float(row[ids].min()) for row, ids in zip(found, chosen, strict=True) if len(ids))
@@ -69,6 +71,53 @@ def test_the_blocks_with_the_largest_sums_are_selected(
         left[ids] = False
         if left.any() and len(ids) < min(count, 2 * share):  # then nothing larger was left out
             assert row[left].max() <= lowest
+
+
+def of_all_scores(everyones: torch.Tensor, ratio: float) -> list[list[int]]:
+    """The choice with all scores at hand: first each rank's best, then the best of these."""
+    most = most_hot_blocks(everyones.shape[1], ratio)
+    best = torch.topk(everyones, most, dim=1)
+    taken = torch.zeros(best.values.numel(), dtype=torch.bool)
+    taken[torch.topk(best.values.flatten(), hot_blocks(everyones.numel(), ratio)).indices] = True
+    return [sorted(ids[row].tolist()) for ids, row in zip(best.indices, taken.view(best.values.shape), strict=True)]
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-20, 1.0, 1e30])
+@pytest.mark.parametrize("ratio", [0.02, 0.1, 0.7])
+def test_the_selection_is_that_of_all_scores(ratio: float, scale: float) -> None:
+    """Also for scores of other sizes on each rank, of denormal numbers, and with the largest float."""
+    generator = torch.Generator().manual_seed(0)
+    everyones = torch.randn(5, 200, generator=generator).abs() * torch.tensor([1, 2, 8, 1e-3, 1])[:, None] * scale
+    everyones[1, 7] = torch.inf
+    assert len(set(everyones.flatten().tolist())) > (100 if scale == 1e-42 else 990)
+    found = run_together(5, lambda group: select(everyones[group.rank], ratio, group))
+    if scale == 1e-42:  # too few different numbers for one choice: compare the scores
+        expected = [everyones[rank][ids].sort().values for rank, ids in enumerate(of_all_scores(everyones, ratio))]
+        assert torch.equal(
+            torch.cat([everyones[rank][ids] for rank, ids in enumerate(found)]).sort().values,
+            torch.cat(expected).sort().values,
+        )
+    else:
+        assert [ids.tolist() for ids in found] == of_all_scores(everyones, ratio)
+
+
+def test_of_equal_scores_the_first_are_selected() -> None:
+    everyones = torch.tensor([[0.0, 0, 0, 0], [0, 0, 5, 0], [0, 3, 0, 0]])
+    found = run_together(3, lambda group: select(everyones[group.rank], 0.4, group))
+    assert sum(map(len, found)) == 5
+    assert [ids.tolist() for ids in found][1:] == [[2], [1]]
+
+
+@pytest.mark.parametrize(("numel", "block_size"), [(40, 8), (42, 8), (6, 8)])
+def test_blocks_of_all_ranks_are_put_as_those_of_each(numel: int, block_size: int) -> None:
+    last = (numel - 1) // block_size
+    ids = torch.tensor([[0, last], [0, min(3, last)], [min(2, last), min(3, last)]])[:, : 1 + (last > 0)]
+    values = torch.randn(*ids.shape, block_size)
+    found, expected = torch.zeros(3, numel), torch.zeros(3, numel)
+    BlocksOfRanks(ids, numel, block_size).put(found, values)
+    for flat, mine, rows in zip(expected, ids, values, strict=True):
+        BlockSet(mine, numel, block_size).put(flat, rows)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

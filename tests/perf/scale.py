@@ -1,0 +1,144 @@
+"""Rehearses the scale of the package: one rank's planning and exchange among 8 to 8,192 ranks, all others made up.
+
+    python -m tests.perf.scale [--ranks 8 64 1024 8192] [--only TEXT] [--plot docs/lab/scale.svg] [--json FILE]
+
+Prints a table for `docs/lab/scale.md`. Seconds are one thread's CPU time without the made-up collectives, the median of
+several runs; bytes are what arrives at one rank; memory is the peak of Python's allocations (`tracemalloc`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from deepspeed_ext._logging import logger
+from tests.perf.scale_systems import SYSTEMS, System
+from tests.support.rehearsed_ranks import rehearsed_ranks
+
+RANKS = (8, 64, 1024, 8192)
+REPEATS = 5
+SLOW_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One system among one number of ranks.
+
+    Attributes:
+        ranks: number of ranks.
+        seconds: median of the CPU seconds of a run.
+        received: bytes that arrive at one rank in a run.
+        collectives: collectives of a run.
+        peak: most bytes of Python objects during a run.
+    """
+
+    ranks: int
+    seconds: float
+    received: int
+    collectives: int
+    peak: int
+
+
+def measure(system: System, size: int, repeats: int = REPEATS) -> Measured:
+    """Rehearse `system` on one of `size` ranks."""
+    with tempfile.TemporaryDirectory() as folder, rehearsed_ranks(size) as (ranks, rehearsal):
+        run = system.prepare(ranks, rehearsal, Path(folder))
+        seconds, begin = list[float](), time.monotonic()
+        while len(seconds) < repeats and (not seconds or time.monotonic() - begin < SLOW_SECONDS):
+            rehearsal.received, rehearsal.seconds = 0, 0.0
+            rehearsal.calls.clear()
+            before = time.thread_time()
+            run()
+            seconds.append(time.thread_time() - before - rehearsal.seconds)
+        received, collectives = rehearsal.received, rehearsal.collectives
+        gc.collect()
+        tracemalloc.start()
+        run()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return Measured(size, statistics.median(seconds), received, collectives, peak)
+
+
+def exponent(found: Sequence[Measured], quantity: str) -> float:
+    """Slope of the quantity over the ranks, both in logarithms: 0 constant, 1 linear; by least squares."""
+    points = [(math.log(each.ranks), math.log(max(getattr(each, quantity), 1e-9))) for each in found]
+    mean_x, mean_y = (statistics.fmean(axis) for axis in zip(*points, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def table(found: dict[str, list[Measured]], whens: dict[str, str]) -> str:
+    """The results as Markdown."""
+    counts = [each.ranks for each in next(iter(found.values()))]
+    lines = []
+    for title, quantity, unit in (
+        ("Bytes that arrive at one rank", "received", 1),
+        ("Collectives", "collectives", 1),
+        ("Milliseconds of one rank", "seconds", 1e3),
+        ("KiB of Python objects at the peak", "peak", 1 / 1024),
+    ):
+        lines += [f"\n{title}:\n", f"| what | when | {' | '.join(f'{n:,}' for n in counts)} | a doubling | exponent |"]
+        lines.append("|" + " --- |" * (len(counts) + 4))
+        for name, row in found.items():
+            cells = [_number(getattr(each, quantity) * unit) for each in row]
+            slope = exponent(row, quantity) if getattr(row[-1], quantity) else 0.0
+            lines.append(f"| {name} | {whens[name]} | {' | '.join(cells)} | {2**slope:.2f} | {slope:.2f} |")
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2g}"
+
+
+def plot(found: dict[str, list[Measured]], path: Path) -> None:
+    """Draw seconds and bytes over the number of ranks."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, (name, row) in enumerate(found.items()):
+        style = {"marker": "osv^Dx"[number % 6], "markersize": 4, "linewidth": 1, "color": f"C{number % 10}"}
+        ranks = [each.ranks for each in row]
+        left.plot(ranks, [max(each.seconds, 1e-6) for each in row], label=name, **style)
+        right.plot(ranks, [max(each.received, 1) for each in row], **style)
+    left.set(title="seconds of one rank", xscale="log", yscale="log", xlabel="ranks")
+    right.set(title="bytes that arrive at one rank", xscale="log", yscale="log", xlabel="ranks")
+    for axes in (left, right):
+        axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=7)
+    figure.suptitle("A rehearsal: one real rank, all other ranks made up", fontsize=10)
+    figure.savefig(path, format=path.suffix.removeprefix("."), metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--only", default="", help="systems whose name contains this")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logger.setLevel("ERROR")
+    systems = [system for system in SYSTEMS if arguments.only in system.name]
+    found = {system.name: [measure(system, size) for size in arguments.ranks] for system in systems}
+    print(table(found, {system.name: system.when for system in systems}))
+    if arguments.plot:
+        plot(found, arguments.plot)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({name: [asdict(each) for each in row] for name, row in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
