@@ -89,7 +89,7 @@ class BlocksOfRanks:
     def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
         self.block_size = block_size
         self._shape = numel // block_size, block_size
-        rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+        rows = torch.arange(len(ids), dtype=torch.int64, device=ids.device)[:, None].expand_as(ids)
         is_whole = ids < self._shape[0]
         self._tails = (~is_whole).any(1).nonzero().view(-1)
         self._which = None if not len(self._tails) else is_whole
