@@ -9,6 +9,7 @@ import torch
 
 import deepspeed_ext._first_calls  # noqa: F401 (tests compare with torch's AdamW)
 from tests.support import ranks
+from tests.support.matrix import beyond_the_sample
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {item for item in items if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))}
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
+        left_out |= beyond_the_sample([item for item in items if item not in left_out])
         on_gpu = [item for item in items if item.get_closest_marker("gpu")]
         if config.getoption("--simulated"):
             left_out |= {item for number, item in enumerate(on_gpu) if number % SIMULATED_GPU_TESTS_ONE_IN}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,3 +34,21 @@ def some(cases: list[tuple], strength: int = 2) -> list[Any]:
     """`cases`, of which those that a cover of pairs can spare are only run by ``--full``."""
     needed = cover(cases, strength)
     return [case if case in needed else pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Of each test function marked ``sampled(n)``, all but one case in n, rounded up.
+
+    The checksum of its name chooses a case, so that no value of a setting is left out because of its place in a list.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for same in cases.values():
+        mark = same[0].get_closest_marker("sampled")
+        assert mark is not None
+        same.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        left_out.update(same[-(-len(same) // mark.args[0]) :])
+    return left_out

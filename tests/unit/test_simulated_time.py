@@ -15,6 +15,8 @@ from tests.support.models import batches, on_device
 from tests.support.ranks import on_sim, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 STEPS = 6
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.simulated.cases import CASES, Case, check, seeded
 
+pytestmark = pytest.mark.sampled(2)
+
 
 @pytest.mark.parametrize(
     "case", [*CASES[2::13], *(pytest.param(case, marks=pytest.mark.full) for case in CASES)], ids=str

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.matrix import beyond_the_sample
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
 
@@ -89,3 +90,29 @@ def test_how_a_rank_ends_is_known(how: str, exit_code: int | None) -> None:
     (outcome,) = run_fresh_ranks(1, end, how)
     assert outcome.exit_code == exit_code
     assert ("said why" in (outcome.error or "")) == (how == "leaves")
+
+
+class Case:
+    """What `beyond_the_sample` asks of a test."""
+
+    def __init__(self, nodeid: str, one_in: int | None) -> None:
+        self.nodeid = nodeid
+        self._mark = None if one_in is None else pytest.mark.sampled(one_in).mark
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self._mark if name == "sampled" else None
+
+
+def test_a_sample_has_one_case_in_n_of_each_function() -> None:
+    cases: list[Any] = [
+        *(Case(f"a.py::long[{stage}-{number}]", 3) for stage in range(2) for number in range(8)),
+        Case("a.py::alone", 3),
+        *(Case(f"b.py::other[{number}]", None) for number in range(4)),
+    ]
+    left_out = beyond_the_sample(cases)
+    assert left_out == beyond_the_sample(reversed(cases)), "the order does not matter"
+    kept = [case.nodeid for case in cases if case not in left_out]
+    assert len([name for name in kept if "long" in name]) == 6
+    assert len({name[: len("a.py::long[0")] for name in kept if "long" in name}) == 2, "both stages are there"
+    assert "a.py::alone" in kept
+    assert len([name for name in kept if "other" in name]) == 4

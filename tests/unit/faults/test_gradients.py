@@ -15,6 +15,8 @@ from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 BAD_STEPS = {2: float("nan"), 3: float("inf"), 6: float("-inf")}
 STEPS = 10
 

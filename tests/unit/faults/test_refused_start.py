@@ -41,6 +41,8 @@ from tests.support.optimizer_process import PASS, running
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, run, train, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def while_it(owner: Any, name: str, limit: int, value: Callable[[], int]) -> AbstractContextManager:
     """Limit a resource while a method runs, and only then: the rest of a start needs it too."""

@@ -18,6 +18,8 @@ from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 RANKS = 3
 FAILING = 1
 GOOD, STEPS = 5, 10

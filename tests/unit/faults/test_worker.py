@@ -24,6 +24,8 @@ from tests.support.ranks import run_ranks
 from tests.support.waiting import GENEROUS_SECONDS
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 TIMEOUT_SECONDS = 2.0
 
 

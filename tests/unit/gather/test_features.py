@@ -27,6 +27,8 @@ from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zero3 import ZooModel, fetch, gathered
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def feature_body(zero: dict[str, Any], other: dict[str, Any], dtype: str) -> tuple[list[float], SingleParameterGather]:
     upstream = way_config("plain", dtype, 1) | other

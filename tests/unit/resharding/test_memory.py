@@ -18,6 +18,8 @@ from deepspeed_ext.resharding import load
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 WIDTH = 1536
 CHUNK_NUMEL = 1 << 16
 

@@ -22,6 +22,8 @@ from tests.support.ranks import run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 STEPS = 4
 ROWS = 12
 """Sequences in a batch, split over the ranks: the same batch for 1, 2, 3 and 4 ranks."""

@@ -25,6 +25,8 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 STAGES = [1, 2, 3]
 
 

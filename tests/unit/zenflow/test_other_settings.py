@@ -12,6 +12,8 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, masters_of, offload_config, train, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 SELECTIVE = {"topk_ratio": 0.1, "select_block_size": 32, "full_warm_up_rounds": 2}
 
 

@@ -22,6 +22,8 @@ from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 RULES = {
     "predictive": {"update_interval": 1},
     "predictive, interval 3": {"update_interval": 3, "full_warm_up_rounds": 3},

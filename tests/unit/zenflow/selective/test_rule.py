@@ -16,6 +16,8 @@ from tests.support.same import assert_same
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of
 from tests.support.zenflow_runs import losses_of, selective_config, with_and_without
 
+pytestmark = pytest.mark.sampled(2)
+
 STAGES = [1, 2, 3]
 EVERYTHING = 0.999
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
