@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,7 +39,7 @@ def some(cases: list[tuple], strength: int = 2) -> list[Any]:
 def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Of each test function marked ``sampled(n)``, all but one case in n, rounded up.
 
-    The checksum of its name chooses a case, so that no value of a setting is left out because of its place in a list.
+    The hash of its name chooses a case, so that no value of a setting is left out because of its place in a list.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -49,6 +49,6 @@ def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     for same in cases.values():
         mark = same[0].get_closest_marker("sampled")
         assert mark is not None
-        same.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        same.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
         left_out.update(same[-(-len(same) // mark.args[0]) :])
     return left_out
