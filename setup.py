@@ -5,6 +5,8 @@ import runpy
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "_version.py").read_text(), re.MULTILINE)[1]
@@ -15,10 +17,30 @@ NATIVE_KERNEL = Extension(
     "deepspeed_ext.zenflow.kernel._adam_pass",
     sources=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.cpp")),
     depends=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.h")),
-    extra_compile_args=list(runpy.run_path(str(ROOT / KERNEL / "compile_flags.py"))["COMPILE_FLAGS"]),
-    extra_link_args=["-fopenmp"],
+    # Whatever Python itself was compiled with: nothing that debugs, and nothing that other CPUs lack.
+    extra_compile_args=[*runpy.run_path(str(ROOT / KERNEL / "compile_flags.py"))["COMPILE_FLAGS"], "-g0"],
+    extra_link_args=["-pthread"],
     optional=True,
 )
+
+
+class BuildKernel(build_ext):
+    """Builds a library that ctypes loads: no version of Python in its name, because it uses nothing of Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the library's path, relative to the packages."""
+        return "/".join(fullname.split(".")) + ".so"
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for every Python, and for every platform if there was no compiler."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of Python, ABI and platform."""
+        platform = super().get_tag()[2]
+        built = all(Path(path).exists() for path in self.get_finalized_command("build_ext").get_outputs())
+        return "py3", "none", platform if built else "any"
+
 
 setup(
     name="deepspeed-ext",
@@ -32,6 +54,7 @@ setup(
     packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
     package_data={"deepspeed_ext": ["py.typed", "zenflow/kernel/*.cpp", "zenflow/kernel/*.h"]},
     ext_modules=[NATIVE_KERNEL],
+    cmdclass={"build_ext": BuildKernel, "bdist_wheel": PlatformWheel},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",

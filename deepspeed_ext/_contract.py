@@ -76,6 +76,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "initialize": EXISTS,
     },
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": {"pin_empty": EXISTS},
+    "deepspeed.comm.torch": {"build_shm_op": "()"},
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {
         "__init__": "(self, config_params)",
         "commit": "(self, info)",

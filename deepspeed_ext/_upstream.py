@@ -7,6 +7,7 @@ of these classes that we rely on; `check` compares the list with the installed D
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import threading
@@ -49,6 +50,7 @@ from deepspeed.utils.timer import ThroughputTimer
 
 from deepspeed_ext._contract import broken
 from deepspeed_ext._errors import UpstreamError
+from deepspeed_ext._logging import warn_once
 
 __all__ = [
     "DeepSpeedEngine",
@@ -95,6 +97,8 @@ __all__ = [
 
 PartitionedParameter = Any
 """A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""
+
+torch_backend_module = importlib.import_module("deepspeed.comm.torch")  # as an attribute, it is torch itself
 
 SUPPORTED_FROM = (0, 19, 8)
 SUPPORTED_BELOW = (0, 20, 0)
@@ -155,15 +159,35 @@ def entry_swaps(
     pipeline_engine: type[PipelineEngine],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, and for the names by which it finds its
-    engines and the class of its config's ZeRO section."""
+    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines
+    and the class of its config's ZeRO section, and for an operator that training does not need."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
         Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
         Swap(deepspeed, "PipelineEngine", pipeline_engine),
         Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config),
+        Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
     ]
+
+
+def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap the start of DeepSpeed's communication, which compiles an operator on machines without an accelerator.
+    Only its all-reduce for inference uses it, and without it takes torch's."""
+
+    @functools.wraps(build_shm_op)
+    def build_if_possible() -> Any:
+        try:
+            return build_shm_op()
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            warn_once(
+                f"DeepSpeed's all-reduce for inference on CPUs cannot be compiled ({type(error).__name__}: {reason}); "
+                "training does not use it"
+            )
+            return None
+
+    return build_if_possible
 
 
 def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swap:

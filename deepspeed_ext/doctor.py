@@ -171,7 +171,7 @@ def check_adam_kernel() -> Check:
         return _warning(
             "adam kernel",
             "torch operations, several times slower than the native kernel",
-            "install a C++ compiler with OpenMP, and leave DSEXT_NATIVE_KERNEL unset",
+            "install a C++ compiler, and leave DSEXT_NATIVE_KERNEL unset",
         )
     cache = Path(os.path.realpath(cache_folder()))
     if Path(library).parent not in (FOLDER, cache):

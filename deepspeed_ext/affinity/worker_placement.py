@@ -31,13 +31,13 @@ SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "r
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """CPUs and memory node of a process, which runs one OpenMP thread per CPU."""
+    """CPUs and memory node of a process, which runs one thread per CPU."""
 
     cpus: frozenset[int]
     numa_node: int = -1
     """NUMA node to prefer for memory; -1 for none."""
     one_each: bool = False
-    """Whether each OpenMP thread is pinned to its own CPU; for isolated CPUs."""
+    """Whether each thread is pinned to its own CPU; for isolated CPUs."""
 
     @classmethod
     def of(cls, plan: RankPlan) -> "WorkerPlacement":
@@ -60,7 +60,7 @@ class WorkerPlacement:
 
     @property
     def threads(self) -> int:
-        """Number of OpenMP threads: one per CPU."""
+        """Number of threads: one per CPU."""
         return max(1, len(self.cpus))
 
     def environment(self) -> dict[str, str]:

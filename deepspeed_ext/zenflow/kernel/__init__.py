@@ -1,7 +1,7 @@
 """Computes the worker's exact Adam steps over host memory.
 
 `adam_pass` is the contract (`AdamPass`, `MeanPass`). `reference` implements it with torch operations; `native` with a
-small C++ and OpenMP library that `build` finds or compiles. Importing this package imports neither torch nor DeepSpeed.
+small C++ library that `build` finds or compiles. Importing this package imports neither torch nor DeepSpeed.
 """
 
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, MeanPass, Publish
@@ -26,7 +26,7 @@ def load_kernel(library: str | None, threads: int) -> Kernel:
 
     Args:
         library: result of `library_path`; ``None`` selects the reference, which imports torch.
-        threads: number of OpenMP threads of the native kernel, or of the reference's threads.
+        threads: number of threads of either kernel.
 
     Raises:
         OSError: the library cannot be loaded, or has another version.

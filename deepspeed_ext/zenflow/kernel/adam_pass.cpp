@@ -125,7 +125,7 @@ Tile select_tile(int32_t grad_dtype, int32_t published_dtype) {
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 5; }
+extern "C" int32_t dsext_adam_pass_version() { return 6; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
@@ -138,10 +138,11 @@ extern "C" void dsext_first_touch(char *address, int64_t bytes, int32_t threads)
     const int64_t page = 4096;
     const int64_t into_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % page);
     const int64_t pages = bytes > 0 ? (into_page + bytes + page - 1) / page : 0;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < pages; ++i) {
-        const int64_t start_of_page = i * page - into_page;
-        volatile char *target = address + (start_of_page > 0 ? start_of_page : 0);
-        *target = *target;
-    }
+    dsext::for_each_part(pages, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t start_of_page = i * page - into_page;
+            volatile char *target = address + (start_of_page > 0 ? start_of_page : 0);
+            *target = *target;
+        }
+    });
 }

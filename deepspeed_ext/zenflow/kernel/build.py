@@ -1,8 +1,9 @@
 """Finds the native kernel, or compiles it once. The kernel is optional.
 
-Search order: the library that ``setup.py`` built beside this file, then one in the folder of `deepspeed_ext._cache`,
-compiled there on first use if there is a C++ compiler on PATH. If another user could write to that folder, the library
-is compiled into a temporary folder for this process. ``DSEXT_NATIVE_KERNEL=0`` disables the kernel.
+Search order: the library that a wheel brought or ``setup.py`` built beside this file, then one in the folder of
+`deepspeed_ext._cache`, compiled there on first use if there is a C++ compiler on PATH. If another user could write to
+that folder, the library is compiled into a temporary folder for this process. ``DSEXT_NATIVE_KERNEL=0`` disables the
+kernel.
 """
 
 import atexit
@@ -23,10 +24,12 @@ from deepspeed_ext.zenflow.kernel.compile_flags import COMPILE_FLAGS
 from deepspeed_ext.zenflow.kernel.native import ABI_VERSION, NativeKernel
 from deepspeed_ext.zenflow.kernel.sealed import is_whole_elf, is_whole_sealed, seal
 
-__all__ = ["COMPILE_FLAGS", "FOLDER", "library_path"]
+__all__ = ["BUILT_NAME", "COMPILE_FLAGS", "FOLDER", "library_path"]
 
 FOLDER = Path(__file__).parent
-"""Folder of the sources (``*.cpp``, ``*.h``) and of the library that ``setup.py`` built."""
+"""Folder of the sources (``*.cpp``, ``*.h``), and of the library that ``setup.py`` built."""
+BUILT_NAME = "_adam_pass.so"
+"""File name of that library. It does not name a version of Python, because it uses nothing of Python."""
 _COMPILE_TIMEOUT_SECONDS = 120
 _SCRATCH_PREFIX = "build-"
 
@@ -43,15 +46,15 @@ def library_path() -> str | None:
     if os.environ.get("DSEXT_NATIVE_KERNEL", "1") == "0":
         return None
     with contextlib.suppress(OSError):  # the folder cannot be listed, for example without a free descriptor
-        for built in sorted(FOLDER.glob("_adam_pass*.so")):
-            if is_whole_elf(built) and _loads(built):
-                return str(built)
+        built = FOLDER / BUILT_NAME
+        if built.exists() and is_whole_elf(built) and _loads(built):
+            return str(built)
     try:
         return str(_find_or_compile())
     except (_BuildError, OSError) as error:
         warn_once(
             f"ZenFlow's optimizer step uses torch operations, several times slower than the native kernel: {error}. "
-            "Install a C++ compiler with OpenMP, or set DSEXT_NATIVE_KERNEL=0 to accept this"
+            "Install a C++ compiler, or set DSEXT_NATIVE_KERNEL=0 to accept this"
         )
         return None
 

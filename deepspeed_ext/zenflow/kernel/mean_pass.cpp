@@ -26,6 +26,14 @@ struct Corrections {
     float bias2_inverse = 0.0;  // 1 / sqrt(1 - beta2^t)
 };
 
+// By squaring. With the C library's `pow` a library compiled today would not load where glibc is older than 2.29.
+double power(double base, int64_t exponent) {
+    double result = 1.0;
+    for (; exponent > 0; exponent >>= 1, base *= base)
+        if (exponent & 1) result *= base;
+    return result;
+}
+
 // Bias corrections for every t that occurs, kept between passes: two powers take longer than a block's step.
 class CorrectionTable {
   public:
@@ -48,9 +56,7 @@ class CorrectionTable {
     int64_t size() const { return static_cast<int64_t>(entries_.size()); }
     static bool faded(const Corrections &c) { return c.bias1 == 1.0 && c.bias2_inverse == 1.0f; }
     Corrections at(int64_t t) const {
-        const double exponent = static_cast<double>(t);
-        return {1.0 - std::pow(beta1_, exponent),
-                static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2_, exponent)))};
+        return {1.0 - power(beta1_, t), static_cast<float>(1.0 / std::sqrt(1.0 - power(beta2_, t)))};
     }
 
     double beta1_ = -1.0, beta2_ = -1.0;

@@ -1,13 +1,15 @@
 """Calls the C++ passes (``*.cpp``) through ctypes. Does not import torch, which keeps the worker small."""
 
 import ctypes
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
 
 __all__ = ["ABI_VERSION", "NativeKernel"]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -82,6 +84,7 @@ def _open_library(path: str) -> ctypes.CDLL:
         "dsext_adam_pass": [ctypes.POINTER(_Pass)],
         "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
         "dsext_first_touch": [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
+        "dsext_thread_ids": [ctypes.POINTER(ctypes.c_int32), ctypes.c_int32],
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)
@@ -112,7 +115,8 @@ def _step(step: AdamStep) -> _Step:
 
 
 class NativeKernel:
-    """Runs passes with the shared library at ``library`` on ``threads`` OpenMP threads.
+    """Runs passes with the shared library at ``library`` on ``threads`` threads: the caller's, and others that the
+    library starts for the first pass and keeps.
 
     Raises:
         OSError: the file cannot be loaded, or has another version.
@@ -181,3 +185,14 @@ class NativeKernel:
     def first_touch(self, address: int, nbytes: int) -> None:
         """Touch every page of a fresh mapping, which places it on the memory node of this process's cores."""
         self._library.dsext_first_touch(address, nbytes, self._threads)
+
+    def pin(self, cpus: Sequence[int]) -> None:
+        """Bind each thread to one of ``cpus``, in order; the calling thread to the first.
+
+        Raises:
+            OSError: the system refuses it.
+        """
+        numbers = (ctypes.c_int32 * self._threads)()
+        self._library.dsext_thread_ids(numbers, self._threads)
+        for number, cpu in zip(numbers, cpus, strict=False):
+            os.sched_setaffinity(number, {cpu})

@@ -1,8 +1,9 @@
 // Defines what the passes share: element types, Adam's step, tiles.
 //
-// Work is divided into tiles that end at block boundaries. Threads get tiles by a static schedule and share no sums, so
-// results depend neither on the number of threads nor on how a caller splits a partition at block boundaries. The
-// instruction set is chosen when the library is loaded, if the compiler supports that (GCC's target_clones).
+// Work is divided into tiles that end at block boundaries. Every thread gets a fixed share of the tiles, and threads
+// share no sums, so results depend neither on the number of threads nor on how a caller splits a partition at block
+// boundaries. The instruction set is chosen when the library is loaded, if the compiler supports that (GCC's
+// target_clones); DSEXT_ONE_TARGET compiles for that of the compiler's flags alone.
 
 #pragma once
 
@@ -10,7 +11,9 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include "threads.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(DSEXT_ONE_TARGET)
 #define CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define CLONES
@@ -103,11 +106,10 @@ void for_each_tile(int64_t numel, int64_t block_size, int32_t threads, const Wor
     const int64_t blocks_per_tile = (kTileNumel + block_size - 1) / block_size;
     const int64_t tile_numel = blocks_per_tile * block_size;
     const int64_t tiles = (numel + tile_numel - 1) / tile_numel;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t first = t * tile_numel;
-        work(first, first + tile_numel < numel ? first + tile_numel : numel);
-    }
+    dsext::for_each_part(tiles, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t first = begin * tile_numel; begin < end; ++begin, first += tile_numel)
+            work(first, first + tile_numel < numel ? first + tile_numel : numel);
+    });
 }
 
 }  // namespace

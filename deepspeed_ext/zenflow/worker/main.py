@@ -78,8 +78,11 @@ def _watch(parent_pid: int) -> None:
 
 def _serve(channel: Channel, arena_fd: int) -> None:
     plan: WorkerPlan = _next(channel)
-    warning = WorkerPlacement.parse(plan.placement).bind_process() if plan.placement is not None else None
+    placement = WorkerPlacement.parse(plan.placement) if plan.placement is not None else None
+    warning = placement.bind_process() if placement is not None else None
     kernel = load_kernel(plan.library, plan.threads)
+    if placement is not None and placement.one_each and warning is None and isinstance(kernel, NativeKernel):
+        kernel.pin(sorted(placement.cpus))
     arena = Arena.attach(arena_fd, plan.layout)
     arena.close()  # the mapping outlives the descriptor
     _touch(arena, kernel)

@@ -64,12 +64,10 @@ def main(end: str) -> None:
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     if end == "starting":
         announce_at_launch()
-    elif end == "without operators":  # DeepSpeed's CPU accelerator, and no other, cannot do without this one
-        vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     engine = make_engine(zenflow_config(2, update_interval=1, async_save=end.startswith("saving")))
     losses = train(engine, batches(STEPS, 0))
     process = engine.optimizer.zenflow_adam.link.process
-    if end in ("destroy", "without operators"):
+    if end == "destroy":
         engine.destroy()
     announce(process.pid, kernel=process.ready.kernel, losses=losses)
     if end == "idle":

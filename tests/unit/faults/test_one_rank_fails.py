@@ -34,6 +34,7 @@ CANNOT_BE_AGREED_ON = {
         "_contract.py:",
         "_upstream.py:check",
         "_upstream.py:entry_swaps",
+        "_upstream.py:_optional",
         "_upstream.py:pipeline_topology",
         "construction.py:joint",
     ),

@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.kernel.sealed import is_whole_elf, is_whole_sealed, s
 from tests.support.paths import ROOT
 
 STRANGER = 12345  # a user id that is neither ours nor root's
-FUNCTIONS = ("dsext_adam_pass", "dsext_mean_pass", "dsext_predict", "dsext_move", "dsext_first_touch")
+FUNCTIONS = ("dsext_adam_pass", "dsext_mean_pass", "dsext_first_touch", "dsext_thread_ids")
 STUB = "".join(f'extern "C" void {name}() {{}}\n' for name in FUNCTIONS)
 STUB += f'extern "C" int dsext_adam_pass_version() {{ return {ABI_VERSION}; }}\n'
 COMPILER = shutil.which("c++")
