@@ -56,6 +56,7 @@ class Plan:
         rule: how the weights follow the optimizer.
         interval: steps per hand-over to the optimizer process; None: chosen while it runs.
         has_worker: whether there is an optimizer process.
+        flat_model: whether no parameter of the model has more than two dimensions.
         summary: the config in a few words.
         changes: what differs from the user's config.
     """
@@ -74,6 +75,7 @@ class Plan:
     rule: Rule
     interval: int | None
     has_worker: bool
+    flat_model: bool
     summary: str
     changes: tuple[str, ...]
 
@@ -107,6 +109,9 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
     _keep_inside(config, scratch, changes)
     _drop_auto(config, "", changes)
     optimizer, why = _plain_optimizer(config)
+    flat = upstream and rule == "deferred"
+    if flat:
+        changes.append("no parameter has three dimensions: DeepSpeed's own ZenFlow fails on them")
     autocast = section_of(config, "torch_autocast")
     return Plan(
         config=config,
@@ -123,6 +128,7 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
         rule=rule,
         interval=interval,
         has_worker=has_worker,
+        flat_model=flat,
         summary=_summary(config, dtype, rule, interval, has_worker, upstream),
         changes=tuple(changes),
     )

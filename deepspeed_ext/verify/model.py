@@ -17,11 +17,12 @@ SEED = 20
 
 
 class Mix(nn.Module):
-    """Adds the two tokens before, with a weight per channel: a parameter of three dimensions."""
+    """Adds the two tokens before, with a weight per channel: a parameter of three dimensions, or of two if `flat`."""
 
-    def __init__(self) -> None:
+    def __init__(self, flat: bool) -> None:
         super().__init__()
-        self.taps = nn.Parameter(0.3 * torch.randn(3, 1, WIDTH))
+        taps = 0.3 * torch.randn(3, 1, WIDTH)
+        self.taps = nn.Parameter(taps.squeeze(1) if flat else taps)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, length, WIDTH]."""
@@ -54,13 +55,17 @@ class Gain(nn.Module):
 
 
 class SmallModel(nn.Module):
-    """Predicts the next token. The head is tied to the embedding; most rows of `tags` get no gradient in a step."""
+    """Predicts the next token. The head is tied to the embedding; most rows of `tags` get no gradient in a step.
 
-    def __init__(self) -> None:
+    Args:
+        flat: no parameter has more than two dimensions.
+    """
+
+    def __init__(self, flat: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.tags = nn.Embedding(TAGS, WIDTH)
-        self.mix = Mix()
+        self.mix = Mix(flat)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.gain = Gain()
@@ -78,11 +83,11 @@ class SmallModel(nn.Module):
         return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def new_model() -> SmallModel:
+def new_model(flat: bool) -> SmallModel:
     """The model in fp32, on the host; the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        return SmallModel()
+        return SmallModel(flat)
 
 
 def data_of(step: int, rank: int, batches: Batches) -> list[tuple[Tensor, Tensor]]:

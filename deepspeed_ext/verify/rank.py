@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 PLAN, CHECKPOINT, WEIGHTS, KILLED = "plan.json", "checkpoint", "weights.pt", "killed"
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
 GROUP_TIMEOUT_SECONDS = 600.0
+MOST_MEASURED_INTERVAL = 16
 
 
 def result_file(folder: Path, phase: str, rank: int) -> Path:
@@ -54,7 +56,8 @@ class Rank:
         self._file = result_file(folder, phase, self.number)
         self.engine: Any = None
         self._plain: Any = None
-        self._spread: Any = None
+        self._noise: dict[str, float] = {}
+        self._replayed: Any = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -102,14 +105,15 @@ class Rank:
 
             from deepspeed_ext.verify.reference import train_plainly
 
-            keep = 1 + (2 * (self.plan.interval or 8) if self.plan.rule == "predicted" else 0)
-            self._plain = train_plainly(self.plan, self.device, keep=min(keep, self.plan.steps))
+            self._plain = train_plainly(self.plan, self.device)
             eps = torch.finfo(getattr(torch, self.plan.communication)).eps
-            self._spread = train_plainly(self.plan, self.device, noise=eps)
+            spread = train_plainly(self.plan, self.device, noise=eps)
             self.found.plain, self.found.untrained = self._plain.losses, self._plain.untrained
             self.found.plain_norms, self.found.plain_skipped = self._plain.norms, self._plain.skipped
-            both = zip(self._plain.losses, self._spread.losses, strict=True)
+            both = zip(self._plain.losses, spread.losses, strict=True)
             self.found.noise = max(abs(one - other) for one, other in both)
+            ends = spread.masters[-1]
+            self._noise = {name: float((end - ends[name]).norm()) for name, end in self._plain.masters[-1].items()}
 
     def initialize(self) -> None:
         """Build the engine, and compare its weights with those of the model."""
@@ -118,7 +122,7 @@ class Rank:
 
             from deepspeed_ext.verify.model import new_model
 
-            model = new_model()
+            model = new_model(self.plan.flat_model)
             dtype = getattr(torch, self.plan.dtype)
             before = {name: param.detach().to(dtype).float() for name, param in model.named_parameters()}
             self.engine = self.make_engine(model)
@@ -127,6 +131,17 @@ class Rank:
             self.found.changed = Changed(
                 sum(value.numel() for value in before.values()), len(before), {k: n for k, n in changed.items() if n}
             )
+
+    def replay(self) -> None:
+        """Under the predictive rule, plain training takes its gradients at the engine's weights: its masters must then
+        be the engine's, however the weights were predicted."""
+        if self.plan.optimizer is None or self.plan.rule != "predicted":
+            return
+        from deepspeed_ext.verify.reference import PlainRun, PlainTraining
+
+        self._replayed = PlainTraining(self.plan, self.device)
+        interval = self.plan.interval or MOST_MEASURED_INTERVAL  # masters wait for the end of an interval
+        self._plain = PlainRun(initial=self._replayed.weights(), masters=deque(maxlen=interval))
 
     def make_engine(self, model: Any) -> Any:
         """The engine, as a user's script makes it."""
@@ -162,6 +177,9 @@ class Rank:
 
     def _train(self, first: int, last: int) -> None:
         for step in range(first, last):
+            if self._replayed is not None:
+                self._replayed.follow(self.weights())
+                self._plain.add(self._replayed, step)
             self.found.losses.append(self.step(step))
             norm = self.engine.get_global_grad_norm()
             self.found.norms.append(None if norm is None else float(norm))
@@ -189,6 +207,8 @@ class Rank:
             if self.number == 0:
                 torch.save(weights, self.folder / WEIGHTS)
             self._movements(self._masters(weights))
+            if self._replayed is not None:
+                self.found.plain_norms = self._plain.norms
 
     def _masters(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The fp32 masters, or the weights if there are none. Those of DeepSpeed's own ZenFlow are out of date."""
@@ -203,14 +223,14 @@ class Rank:
         return found
 
     def _movements(self, ends: dict[str, Any]) -> None:
-        plain, spread = self._plain, self._spread
+        plain = self._plain
         if plain is None:
             import torch
 
             from deepspeed_ext.verify.model import new_model
 
             dtype = getattr(torch, self.plan.dtype)
-            for name, param in new_model().named_parameters():
+            for name, param in new_model(self.plan.flat_model).named_parameters():
                 length = float((ends[name] - param.detach().to(dtype).float()).norm())
                 self.found.movements.append(Movement(name, param.numel(), length, 0.0, 0.0, 0.0))
             return
@@ -219,12 +239,11 @@ class Rank:
             return sum(float((ends[name] - master).square().sum()) for name, master in masters.items())
 
         behind = min(range(len(plain.masters)), key=lambda steps: distance(plain.masters[-1 - steps]))
-        target, newest = plain.masters[-1 - behind], plain.masters[-1]
+        target = plain.masters[-1 - behind]
         self.found.in_flight = behind
         for name, start in plain.initial.items():
             found = (ends[name] - start, target[name] - start, ends[name] - target[name])
-            noise = newest[name] - spread.masters[-1][name]
-            lengths = [float(each.norm()) for each in (*found, noise)]
+            lengths = [*(float(each.norm()) for each in found), self._noise[name]]
             self.found.movements.append(Movement(name, start.numel(), *lengths))
 
     def lose_worker(self) -> None:
@@ -256,7 +275,7 @@ class Rank:
         with self.stage("initialize"):
             from deepspeed_ext.verify.model import new_model
 
-            self.engine = self.make_engine(new_model())
+            self.engine = self.make_engine(new_model(self.plan.flat_model))
         with self.stage("resume"):
             self.load()
             self._train(self.plan.save_after, self.plan.steps)
@@ -311,6 +330,7 @@ def main(kind: type[Rank] = Rank) -> None:
         return
     rank.train_plainly()
     rank.initialize()
+    rank.replay()
     rank.train()
     rank.compare()
     rank.lose_worker()

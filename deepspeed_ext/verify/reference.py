@@ -21,7 +21,7 @@ from deepspeed_ext._upstream import dist, loss_scaler, schedule_class
 from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.model import data_of, new_model
 
-__all__ = ["PlainRun", "Weights", "train_plainly"]
+__all__ = ["PlainRun", "PlainTraining", "Weights", "train_plainly"]
 
 Weights = dict[str, Tensor]
 """fp32, on the host, by the parameter's name."""
@@ -47,40 +47,47 @@ class PlainRun:
     initial: Weights = field(default_factory=dict)
     masters: deque[Weights] = field(default_factory=deque)
 
+    def add(self, training: PlainTraining, step: int) -> None:
+        """Let `training` make a step, and keep what it gives."""
+        loss, norm = training.step(step)
+        self.losses.append(loss)
+        self.norms.append(norm)
+        if not math.isfinite(norm):
+            self.skipped.append(step)
+        self.masters.append(training.weights())
 
-def train_plainly(plan: Plan, device: torch.device, keep: int = 1, noise: float = 0.0) -> PlainRun:
+
+def train_plainly(plan: Plan, device: torch.device, noise: float = 0.0) -> PlainRun:
     """Train as `plan` says, on all ranks together.
 
     Args:
         plan: the check.
         device: of this rank.
-        keep: number of steps, the last ones, whose masters are returned.
         noise: every element of a gradient is multiplied by 1 and a random number up to this.
     """
-    training = _Plain(plan, device, noise)
-    run = PlainRun(initial=training.weights(), masters=deque(maxlen=keep))
-    rank = dist.get_rank()
+    training = PlainTraining(plan, device, noise)
+    run = PlainRun(initial=training.weights(), masters=deque(maxlen=1))
     for step in range(plan.steps):
-        data = [(tokens.to(device), tags.to(device)) for tokens, tags in data_of(step, rank, plan.batches)]
-        run.untrained.append(training.untrained_loss(data))
-        loss, norm = training.step(data)
-        run.losses.append(loss)
-        run.norms.append(norm)
-        if not math.isfinite(norm):
-            run.skipped.append(step)
-        run.masters.append(training.weights())
+        run.untrained.append(training.untrained_loss(step))
+        run.add(training, step)
     return run
 
 
-class _Plain:
-    """A model, its masters and torch's optimizer."""
+class PlainTraining:
+    """A model, its masters and torch's optimizer. All ranks step together.
 
-    def __init__(self, plan: Plan, device: torch.device, noise: float) -> None:
+    Args:
+        plan: the check.
+        device: of this rank.
+        noise: as for `train_plainly`.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, noise: float = 0.0) -> None:
         assert plan.optimizer is not None
         dtype = getattr(torch, plan.dtype)
         self.plan, self.noise, self.device = plan, noise, device
-        self.model = new_model().to(device, dtype)
-        self.start = new_model().to(device, dtype)
+        self.model = new_model(plan.flat_model).to(device, dtype)
+        self.start = new_model(plan.flat_model).to(device, dtype)
         self.named = dict(self.model.named_parameters())
         self.params = list(self.named.values())
         self.masters = [param.detach().float().clone() for param in self.params]
@@ -96,6 +103,7 @@ class _Plain:
         self.draw = torch.Generator(device=device).manual_seed(1)
 
     def weights(self) -> Weights:
+        """The masters."""
         return {name: master.cpu().clone() for name, master in zip(self.named, self.masters, strict=True)}
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -103,13 +111,25 @@ class _Plain:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self.plan.autocast))
 
-    def untrained_loss(self, data: list[tuple[Tensor, Tensor]]) -> float:
+    def _data(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        data = data_of(step, dist.get_rank(), self.plan.batches)
+        return [(tokens.to(self.device), tags.to(self.device)) for tokens, tags in data]
+
+    def untrained_loss(self, step: int) -> float:
+        """The loss of a step's batches with the initial weights."""
+        data = self._data(step)
         with torch.no_grad(), self._autocast():
             return math.fsum(self.start(*batch).item() for batch in data) / len(data)
 
-    def step(self, data: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-        """One optimizer step. Returns this rank's mean loss, and the norm of the gradient; infinite: skipped."""
-        losses = []
+    def follow(self, weights: Weights) -> None:
+        """Let the coming step take its gradients at these weights, in place of its own."""
+        with torch.no_grad():
+            for name, param in self.named.items():
+                param.copy_(weights[name])
+
+    def step(self, number: int) -> tuple[float, float]:
+        """Optimizer step `number`. Returns this rank's mean loss, and the norm of the gradient; infinite: skipped."""
+        losses, data = [], self._data(number)
         for batch in data:
             with self._autocast():
                 loss = self.model(*batch)

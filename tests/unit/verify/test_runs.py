@@ -49,8 +49,7 @@ def marked_processes() -> list[int]:
 
 
 def test_zenflow_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     checks = run(zenflow_config(2, update_interval=1, lr=3e-3), steps=8)
     assert statuses(checks) == RIGHT, checks
     assert list(tmp_path.iterdir()) == []
