@@ -47,6 +47,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Param
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as master_of
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 from deepspeed.utils.timer import ThroughputTimer
 
@@ -90,6 +91,7 @@ __all__ = [
     "local_rank",
     "local_world_size",
     "loss_scaler",
+    "master_of",
     "optimizer_class",
     "partition_exchange",
     "pins_offload_buffers",

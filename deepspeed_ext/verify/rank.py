@@ -145,9 +145,8 @@ class Rank:
 
     def make_engine(self, model: Any) -> Any:
         """The engine, as a user's script makes it."""
-        import deepspeed
-
         import deepspeed_ext
+        from deepspeed_ext._upstream import deepspeed
 
         initialize = deepspeed.initialize if self.plan.upstream else deepspeed_ext.initialize
         parameters = list(model.parameters())
@@ -155,7 +154,7 @@ class Rank:
 
     def weights(self) -> dict[str, Any]:
         """The module's parameters in full, fp32 on the host; all ranks call this together."""
-        import deepspeed
+        from deepspeed_ext._upstream import deepspeed
 
         found = {}
         for name, param in self.engine.module.named_parameters():
@@ -212,13 +211,13 @@ class Rank:
 
     def _masters(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The fp32 masters, or the weights if there are none. Those of DeepSpeed's own ZenFlow are out of date."""
-        from deepspeed.utils import safe_get_full_fp32_param
+        from deepspeed_ext._upstream import master_of
 
         if self.plan.upstream and self.plan.rule == "deferred":
             return weights
         found = {}
         for name, param in self.engine.module.named_parameters():
-            master = safe_get_full_fp32_param(param)
+            master = master_of(param)
             found[name] = weights[name] if master is None else master.float().cpu().view_as(weights[name])
         return found
 
