@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,15 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.checkpoint import constants as checkpoint_keys
 from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime import lr_schedules as lr_schedules_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -45,6 +48,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Param
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as master_of
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 from deepspeed.utils.timer import ThroughputTimer
 
@@ -79,6 +83,7 @@ __all__ = [
     "deepspeed",
     "dist",
     "entry_swaps",
+    "fp16_on_any_cpu",
     "gather_stream",
     "get_accelerator",
     "group_timeout_seconds",
@@ -87,10 +92,13 @@ __all__ = [
     "is_quantized",
     "local_rank",
     "local_world_size",
+    "loss_scaler",
+    "master_of",
     "optimizer_class",
     "partition_exchange",
     "pins_offload_buffers",
     "pipeline_topology",
+    "schedule_class",
     "stage3_optimizer_class",
     "swapped",
 ]
@@ -304,3 +312,37 @@ def is_on_nvme(param: PartitionedParameter) -> bool:
 def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) -> bool:
     """Whether `param` is communicated quantized: it is stored so, or the config quantizes every all-gather."""
     return hasattr(param.ds_tensor, "ds_quant_scale") or zero_config.zero_quantized_weights
+
+
+def schedule_class(name: str) -> Any:
+    """Return the learning rate schedule that a config names: DeepSpeed's, otherwise torch's."""
+    return getattr(lr_schedules_module, name, None) or getattr(torch.optim.lr_scheduler, name)
+
+
+def loss_scaler(dtype: torch.dtype, fp16: Mapping[str, Any]) -> Any:
+    """Return the loss scale of DeepSpeed's ZeRO optimizers: 1 unless the weights are fp16.
+
+    Args:
+        dtype: of the weights.
+        fp16: the config's ``fp16`` section.
+    """
+    if dtype != torch.float16 or fp16.get("loss_scale"):
+        return LossScaler(float(fp16.get("loss_scale", 1.0)) if dtype == torch.float16 else 1.0)
+    return DynamicLossScaler(
+        init_scale=2.0 ** fp16.get("initial_scale_power", 16),
+        scale_window=fp16.get("loss_scale_window", 1000),
+        min_scale=fp16.get("min_loss_scale", 1),
+        delayed_shift=fp16.get("hysteresis", 2),
+        consecutive_hysteresis=fp16.get("consecutive_hysteresis", False),
+    )
+
+
+def fp16_on_any_cpu() -> None:
+    """Let DeepSpeed train in fp16 on a CPU whose library has no fast fp16: torch can, slowly."""
+
+    class PatientCpu(CPU_Accelerator):
+        def is_fp16_supported(self) -> bool:
+            return True
+
+    if get_accelerator().device_name() == "cpu":
+        set_accelerator(PatientCpu())

@@ -1,4 +1,4 @@
-"""The command line: ``deepspeed-ext doctor | plan | tune | run``.
+"""The command line: ``deepspeed-ext doctor | plan | tune | verify | run``.
 
 Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """
@@ -24,6 +24,7 @@ EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
 MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
 
 MAX_JOB_RANKS = 1 << 20
+MAX_VERIFY_STEPS, MAX_SECONDS = 1000, 24 * 3600
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
 OF_MEMORY = {"params", "ranks", "ranks_per_host", "config", "dtype", "largest_param"}
 """Arguments of ``plan`` that belong to only one of its two plans."""
@@ -62,10 +63,11 @@ def _report_error(arguments: argparse.Namespace, error: Exception, status: int) 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="doctor | plan | tune | run")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="doctor | plan | tune | verify | run")
     _add_doctor(commands)
     _add_plan(commands)
     _add_tune(commands)
+    _add_verify(commands)
     _add_run(commands)
     return parser
 
@@ -164,6 +166,25 @@ def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
     tune.add_argument("--output", metavar="FILE", help="write the result into this file instead of the cache")
     tune.add_argument("--json", action="store_true", help="print the result as JSON")
     tune.set_defaults(command=_tune)
+
+
+def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="train a small model with a config and with plain AdamW, and compare the two",
+        allow_abbrev=False,
+    )
+    verify.add_argument("--config", metavar="FILE", required=True, help="DeepSpeed config to check")
+    verify.add_argument(
+        "--ranks", metavar="N", type=_whole(1, MAX_RANKS), help="processes [number of accelerators, or 2 without]"
+    )
+    verify.add_argument("--steps", metavar="N", type=_whole(4, MAX_VERIFY_STEPS), help="optimizer steps [as needed]")
+    verify.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, without deepspeed_ext")
+    verify.add_argument(
+        "--timeout", metavar="S", type=_whole(1, MAX_SECONDS), default=600, help="seconds for each of two phases [600]"
+    )
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(command=_verify)
 
 
 def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -285,6 +306,14 @@ def _tune(arguments: argparse.Namespace) -> int:
     for text in run_from_cli(arguments):
         print(text)
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from deepspeed_ext.verify.command import run_from_cli
+
+    text, passed = run_from_cli(arguments)
+    print(text)
+    return 0 if passed else EXIT_PROBLEM
 
 
 def _set_launch_variables() -> None:

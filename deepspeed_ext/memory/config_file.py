@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_ext._config_file import count_in, read_json, section_of
 from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.memory.setup import Setup
@@ -16,10 +15,6 @@ from deepspeed_ext.zenflow.supported import require_section
 from deepspeed_ext.zero_config import ZeroConfig
 
 __all__ = ["FileSettings", "read_config"]
-
-MOST_BYTES = 1 << 24
-"""A config is smaller than that; anything larger is another file."""
-MOST_STEPS = 1 << 31
 
 _SIZES = ("reduce_bucket_size", "sub_group_size", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
 _ADAMS = ("adam", "adamw")
@@ -50,38 +45,13 @@ def read_config(path: str, ranks: int) -> FileSettings:
     Raises:
         ConfigError: the file cannot be read, or asks for something whose memory is not known.
     """
-    config = _load(path)
-    section = _section(config, "zero_optimization")
+    config = read_json(path)
+    section = section_of(config, "zero_optimization")
     zero = ZeroConfig(**section)
     require_section(zero)
     _require_known(zero, section)
     dtype, notes = _dtype(config)
     return FileSettings(_setup(config, section, zero, ranks), dtype, (*notes, *_auto(section)))
-
-
-def _load(path: str) -> Mapping[str, Any]:
-    if not os.path.isfile(path):
-        raise ConfigError(f"--config: found no file {path[:200]}")
-    try:
-        if os.path.getsize(path) > MOST_BYTES:
-            raise ConfigError(f"--config: {path[:200]} is larger than {MOST_BYTES:,} bytes")
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--config: {path[:200]} is not a readable JSON file: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"--config: {path[:200]} holds a {type(config).__name__}, expected an object")
-    return config
-
-
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of the config; empty if it is not given or "auto"."""
-    section = config.get(name)
-    if section in (None, "auto"):
-        return {}
-    if not isinstance(section, dict):
-        raise ConfigError(f"{name} is a {type(section).__name__}, expected an object")
-    return section
 
 
 def _require_known(zero: ZeroConfig, section: Mapping[str, Any]) -> None:
@@ -102,16 +72,16 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any]) -> None:
 def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConfig, ranks: int) -> Setup:
     offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
     zenflow = None if zero.zenflow is None else ZenFlowConfig(**zero.zenflow.model_dump(exclude_unset=True))
-    optimizer = _section(config, "optimizer")
+    optimizer = section_of(config, "optimizer")
     own_adam = str(optimizer.get("type", "")).lower() in _ADAMS
-    torch_adam = _section(optimizer, "params").get("torch_adam") is True
+    torch_adam = section_of(optimizer, "params").get("torch_adam") is True
     stage: Any = int(zero.stage)
     return Setup(
         stage=stage,
         offload=offload and zenflow is None,
         zenflow=zenflow,
         accumulation=_accumulation(config, ranks),
-        accumulates_fp32=_section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
+        accumulates_fp32=section_of(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
         fused_adam=not torch_adam and (own_adam or offload),
         pins=offload and zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory,
         overlap_comm=section["overlap_comm"] if isinstance(section.get("overlap_comm"), bool) else None,
@@ -124,7 +94,7 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
 
 def _dtype(config: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Dtype of the weights, and a note if the config leaves it to the Trainer."""
-    enabled = {name: _section(config, name).get("enabled") for name in ("bf16", "bfloat16", "fp16")}
+    enabled = {name: section_of(config, name).get("enabled") for name in ("bf16", "bfloat16", "fp16")}
     if True in (enabled["bf16"], enabled["bfloat16"]):
         return "bfloat16", []
     if enabled["fp16"] is True:
@@ -136,20 +106,11 @@ def _dtype(config: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
     """Micro-steps per optimizer step: given, or the batch over what the ranks take at once."""
-    steps = _count(config, "gradient_accumulation_steps")
+    steps = count_in(config, "gradient_accumulation_steps")
     if steps is not None:
         return steps
-    batch, micro = _count(config, "train_batch_size"), _count(config, "train_micro_batch_size_per_gpu")
+    batch, micro = count_in(config, "train_batch_size"), count_in(config, "train_micro_batch_size_per_gpu")
     return 1 if batch is None or micro is None else max(1, math.ceil(batch / (micro * ranks)))
-
-
-def _count(config: Mapping[str, Any], name: str) -> int | None:
-    value = config.get(name)
-    if value in (None, "auto"):
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_STEPS:
-        raise ConfigError(f"{name}: expected a whole number from 1 to {MOST_STEPS}")
-    return value
 
 
 def _auto(section: Mapping[str, Any]) -> list[str]:

@@ -14,10 +14,14 @@ from unittest import mock
 from deepspeed_ext import cli, doctor
 from deepspeed_ext.tuning.plot import plot_result
 from deepspeed_ext.tuning.tuner import Tuner
+from deepspeed_ext.verify import checks as verdicts
+from deepspeed_ext.verify import command as verify_command
+from deepspeed_ext.verify.command import Outcome
+from deepspeed_ext.verify.config import plan_check
 from tests.fuzz import trees, values
 from tests.fuzz.target import Parts, Target
 
-COMMANDS = ("plan", "plan", "plan", "plan", "tune", "tune", "doctor", "run", "", "--version", "help")
+COMMANDS = ("plan", "plan", "plan", "plan", "tune", "tune", "doctor", "verify", "run", "", "--version", "help")
 OPTIONS = {
     "plan": ("--root", "--allowed", "--gpu-node", "--pt-reserved-cores", "--optimizer-cores", "--json", "--svg"),
     "tune": (
@@ -25,9 +29,10 @@ OPTIONS = {
         *("--plot", "--output", "--json"),
     ),
     "doctor": ("--json",),
+    "verify": ("--config", "--ranks", "--steps", "--upstream", "--timeout", "--json"),
     "run": ("nothing.py", "fifo", "folder", "loop", "--"),
 }
-FLAGS = ("--json", "--quick", "nothing.py", "fifo", "folder", "loop", "--")
+FLAGS = ("--json", "--quick", "--upstream", "nothing.py", "fifo", "folder", "loop", "--")
 LISTS = ("0", "0-3", "0,2", "1-2", *trees.CPU_LISTS)
 FILES = (
     "a.svg",
@@ -69,7 +74,7 @@ def make(rng: random.Random) -> Parts:
 
 
 def _value(rng: random.Random, name: str) -> str:
-    if name in ("--svg", "--output", "--plot"):
+    if name in ("--svg", "--output", "--plot", "--config"):
         return rng.choice(FILES)
     if name == "--root":
         return rng.choice(["host", "host", "host", "folder", "fifo", "nothing", "loop", "x" * 300])
@@ -95,7 +100,9 @@ def run(parts: Parts, folder: Path) -> None:
     if status != 0:
         assert err.count("\n") == 1, err
         assert len(err) < 20_000, "an error of many pages"
-    elif "--json" in options and command in ("plan", "tune", "doctor") and not {"-h", "--help"} & set(options):
+    elif (
+        "--json" in options and command in ("plan", "tune", "doctor", "verify") and not {"-h", "--help"} & set(options)
+    ):
         json.loads(out)
 
 
@@ -103,9 +110,12 @@ def call(argv: list[str]) -> tuple[Any, str, str]:
     """(status, stdout, stderr) of a command, without the measurements that take minutes."""
     out, err = io.StringIO(), io.StringIO()
     checks = [doctor.Check("a check", "ok", "fine")]
+    plan = plan_check({"train_batch_size": 2}, 2, None, False, "scratch")
+    verified = Outcome(plan, [verdicts.Check("a check", "PASS", "fine")], "")
     with (
         mock.patch.object(Tuner, "run", return_value=RESULT),
         mock.patch.object(doctor, "examine", return_value=checks),
+        mock.patch.object(verify_command, "verify", return_value=verified),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -1,0 +1,64 @@
+"""Reads a DeepSpeed config file, without DeepSpeed: an object of JSON, of a size that a config has."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_ext._errors import ConfigError
+
+__all__ = ["count_in", "read_json", "section_of"]
+
+MOST_BYTES = 1 << 24
+"""A config is smaller than that; anything larger is another file."""
+MOST_COUNT = 1 << 31
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Read the file that ``--config`` names.
+
+    Raises:
+        ConfigError: there is none, or it holds no JSON object.
+    """
+    if not os.path.isfile(path):
+        raise ConfigError(f"--config: found no file {path[:200]}")
+    try:
+        if os.path.getsize(path) > MOST_BYTES:
+            raise ConfigError(f"--config: {path[:200]} is larger than {MOST_BYTES:,} bytes")
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--config: {path[:200]} is not a readable JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--config: {path[:200]} holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def section_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of the config; empty if it is not given or "auto".
+
+    Raises:
+        ConfigError: it is no object.
+    """
+    section = config.get(name)
+    if section in (None, "auto"):
+        return {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name} is a {type(section).__name__}, expected an object")
+    return section
+
+
+def count_in(config: Mapping[str, Any], name: str) -> int | None:
+    """A whole number of the config, such as a batch size; None if it is not given or "auto".
+
+    Raises:
+        ConfigError: it is no whole number, or none that a run can have.
+    """
+    value = config.get(name)
+    if value in (None, "auto"):
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_COUNT:
+        raise ConfigError(f"{name}: expected a whole number from 1 to {MOST_COUNT}")
+    return value

@@ -1,0 +1,122 @@
+"""Runs ``deepspeed-ext verify``: plans the check, runs its two phases, and reports."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from deepspeed_ext._config_file import read_json
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.affinity import accelerators
+from deepspeed_ext.verify import report
+from deepspeed_ext.verify.checks import Check, check_all
+from deepspeed_ext.verify.config import Plan, plan_check
+from deepspeed_ext.verify.figures import Failure, Found, merge
+from deepspeed_ext.verify.processes import START_RANK, Ended, Ranks
+from deepspeed_ext.verify.rank import CHECKPOINT, PLAN, result_file
+
+__all__ = ["Outcome", "run_from_cli", "verify"]
+
+RANKS_WITHOUT_ACCELERATOR = 2
+REFUSED = {"ValueError", "TypeError", "KeyError", "AssertionError", "NotImplementedError", "DeepSpeedConfigError"}
+"""Kinds of exceptions with which DeepSpeed and this package refuse a config."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check says, and the output of a rank that failed."""
+
+    plan: Plan
+    checks: list[Check]
+    output: str
+
+
+def run_from_cli(arguments: Any) -> tuple[str, bool]:
+    """The report for the parsed arguments, and whether nothing failed.
+
+    Raises:
+        ConfigError: the config cannot be read, or DeepSpeed refuses it.
+    """
+    config = read_json(arguments.config)
+    count = accelerators.count()
+    if arguments.ranks is not None and count and arguments.ranks > count:
+        raise ConfigError(f"--ranks {arguments.ranks}: this machine has {count} accelerator(s)")
+    ranks = arguments.ranks or count or RANKS_WITHOUT_ACCELERATOR
+    with _terminated_as_exit():
+        outcome = verify(
+            config, ranks, steps=arguments.steps, upstream=arguments.upstream, limit_seconds=arguments.timeout
+        )
+    device = "an accelerator each" if count else "the CPU"
+    facts = (arguments.config, outcome.plan, device, outcome.checks, outcome.output)
+    text = json.dumps(report.as_json(*facts), indent=2) if arguments.json else report.as_text(*facts)
+    return text, report.passed(outcome.checks)
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM end this process like an exception, so that its processes and folders go with it."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def verify(
+    config: dict[str, Any],
+    ranks: int,
+    *,
+    steps: int | None = None,
+    upstream: bool = False,
+    limit_seconds: float = 600.0,
+    start: str = START_RANK,
+) -> Outcome:
+    """Check a config.
+
+    Args:
+        config: the content of the config file.
+        ranks: number of processes.
+        steps: optimizer steps; None: enough for the config.
+        upstream: train with stock DeepSpeed.
+        limit_seconds: for each of the two phases.
+        start: Python code that runs a rank.
+
+    Raises:
+        ConfigError: the config contradicts itself, or DeepSpeed refuses it.
+    """
+    with tempfile.TemporaryDirectory(prefix="deepspeed-ext-verify-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        plan = plan_check(config, ranks, steps, upstream, name)
+        (folder / PLAN).write_text(json.dumps(asdict(plan)))
+        found, ended = _phase(folder, "train", plan, limit_seconds, start)
+        _require_accepted(found)
+        resumed, after = None, None
+        if (folder / CHECKPOINT / "latest").exists() and found.movements:
+            resumed, after = _phase(folder, "resume", plan, limit_seconds, start)
+    checks = check_all(plan, found, resumed, ended.why)
+    output = ended.output or (after.output if after is not None else "")
+    return Outcome(plan, checks, output if not report.passed(checks) else "")
+
+
+def _phase(folder: Path, phase: str, plan: Plan, limit_seconds: float, start: str) -> tuple[Found, Ended]:
+    with Ranks(folder, phase, plan.ranks, start) as ranks:
+        ended = ranks.wait(limit_seconds)
+    return merge([Found.read(result_file(folder, phase, rank)) for rank in range(plan.ranks)]), ended
+
+
+def _require_accepted(found: Found) -> None:
+    """Raise `ConfigError` if ``deepspeed.initialize`` refused the config."""
+    failure: Failure | None = found.failure
+    if failure is not None and failure.stage in ("plain", "initialize") and REFUSED & set(failure.kinds):
+        raise ConfigError(f"this config cannot train: {failure}")

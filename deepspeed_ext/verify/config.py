@@ -1,0 +1,266 @@
+"""Turns a user's DeepSpeed config into the config of the check, and says what was changed. Pure."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepspeed_ext._config_file import section_of
+from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.verify.batches import Batches, plan_batches
+
+__all__ = ["Plan", "Rule", "plan_check"]
+
+FEWEST_STEPS, MOST_DEFAULT_STEPS = 12, 96
+TRAINERS_ADAMW = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+"""Defaults of the Hugging Face Trainer, which fills "auto" in."""
+
+WRITES_ELSEWHERE = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning")
+"""Sections that write outside of the check's own folder."""
+OF_THE_JOB = (
+    *("elasticity", "nebula", "curriculum_learning", "data_efficiency", "compression_training", "eigenvalue"),
+    *("progressive_layer_drop", "tensor_parallel", "sequence_parallel_size", "pipeline"),
+)
+"""Sections about the user's own data, model or set of machines, which the small model does not have."""
+QUIET = {"steps_per_print": 10**9, "wall_clock_breakdown": False, "memory_breakdown": False, "dump_state": False}
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32"}
+ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax")
+"""Optimizers of torch whose result does not depend on how parameters are cut."""
+
+Rule = Literal["exact", "predicted", "deferred"]
+"""How the weights follow the optimizer. exact: each step's weights are those of plain ZeRO. predicted: they anticipate
+an update in flight (the predictive rule). deferred: some parameters wait for several steps (ZenFlow as published)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole check. It travels to the ranks as JSON.
+
+    Attributes:
+        config: what ``deepspeed.initialize`` gets.
+        upstream: train with stock DeepSpeed, without this package.
+        steps: optimizer steps.
+        save_after: the step after which the checkpoint is saved.
+        batches: what a rank takes in a step.
+        dtype: of the weights.
+        autocast: dtype of ``torch_autocast``; None: off.
+        communication: dtype in which gradients are reduced.
+        optimizer: type of the optimizer of torch that the result is compared with, and its arguments; None: there is
+            none.
+        why_no_optimizer: the reason for that.
+        rule: how the weights follow the optimizer.
+        interval: steps per hand-over to the optimizer process; None: chosen while it runs.
+        has_worker: whether there is an optimizer process.
+        flat_model: whether no parameter of the model has more than two dimensions.
+        summary: the config in a few words.
+        changes: what differs from the user's config.
+    """
+
+    config: dict[str, Any]
+    upstream: bool
+    ranks: int
+    steps: int
+    save_after: int
+    batches: Batches
+    dtype: str
+    autocast: str | None
+    communication: str
+    optimizer: tuple[str, dict[str, Any]] | None
+    why_no_optimizer: str
+    rule: Rule
+    interval: int | None
+    has_worker: bool
+    flat_model: bool
+    summary: str
+    changes: tuple[str, ...]
+
+
+def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream: bool, scratch: str) -> Plan:
+    """Plan the check of a config.
+
+    Args:
+        user: the content of the config file.
+        ranks: how many to train on.
+        steps: optimizer steps; None: enough for the rule.
+        upstream: without this package.
+        scratch: folder for what the config lets DeepSpeed write.
+
+    Raises:
+        ConfigError: the config contradicts itself, or leaves out what DeepSpeed needs.
+    """
+    config, changes = copy.deepcopy(dict(user)), list[str]()
+    for name in [name for name in (*WRITES_ELSEWHERE, *OF_THE_JOB) if name in config]:
+        del config[name]
+        changes.append(f"{name} is left out")
+    config |= QUIET
+    dtype = _dtype(config, changes)
+    batches = plan_batches(config, ranks, changes)
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        config.pop(name, None)
+    config |= {"train_micro_batch_size_per_gpu": batches.micro, "gradient_accumulation_steps": batches.accumulation}
+    rule, interval, has_worker, warm_up = _zenflow(section_of(config, "zero_optimization"), upstream)
+    steps = steps or _enough_steps(rule, interval, warm_up)
+    _fill_optimizer(config, steps, changes)
+    _keep_inside(config, scratch, changes)
+    _drop_auto(config, "", changes)
+    optimizer, why = _plain_optimizer(config)
+    flat = upstream and rule == "deferred"
+    if flat:
+        changes.append("no parameter has three dimensions: DeepSpeed's own ZenFlow fails on them")
+    autocast = section_of(config, "torch_autocast")
+    return Plan(
+        config=config,
+        upstream=upstream,
+        ranks=ranks,
+        steps=steps,
+        save_after=min(steps - 1, steps // 2 | 1),
+        batches=batches,
+        dtype=dtype,
+        autocast=str(autocast.get("dtype", "bfloat16")).removeprefix("torch.") if autocast.get("enabled") else None,
+        communication=DTYPES.get(str(config.get("communication_data_type")).lower(), dtype),
+        optimizer=optimizer,
+        why_no_optimizer=why,
+        rule=rule,
+        interval=interval,
+        has_worker=has_worker,
+        flat_model=flat,
+        summary=_summary(config, dtype, rule, interval, has_worker, upstream),
+        changes=tuple(changes),
+    )
+
+
+def _dtype(config: dict[str, Any], changes: list[str]) -> str:
+    """The dtype of the weights; an "auto" is decided here."""
+    sections = {name: dict(section_of(config, name)) for name in ("bf16", "bfloat16", "fp16") if name in config}
+    on = [name for name, section in sections.items() if section.get("enabled") is True]
+    for name, section in sections.items():
+        if section.get("enabled", "auto") == "auto":
+            section["enabled"] = not on
+            on = on or [name]
+            changes.append(f"{name}.enabled: {str(section['enabled']).lower()} in place of auto")
+            config[name] = section
+    return DTYPES[on[0]] if on else "float32"
+
+
+def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None, bool, int | None]:
+    """Rule, interval, whether there is an optimizer process, and steps of its warm-up (None: the rule's own)."""
+    section = zero.get("zenflow")
+    if section in (None, "auto"):
+        return "exact", 1, False, 0
+    if not isinstance(section, dict):
+        raise ConfigError(f"zero_optimization.zenflow is a {type(section).__name__}, expected an object")
+    if upstream:
+        interval = section.get("update_interval")
+        return "deferred", interval if isinstance(interval, int) else None, section.get("overlap_step") is True, None
+    zenflow = ZenFlowConfig(**section)
+    if zenflow.rule == "selective":
+        return "deferred", zenflow.update_interval, True, zenflow.warm_up_steps
+    if not zenflow.overlapped:
+        return "exact", 1, True, 0
+    return "predicted", zenflow.update_interval, True, zenflow.warm_up_steps
+
+
+def _enough_steps(rule: Rule, interval: int | None, warm_up: int | None) -> int:
+    """Steps that show the rule at work: its warm-up, and then some intervals."""
+    if rule == "exact":
+        return FEWEST_STEPS
+    if interval is None:  # chosen by measurement, after five steps or at the first selection
+        return 24 if rule == "predicted" else 40
+    if rule == "predicted":
+        wanted = (5 * interval if warm_up is None and interval > 1 else warm_up or 1) + 4 * interval
+    else:
+        wanted = (warm_up or 1) + 6 * interval
+    return min(MOST_DEFAULT_STEPS, max(FEWEST_STEPS, wanted))
+
+
+def _fill_optimizer(config: dict[str, Any], steps: int, changes: list[str]) -> None:
+    """Give optimizer, schedule and clipping the values that a trainer would fill in."""
+    section = section_of(config, "optimizer")
+    if not section:
+        config["optimizer"] = {"type": "AdamW", "params": dict(TRAINERS_ADAMW)}
+        changes.append(f"the config has no optimizer: AdamW with lr {TRAINERS_ADAMW['lr']:g}")
+    params = section_of(config["optimizer"], "params")
+    _fill(params, TRAINERS_ADAMW, "optimizer.params", changes)
+    schedule = {"warmup_min_lr": 0.0, "warmup_max_lr": params.get("lr", 1e-3), "warmup_num_steps": 0}
+    _fill(
+        section_of(section_of(config, "scheduler"), "params"),
+        {**schedule, "total_num_steps": steps},
+        "scheduler.params",
+        changes,
+    )
+    _fill(config, {"gradient_clipping": 1.0}, "", changes)
+
+
+def _fill(section: dict[str, Any], values: Mapping[str, Any], where: str, changes: list[str]) -> None:
+    for name, value in values.items():
+        if section.get(name) == "auto":
+            section[name] = value
+            changes.append(f"{'.'.join(filter(None, [where, name]))}: {value} in place of auto")
+
+
+def _keep_inside(config: dict[str, Any], scratch: str, changes: list[str]) -> None:
+    """Let DeepSpeed write into `scratch` only, and load nothing of the user's."""
+    zero = section_of(config, "zero_optimization")
+    for name in ("offload_param", "offload_optimizer"):
+        section = section_of(zero, name)
+        if section.get("device") == "nvme":
+            section["nvme_path"] = scratch
+            changes.append(f"{name}.nvme_path is a temporary folder")
+    checkpoint = section_of(config, "checkpoint")
+    if checkpoint.pop("load_universal", None):
+        changes.append("checkpoint.load_universal is left out")
+
+
+def _drop_auto(section: dict[str, Any], where: str, changes: list[str]) -> None:
+    """Leave out every value that is still "auto": DeepSpeed's defaults count."""
+    for name in list(section):
+        if section[name] == "auto":
+            del section[name]
+            changes.append(f"{where}{name}: DeepSpeed's default in place of auto")
+        elif isinstance(section[name], dict):
+            _drop_auto(section[name], f"{where}{name}.", changes)
+
+
+def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, str]:
+    """The optimizer of torch that does the same, or None and why there is none."""
+    section = section_of(config, "optimizer")
+    name, params = str(section.get("type", "")), dict(section_of(section, "params"))
+    low = [part for part in ("bf16", "fp16") if section_of(config, part).get(f"{part}_master_weights_and_grads")]
+    if low:
+        return None, f"{low[0]}_master_weights_and_grads has no plain optimizer to compare with"
+    if name in ELEMENTWISE:
+        return (name, params), ""
+    if name.lower() not in ("adam", "adamw"):
+        return None, f"torch has no {name} that could be compared with"
+    if params.get("bias_correction") is False:
+        return None, "torch has no Adam without bias correction"
+    decoupled = bool(params.get("adam_w_mode", True)) or name.lower() == "adamw"
+    # DeepSpeed's own Adams decay by 0 if the config does not say; torch's AdamW by 0.01.
+    own = {} if params.get("torch_adam") else {"weight_decay": 0.0}
+    kept = {name: params[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad") if name in params}
+    try:
+        if not all(math.isfinite(float(kept.get(name, 0.0))) for name in ("lr", "eps", "weight_decay")):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ConfigError(f"optimizer.params: expected numbers, got {params}") from None
+    return ("AdamW" if decoupled else "Adam", {**own, **kept}), ""
+
+
+def _summary(
+    config: Mapping[str, Any], dtype: str, rule: Rule, interval: int | None, has_worker: bool, upstream: bool
+) -> str:
+    zero = section_of(config, "zero_optimization")
+    offload = section_of(zero, "offload_optimizer").get("device", "none")
+    parts = [f"stage {zero.get('stage', 0)}", dtype, str(section_of(config, "optimizer").get("type"))]
+    if "zenflow" in zero:
+        name = "DeepSpeed's own ZenFlow" if upstream else "ZenFlow"
+        how = {"exact": "no overlap", "predicted": "predictive rule", "deferred": "deferred updates"}[rule]
+        parts.append(f"{name} ({how}, interval {interval or 'measured'})")
+    elif offload != "none":
+        parts.append(f"optimizer on {offload}")
+    return ", ".join(parts) + (", stock DeepSpeed" if upstream else "")

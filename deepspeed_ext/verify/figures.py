@@ -1,0 +1,186 @@
+"""What the ranks of a check measure. The ranks write it as JSON; the verdicts read it. Pure."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Changed", "Death", "Failure", "Found", "Movement", "Resumed", "Stage", "merge", "write"]
+
+Stage = str
+"""What a rank does: "start", "initialize", "train", "save", "compare", "worker", "resume" or "end"."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank.
+
+    Attributes:
+        stage: what the rank did.
+        kinds: names of the exception's class and of those above it.
+        text: of the exception, its first lines.
+    """
+
+    stage: Stage
+    kinds: tuple[str, ...]
+    text: str
+
+    @classmethod
+    def of(cls, stage: Stage, error: BaseException) -> Failure:
+        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+        return cls(stage, tuple(kind.__name__ for kind in type(error).__mro__), " ".join(lines)[:600])
+
+    def __str__(self) -> str:
+        return f"{self.kinds[0]}: {self.text}" if self.text else self.kinds[0]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Elements of each parameter that `initialize` changed, of those that it changed at all."""
+
+    elements: int
+    parameters: int
+    changed: dict[str, int] = field(default_factory=dict)
+
+    def count(self) -> int:
+        """All elements that changed."""
+        return sum(self.changed.values())
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How one parameter moved from its initial value: lengths are L2 norms.
+
+    Attributes:
+        length: of the way in the run.
+        plain: of the way in plain training; 0 without one.
+        distance: between the two ends.
+        noise: the same distance between plain training and itself, with gradients rounded otherwise.
+    """
+
+    name: str
+    numel: int
+    length: float
+    plain: float
+    distance: float
+    noise: float
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What is different after resuming: steps whose losses differ, and elements of the final weights."""
+
+    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class Death:
+    """What followed the death of an optimizer process: the error, after how many seconds and more steps."""
+
+    seconds: float
+    steps: int
+    error: Failure | None
+
+
+@dataclass
+class Found:
+    """All that one rank has measured so far.
+
+    Attributes:
+        stage: what it does now.
+        norms: of the gradients, if the engine tells.
+        in_flight: steps by which the masters are behind, because gradients are still on their way.
+        noise: of the losses, in the sense of `Movement`.
+    """
+
+    stage: Stage = "start"
+    failure: Failure | None = None
+    changed: Changed | None = None
+    losses: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    untrained: list[float] = field(default_factory=list)
+    noise: float = 0.0
+    norms: list[float | None] = field(default_factory=list)
+    plain_norms: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    plain_skipped: list[int] = field(default_factory=list)
+    movements: list[Movement] = field(default_factory=list)
+    in_flight: int = 0
+    resumed: Resumed | None = None
+    death: Death | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Found:
+        """What `write` has written; nothing if it has written nothing."""
+        if not path.exists():
+            return cls()
+        values: dict[str, Any] = json.loads(path.read_text())
+        failure, death, resumed = (values.pop(name) for name in ("failure", "death", "resumed"))
+        changed, movements = values.pop("changed"), values.pop("movements")
+        found = cls(**values, movements=[Movement(**each) for each in movements])
+        found.failure = _failure(failure)
+        found.changed = changed and Changed(**changed)
+        found.death = death and Death(**{**death, "error": _failure(death["error"])})
+        if resumed:
+            losses = {int(step): (pair[0], pair[1]) for step, pair in resumed["losses"].items()}
+            found.resumed = Resumed(losses, resumed["weights"])
+        return found
+
+
+def _failure(values: Mapping[str, Any] | None) -> Failure | None:
+    return None if values is None else Failure(values["stage"], tuple(values["kinds"]), values["text"])
+
+
+def write(found: Found, path: Path) -> None:
+    """Write what is found so far; a reader sees a whole file at any time."""
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(asdict(found)))
+    os.replace(aside, path)
+
+
+def merge(ranks: list[Found]) -> Found:
+    """What all ranks found: losses as means over ranks, otherwise the worst of them."""
+    first = ranks[0]
+
+    def mean(name: str) -> list[float]:
+        columns = zip(*(getattr(rank, name) for rank in ranks), strict=False)
+        return [sum(values) / len(ranks) for values in columns]
+
+    return Found(
+        stage=first.stage,
+        failure=next((rank.failure for rank in ranks if rank.failure), None),
+        changed=max((rank.changed for rank in ranks if rank.changed), key=Changed.count, default=None),
+        losses=mean("losses"),
+        plain=mean("plain"),
+        untrained=mean("untrained"),
+        noise=max(rank.noise for rank in ranks),
+        norms=first.norms,
+        plain_norms=first.plain_norms,
+        skipped=first.skipped,
+        plain_skipped=first.plain_skipped,
+        movements=first.movements,
+        in_flight=first.in_flight,
+        resumed=_worst_resumed([rank.resumed for rank in ranks if rank.resumed]),
+        death=_worst_death([rank.death for rank in ranks]),
+    )
+
+
+def _worst_resumed(ranks: list[Resumed]) -> Resumed | None:
+    if not ranks:
+        return None
+    losses: dict[int, tuple[float, float]] = {}
+    for rank in ranks:
+        losses = {**rank.losses, **losses}
+    return Resumed(losses, max(rank.weights for rank in ranks))
+
+
+def _worst_death(ranks: list[Death | None]) -> Death | None:
+    """None if any rank has not told; without an error if any rank had none."""
+    if any(rank is None for rank in ranks):
+        return None
+    return max((rank for rank in ranks if rank), key=lambda death: (death.error is None, death.seconds))

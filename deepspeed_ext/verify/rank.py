@@ -1,0 +1,337 @@
+"""One rank of a check: trains plainly, then with the user's config, saves, resumes, and loses its optimizer process.
+
+`main` takes the folder of the check, which holds the plan, and the phase. The phase ``train`` does everything up to
+the worker's death; ``resume`` continues from the checkpoint in new processes. What is found goes to a file after every
+part, so that a later part that hangs or crashes takes nothing of it away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.verify.batches import Batches
+from deepspeed_ext.verify.config import Plan
+from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, write
+
+__all__ = ["CHECKPOINT", "KILLED", "PLAN", "Rank", "result_file", "main"]
+
+PR_SET_PDEATHSIG = 1
+PLAN, CHECKPOINT, WEIGHTS, KILLED = "plan.json", "checkpoint", "weights.pt", "killed"
+"""Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
+GROUP_TIMEOUT_SECONDS = 600.0
+MOST_MEASURED_INTERVAL = 16
+
+
+def result_file(folder: Path, phase: str, rank: int) -> Path:
+    """Where a rank writes what it finds."""
+    return folder / f"{phase}-{rank}.json"
+
+
+def read_plan(folder: Path) -> Plan:
+    values = json.loads((folder / PLAN).read_text())
+    values["batches"] = Batches(**values["batches"])
+    values["changes"] = tuple(values["changes"])
+    values["optimizer"] = values["optimizer"] and tuple(values["optimizer"])
+    return Plan(**values)
+
+
+class Rank:
+    """A rank and what it has found. Each public method is a part of the check, in this order."""
+
+    def __init__(self, folder: Path, phase: str) -> None:
+        self.folder, self.number = folder, int(os.environ["RANK"])
+        self.plan = read_plan(folder)
+        self.found = Found()
+        self._file = result_file(folder, phase, self.number)
+        self.engine: Any = None
+        self._plain: Any = None
+        self._noise: dict[str, float] = {}
+        self._replayed: Any = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Write what is found at the end of a part, or the error that ended it."""
+        self.found.stage = name
+        try:
+            yield
+        except BaseException as error:
+            self.found.failure = Failure.of(name, error)
+            raise
+        finally:
+            write(self.found, self._file)
+
+    def start(self) -> None:
+        """Join the other ranks, and take this rank's device."""
+        with self.stage("start"):
+            import torch
+
+            from deepspeed_ext import _upstream, shared_buffers
+
+            if self.plan.dtype == "float16":
+                _upstream.fp16_on_any_cpu()
+            accelerator = _upstream.get_accelerator()
+            backend = "gloo"
+            if accelerator.device_name() != "cpu":
+                accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+                backend = accelerator.communication_backend_name()
+            torch.distributed.init_process_group(
+                backend,
+                init_method=f"file://{self.folder}/rendezvous-{os.environ['DSEXT_VERIFY_PHASE']}",
+                rank=self.number,
+                world_size=self.plan.ranks,
+                timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+            )
+            with shared_buffers.not_made():
+                _upstream.deepspeed.init_distributed(dist_backend=backend)
+            self.device = torch.device(accelerator.current_device_name())
+
+    def train_plainly(self) -> None:
+        """Train with torch's optimizer, twice: the second time with gradients that are rounded otherwise."""
+        if self.plan.optimizer is None:
+            return
+        with self.stage("plain"):
+            import torch
+
+            from deepspeed_ext.verify.reference import train_plainly
+
+            self._plain = train_plainly(self.plan, self.device)
+            eps = torch.finfo(getattr(torch, self.plan.communication)).eps
+            spread = train_plainly(self.plan, self.device, noise=eps)
+            self.found.plain, self.found.untrained = self._plain.losses, self._plain.untrained
+            self.found.plain_norms, self.found.plain_skipped = self._plain.norms, self._plain.skipped
+            both = zip(self._plain.losses, spread.losses, strict=True)
+            self.found.noise = max(abs(one - other) for one, other in both)
+            ends = spread.masters[-1]
+            self._noise = {name: float((end - ends[name]).norm()) for name, end in self._plain.masters[-1].items()}
+
+    def initialize(self) -> None:
+        """Build the engine, and compare its weights with those of the model."""
+        with self.stage("initialize"):
+            import torch
+
+            from deepspeed_ext.verify.model import new_model
+
+            model = new_model(self.plan.flat_model)
+            dtype = getattr(torch, self.plan.dtype)
+            before = {name: param.detach().to(dtype).float() for name, param in model.named_parameters()}
+            self.engine = self.make_engine(model)
+            after = self.weights()
+            changed = {name: int((after[name] != value).sum()) for name, value in before.items()}
+            self.found.changed = Changed(
+                sum(value.numel() for value in before.values()), len(before), {k: n for k, n in changed.items() if n}
+            )
+
+    def replay(self) -> None:
+        """Under the predictive rule, plain training takes its gradients at the engine's weights: its masters must then
+        be the engine's, however the weights were predicted."""
+        if self.plan.optimizer is None or self.plan.rule != "predicted":
+            return
+        from deepspeed_ext.verify.reference import PlainRun, PlainTraining
+
+        self._replayed = PlainTraining(self.plan, self.device)
+        interval = self.plan.interval or MOST_MEASURED_INTERVAL  # masters wait for the end of an interval
+        self._plain = PlainRun(initial=self._replayed.weights(), masters=deque(maxlen=interval))
+
+    def make_engine(self, model: Any) -> Any:
+        """The engine, as a user's script makes it."""
+        import deepspeed_ext
+        from deepspeed_ext._upstream import deepspeed
+
+        initialize = deepspeed.initialize if self.plan.upstream else deepspeed_ext.initialize
+        parameters = list(model.parameters())
+        return initialize(model=model, model_parameters=parameters, config=self.plan.config)[0]
+
+    def weights(self) -> dict[str, Any]:
+        """The module's parameters in full, fp32 on the host; all ranks call this together."""
+        from deepspeed_ext._upstream import deepspeed
+
+        found = {}
+        for name, param in self.engine.module.named_parameters():
+            if self.engine.zero_optimization_stage() == 3:
+                with deepspeed.zero.GatheredParameters([param]):
+                    found[name] = param.detach().float().cpu().clone()
+            else:
+                found[name] = param.detach().float().cpu().clone()
+        return found
+
+    def train(self) -> None:
+        """All steps, with a save after one of them."""
+        with self.stage("train"):
+            self._train(0, self.plan.save_after)
+        with self.stage("save"):
+            self.engine.save_checkpoint(str(self.folder / CHECKPOINT), tag="saved")
+        with self.stage("train"):
+            self._train(self.plan.save_after, self.plan.steps)
+
+    def _train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            if self._replayed is not None:
+                self._replayed.follow(self.weights())
+                self._plain.add(self._replayed, step)
+            self.found.losses.append(self.step(step))
+            norm = self.engine.get_global_grad_norm()
+            self.found.norms.append(None if norm is None else float(norm))
+            if getattr(self.engine.optimizer, "overflow", False):
+                self.found.skipped.append(step)
+
+    def step(self, number: int) -> float:
+        """One optimizer step; returns this rank's mean loss."""
+        from deepspeed_ext.verify.model import data_of
+
+        losses = []
+        for tokens, tags in data_of(number, self.number, self.plan.batches):
+            loss = self.engine(tokens.to(self.device), tags.to(self.device))
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.item())
+        return sum(losses) / len(losses)
+
+    def compare(self) -> None:
+        """Compare how each parameter moved, and keep the final weights for those who resume."""
+        with self.stage("compare"):
+            import torch
+
+            weights = self.weights()
+            if self.number == 0:
+                torch.save(weights, self.folder / WEIGHTS)
+            self._movements(self._masters(weights))
+            if self._replayed is not None:
+                self.found.plain_norms = self._plain.norms
+
+    def _masters(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """The fp32 masters, or the weights if there are none. Those of DeepSpeed's own ZenFlow are out of date."""
+        from deepspeed_ext._upstream import master_of
+
+        if self.plan.upstream and self.plan.rule == "deferred":
+            return weights
+        found = {}
+        for name, param in self.engine.module.named_parameters():
+            master = master_of(param)
+            found[name] = weights[name] if master is None else master.float().cpu().view_as(weights[name])
+        return found
+
+    def _movements(self, ends: dict[str, Any]) -> None:
+        plain = self._plain
+        if plain is None:
+            import torch
+
+            from deepspeed_ext.verify.model import new_model
+
+            dtype = getattr(torch, self.plan.dtype)
+            for name, param in new_model(self.plan.flat_model).named_parameters():
+                length = float((ends[name] - param.detach().to(dtype).float()).norm())
+                self.found.movements.append(Movement(name, param.numel(), length, 0.0, 0.0, 0.0))
+            return
+
+        def distance(masters: dict[str, Any]) -> float:
+            return sum(float((ends[name] - master).square().sum()) for name, master in masters.items())
+
+        behind = min(range(len(plain.masters)), key=lambda steps: distance(plain.masters[-1 - steps]))
+        target = plain.masters[-1 - behind]
+        self.found.in_flight = behind
+        for name, start in plain.initial.items():
+            found = (ends[name] - start, target[name] - start, ends[name] - target[name])
+            lengths = [*(float(each.norm()) for each in found), self._noise[name]]
+            self.found.movements.append(Movement(name, start.numel(), *lengths))
+
+    def lose_worker(self) -> None:
+        """Kill rank 0's optimizer process and train on until there is an error."""
+        if not self.plan.has_worker:
+            return
+        from deepspeed_ext._upstream import dist
+
+        with self.stage("worker"):
+            victim = _worker_pid(self.engine)
+            dist.barrier()
+            if self.number == 0:
+                (self.folder / KILLED).touch()
+                os.kill(victim, signal.SIGKILL)
+        begin, steps = time.monotonic(), 0
+        error: Failure | None = None
+        most = 4 * (self.plan.interval or 8) + 4
+        try:
+            for steps in range(1, most + 1):
+                self.step(self.plan.steps + steps)
+        except BaseException as raised:
+            error = Failure.of("worker", raised)
+        self.found.death = Death(time.monotonic() - begin, steps, error)
+        write(self.found, self._file)
+
+    def resume(self) -> None:
+        """Load the checkpoint and make the steps after it once more."""
+        expected = Found.read(result_file(self.folder, "train", self.number))
+        with self.stage("initialize"):
+            from deepspeed_ext.verify.model import new_model
+
+            self.engine = self.make_engine(new_model(self.plan.flat_model))
+        with self.stage("resume"):
+            self.load()
+            self._train(self.plan.save_after, self.plan.steps)
+            rest = range(self.plan.save_after, self.plan.steps)
+            pairs = {step: (expected.losses[step], loss) for step, loss in zip(rest, self.found.losses, strict=True)}
+            apart = {step: pair for step, pair in pairs.items() if pair[0] != pair[1]}
+            self.found.resumed = Resumed(apart, self._other_weights())
+
+    def load(self) -> None:
+        """Load the checkpoint, as a user's script does."""
+        path, _ = self.engine.load_checkpoint(str(self.folder / CHECKPOINT), tag="saved")
+        if path is None:
+            raise FileNotFoundError("load_checkpoint found nothing to load")
+
+    def _other_weights(self) -> int:
+        """How many elements of the final weights differ from the uninterrupted run's."""
+        import torch
+
+        weights = self.weights()
+        before = torch.load(self.folder / WEIGHTS)
+        return sum(int((weights[name] != value).sum()) for name, value in before.items())
+
+    def end(self) -> None:
+        """End as a script does."""
+        with self.stage("end"):
+            from deepspeed_ext._upstream import dist
+
+            self.engine.destroy()
+            dist.destroy_process_group()
+
+
+def _worker_pid(engine: Any) -> int:
+    """Process id of a rank's optimizer process, ours or that of DeepSpeed's own ZenFlow."""
+    adam = getattr(engine.optimizer, "zenflow_adam", None)
+    process = engine.optimizer.process if adam is None else adam.link.process
+    return int(process.pid)
+
+
+def main(kind: type[Rank] = Rank) -> None:
+    """Run one phase. Arguments of the process: the folder, the phase.
+
+    Args:
+        kind: a subclass, for tests, that does something wrong.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    folder, phase = Path(sys.argv[1]), sys.argv[2]
+    rank = kind(folder, phase)
+    rank.start()
+    if phase == "resume":
+        rank.resume()
+        rank.end()
+        return
+    rank.train_plainly()
+    rank.initialize()
+    rank.replay()
+    rank.train()
+    rank.compare()
+    rank.lose_worker()
+    if rank.found.death is None:
+        rank.end()

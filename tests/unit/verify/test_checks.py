@@ -1,0 +1,196 @@
+"""Verdicts from figures: each check passes what is right, and fails on what it is there for."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext.verify import report
+from deepspeed_ext.verify.checks import Check, check_all
+from deepspeed_ext.verify.config import Plan, plan_check
+from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, merge, write
+
+STEPS = 12
+PLAIN = [7.6 - 0.2 * step for step in range(STEPS)]
+CHECKS = ["initialize", "losses", "gradients", "resume", "worker's death"]
+
+
+def plan(rule: str = "exact", **fields: Any) -> Plan:
+    """A check of `STEPS` steps; `fields` are other fields of the plan."""
+    found = plan_check({"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}}, 2, STEPS, False, "/scratch")
+    return replace(found, **{"rule": rule, "interval": 1, "has_worker": True, **fields})
+
+
+def good(**fields: Any) -> Found:
+    """What a rank finds when all is right."""
+    death = Death(0.3, 1, Failure("worker", ("WorkerError",), "rank 0: the optimizer process was killed"))
+    values: dict[str, Any] = {
+        "stage": "worker",
+        "changed": Changed(1000, 3),
+        "losses": list(PLAIN),
+        "plain": list(PLAIN),
+        "untrained": [7.6] * STEPS,
+        "noise": 1e-3,
+        "norms": [1.0] * STEPS,
+        "plain_norms": [1.0] * STEPS,
+        "movements": [Movement("weight", 1000, 1.0, 1.0, 0.001, 0.002), Movement("bias", 10, 0.1, 0.1, 0.0, 0.0)],
+        "death": death,
+    }
+    return Found(**{**values, **fields})
+
+
+def verdicts(the_plan: Plan, found: Found, resumed: Found | None = None, why: str = "") -> dict[str, Check]:
+    resumed = resumed or Found(resumed=Resumed())
+    return {check.name: check for check in check_all(the_plan, found, resumed, why)}
+
+
+def failed(checks: dict[str, Check]) -> list[str]:
+    return [name for name, check in checks.items() if check.status == "FAIL"]
+
+
+@pytest.mark.parametrize("rule", ["exact", "predicted", "deferred"])
+def test_what_is_right_passes(rule: str) -> None:
+    checks = verdicts(plan(rule), good())
+    assert {name: check.status for name, check in checks.items()} == dict.fromkeys(CHECKS, "PASS")
+    assert "equal to the bit" in checks["losses"].detail
+
+
+def death(seconds: float, error: str | None) -> Death:
+    return Death(seconds, 3, None if error is None else Failure("worker", (error,), ""))
+
+
+@pytest.mark.parametrize(
+    ("fields", "fails", "says"),
+    [
+        ({"changed": Changed(1000, 3, {"weight": 900})}, "initialize", "900 of 1,000 weights changed, in weight"),
+        ({"losses": [loss + 0.5 for loss in PLAIN]}, "losses", "largest difference 5.0e-01"),
+        ({"losses": [*PLAIN[:-1], math.nan]}, "losses", "largest difference nan at step 12"),
+        ({"skipped": [3]}, "losses", "overflow"),
+        ({"norms": [1.0] * 11 + [0.5]}, "gradients", "norm of step 12's gradient is 0.5"),
+        ({"norms": [2.0] * STEPS}, "gradients", "norm of step 1's gradient is 2"),
+        ({"movements": [Movement("bias", 10, 0.0, 0.1, 0.1, 0.0)]}, "gradients", "bias (does not move)"),
+        ({"movements": [Movement("bias", 10, 0.1, 0.1, 0.01, 0.0)]}, "gradients", "bias (1.00 times the way"),
+        ({"movements": [Movement("bias", 10, 0.1, 0.0, 0.1, 0.0)]}, "gradients", "bias (should not move)"),
+        ({"movements": [Movement("bias", 10, math.nan, 0.1, math.nan, 0.0)]}, "gradients", "bias"),
+        ({"movements": [Movement("bias", 10, 0.0, 0.0, 0.0, 0.0)]}, "gradients", "learning rate 0"),
+        ({"death": death(1.0, None)}, "worker's death", "trained without it"),
+    ],
+)
+def test_what_is_wrong_fails_the_check_that_is_about_it(fields: dict[str, Any], fails: str, says: str) -> None:
+    checks = verdicts(plan(), good(**fields))
+    assert failed(checks) == [fails]
+    assert says in checks[fails].detail
+
+
+def test_a_resumed_run_must_be_equal() -> None:
+    other_losses = Found(resumed=Resumed({8: (7.1, 7.2), 7: (7.0, 7.3)}, 5))
+    checks = verdicts(plan(save_after=7), good(), other_losses)
+    assert failed(checks) == ["resume"]
+    assert "2 of 5 losses differ, first at step 8: 7.3, uninterrupted 7" in checks["resume"].detail
+    assert failed(verdicts(plan(), good(), Found(resumed=Resumed({}, 5)))) == ["resume"]
+    broken = Found(stage="resume", failure=Failure("resume", ("KeyError",), "'step'"))
+    assert "KeyError: 'step'" in verdicts(plan(), good(), broken)["resume"].detail
+
+
+def test_a_run_that_hangs_after_the_workers_death_fails() -> None:
+    assert failed(verdicts(plan(), good(death=None), why="the ranks had not ended")) == ["worker's death"]
+    assert failed(verdicts(plan(), good(), why="the ranks had not ended")) == ["worker's death"]
+
+
+def test_a_failure_counts_once_and_what_comes_after_it_is_skipped() -> None:
+    failure = Failure("train", ("RuntimeError", "Exception"), "no such device")
+    found = Found(stage="train", failure=failure, changed=Changed(1000, 3), losses=PLAIN[:4])
+    checks = {check.name: check for check in check_all(plan(), found, None)}
+    assert failed(checks) == ["losses"]
+    assert "step 5 of 12: RuntimeError: no such device" in checks["losses"].detail
+    assert [checks[name].status for name in CHECKS[2:]] == ["SKIPPED"] * 3
+
+
+def test_without_a_plain_optimizer_only_the_comparison_is_skipped() -> None:
+    none = plan(optimizer=None, why_no_optimizer="torch has no Lamb")
+    found = good(plain=[], movements=[Movement("weight", 1000, 1.0, 0.0, 0.0, 0.0)])
+    checks = verdicts(none, found)
+    assert checks["losses"].status == "SKIPPED"
+    assert "torch has no Lamb" in checks["losses"].detail
+    assert checks["gradients"].status == "PASS"
+    still = good(plain=[], movements=[*found.movements, Movement("bias", 10, 0.0, 0.0, 0.0, 0.0)])
+    assert "bias" in verdicts(none, still)["gradients"].detail
+    assert failed(verdicts(none, still)) == ["gradients"]
+
+
+def test_deferred_updates_need_a_share_of_the_progress_and_the_direction() -> None:
+    deferred = plan("deferred", interval=4)
+    half = [(loss + 7.6) / 2 for loss in PLAIN]
+    assert failed(verdicts(deferred, good(losses=half))) == []
+    assert failed(verdicts(deferred, good(losses=[7.6] * STEPS))) == ["losses"]
+    turned = [Movement("weight", 1000, 1.0, 1.0, math.sqrt(2), 0.0)]
+    assert failed(verdicts(deferred, good(movements=turned))) == ["gradients"]
+
+
+def test_a_parameter_that_rounding_moves_is_not_judged() -> None:
+    noisy = Movement("bias", 10, 0.1, 0.1, 0.2, 0.05)
+    checks = verdicts(plan(), good(movements=[*good().movements, noisy]))
+    assert failed(checks) == []
+    assert "not judged, because rounding decides: 1" in checks["gradients"].detail
+
+
+POSITIVE = st.floats(1e-6, 1e6)
+
+
+@given(scale=POSITIVE, deviation=st.floats(0.0, 1.0), noise=st.floats(0.0, 0.2))
+def test_a_verdict_on_a_movement_does_not_depend_on_its_scale(scale: float, deviation: float, noise: float) -> None:
+    movement = Movement("weight", 1000, scale, scale, scale * deviation, scale * noise)
+    allowed = max(0.02, 5 * noise)
+    if abs(deviation - allowed) < 1e-9:
+        return
+    fails = "gradients" in failed(verdicts(plan(), good(movements=[movement])))
+    assert fails == (deviation > allowed)
+
+
+@given(error=st.floats(0.0, 3.0), noise=st.floats(0.0, 0.1), step=st.integers(0, STEPS - 1))
+def test_a_larger_difference_never_passes_where_a_smaller_one_fails(error: float, noise: float, step: int) -> None:
+    def fails(difference: float) -> bool:
+        losses = [loss + difference * (number == step) for number, loss in enumerate(PLAIN)]
+        return "losses" in failed(verdicts(plan(), good(losses=losses, noise=noise)))
+
+    assert fails(error) <= fails(2 * error)
+
+
+# -- figures and reports --------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_writes_is_what_is_read(tmp_path: Path) -> None:
+    found = good(resumed=Resumed({3: (1.5, 2.5)}, 7), failure=Failure("end", ("OSError",), "gone"))
+    write(found, tmp_path / "train-0.json")
+    assert Found.read(tmp_path / "train-0.json") == found
+    assert Found.read(tmp_path / "train-1.json") == Found()
+
+
+def test_ranks_are_merged_to_means_and_to_the_worst() -> None:
+    other = good(losses=[2 * loss for loss in PLAIN], changed=Changed(1000, 3, {"bias": 1}), death=death(9.0, None))
+    found = merge([good(), other])
+    assert found.losses == pytest.approx([1.5 * loss for loss in PLAIN])
+    assert found.changed is not None
+    assert found.changed.count() == 1
+    assert found.death is not None
+    assert found.death.error is None
+    assert merge([good(), good(death=None)]).death is None
+
+
+def test_the_report_names_changes_and_every_check() -> None:
+    checks = list(verdicts(plan(), good(norms=[math.inf] * STEPS)).values())
+    text = report.as_text("ds.json", plan(), "the CPU", checks, "rank 0: a traceback")
+    assert all(f"{check.status:<7}  {check.name}" in text for check in checks)
+    assert all(change in text for change in plan().changes)
+    assert "1 of 5 checks failed" in text
+    assert "a traceback" in text
+    values = report.as_json("ds.json", plan(), "the CPU", checks, "")
+    assert values["passed"] is False
+    assert json.loads(json.dumps(values, allow_nan=False))["checks"][0]["status"] == "PASS"

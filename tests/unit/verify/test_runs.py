@@ -1,0 +1,143 @@
+"""``deepspeed-ext verify`` with real ranks: a good config passes, and every fault fails the check that is about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deepspeed_ext import cli
+from deepspeed_ext.verify import command, processes, rank
+from deepspeed_ext.verify.checks import Check
+from tests.support import verify_faults
+from tests.support.paths import ROOT
+from tests.support.zenflow import zenflow_config
+
+pytestmark = pytest.mark.cpu(reason="the ranks of a check are started by the package, with the CPU's accelerator")
+
+RIGHT = dict.fromkeys(("initialize", "losses", "gradients", "resume", "worker's death"), "PASS")
+
+
+def run(config: dict[str, Any], fault: type[rank.Rank] | None = None, **how: Any) -> dict[str, Check]:
+    """The checks of a config on two ranks, by name."""
+    start = processes.START_RANK if fault is None else verify_faults.start(fault)
+    outcome = command.verify(config, 2, start=start, limit_seconds=240.0, **how)
+    assert marked_processes() == []
+    return {check.name: check for check in outcome.checks}
+
+
+def statuses(checks: dict[str, Check]) -> dict[str, str]:
+    return {name: check.status for name, check in checks.items()}
+
+
+def marked_processes() -> list[int]:
+    """Everything that a check has started and that is still there."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if processes.MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_zenflow_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    checks = run(zenflow_config(2, update_interval=1, lr=3e-3), steps=8)
+    assert statuses(checks) == RIGHT, checks
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_three_faults_fail_three_checks() -> None:
+    """A gradient that is lost once, moments that are not loaded, and a worker's death that nobody notices."""
+    checks = run(zenflow_config(2, overlap_step=False, lr=3e-3), verify_faults.Several, steps=8)
+    assert statuses(checks) == {**RIGHT, "gradients": "FAIL", "resume": "FAIL", "worker's death": "FAIL"}, checks
+    assert checks["gradients"].detail.startswith("1 of ")
+    assert verify_faults.DROPPED in checks["gradients"].detail
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "fails"),
+    [
+        (verify_faults.ScramblesWeights, {"initialize", "losses", "gradients"}),
+        (verify_faults.DropsAGradient, {"gradients"}),
+        (verify_faults.DoublesGradients, {"gradients"}),
+        (verify_faults.ForgetsMoments, {"resume"}),
+        (verify_faults.TrainsWithoutWorker, {"worker's death"}),
+        (verify_faults.HangsWithoutWorker, {"worker's death"}),
+    ],
+)
+def test_each_fault_fails_its_check(fault: type[rank.Rank], fails: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "DEATH_SECONDS", 5.0)
+    config = zenflow_config(2, overlap_step=False, lr=3e-3)
+    found = {name for name, status in statuses(run(config, fault)).items() if status == "FAIL"}
+    # In plain training the reference's weights are those that are scrambled, so everything differs from there on.
+    assert fails & {"initialize", "gradients", "resume", "worker's death"} <= found <= fails
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "path", [p for p in sorted((ROOT / "configs").glob("*.json")) if p.name != "schema.json"], ids=lambda p: p.stem
+)
+def test_every_ready_config_passes(path: Path) -> None:
+    checks = run(json.loads(path.read_text()))
+    assert "FAIL" not in statuses(checks).values(), checks
+    assert statuses(checks)["resume"] == "PASS"
+
+
+UPSTREAMS = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 16, "select_strategy": "step"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [False, True])
+def test_deepspeeds_own_zenflow_fails(overlap: bool) -> None:
+    """Its weights are scrambled at initialize. `tests/unit/test_benchmarks.py` notices if upstream mends that."""
+    config = zenflow_config(2, **UPSTREAMS, overlap_step=overlap)
+    del config["zero_optimization"]["core_binding"], config["zero_force_ds_cpu_optimizer"]
+    del config["optimizer"]["params"]["torch_adam"]
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    assert run(config, upstream=True)["initialize"].status == "FAIL"
+
+
+def cli_status(*arguments: str) -> int:
+    try:
+        return cli.main(["verify", *arguments])
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}', '{"train_batch_size": "x"}']
+)
+def test_a_config_that_cannot_be_read_is_one_line_and_status_2(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(content)
+    assert cli_status("--config", str(path)) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_config_that_deepspeed_refuses_is_one_line_and_status_2(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(zenflow_config(2) | {"zero_optimization": {"stage": 2, "flatten_teir": "host"}}))
+    arguments = [sys.executable, "-m", "deepspeed_ext.cli", "verify", "--config", str(path), "--ranks", "1"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.count("\n") == 1
+    assert "flatten_teir" in done.stderr
+
+
+def test_ranks_that_do_not_end_are_ended() -> None:
+    outcome = command.verify(zenflow_config(2), 1, limit_seconds=0.5)
+    assert [check.status for check in outcome.checks] == ["FAIL", *["SKIPPED"] * 4]
+    assert marked_processes() == []
