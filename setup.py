@@ -20,6 +20,9 @@ NATIVE_KERNEL = Extension(
     optional=True,
 )
 
+# The site of the manual, which `make check` builds.
+SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5"]
+
 setup(
     name="deepspeed-ext",
     version=VERSION,
@@ -43,7 +46,9 @@ setup(
         "transformers": ["transformers>=4.45", "accelerate>=1.0"],
         "plots": ["matplotlib"],
         "trainers": ["peft>=0.21.2"],
+        "docs": SITE,
         "dev": [
+            *SITE,
             "pytest>=8",
             "pytest-timeout",
             "pytest-xdist",
