@@ -93,7 +93,7 @@ check: $(VENV)/.stamp-dev  ## lint, format, types, and the manual as a site, wit
 	ruff check .
 	ruff format --check .
 	mypy
-	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 mkdocs build
 
 format: $(VENV)/.stamp-dev  ## put the code into its standard form
 	ruff check --fix .
@@ -122,7 +122,7 @@ docs: $(VENV)/.stamp-dev  ## write the config reference, the table of rooms and 
 	python -m tools.architecture_picture
 
 docs-site: $(VENV)/.stamp-dev  ## build the manual as a site in outputs/site, and serve it on port 8000 until Ctrl-C
-	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 mkdocs build
 	python -m http.server --bind 127.0.0.1 --directory outputs/site 8000
 
 clean:  ## remove .venv, build products and outputs

@@ -22,7 +22,7 @@ COLORS = {"blue": ("#e8eefc", "#3f51b5"), "green": ("#e6f4ea", "#2e7d32"), "sand
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle with a title, the rooms that do its work, and a line of text."""
+    """A rectangle with a title, the rooms that do its work, and lines of text."""
 
     x: int
     y: int
@@ -30,31 +30,40 @@ class Box:
     height: int
     title: str
     rooms: tuple[str, ...] = ()
-    text: str = ""
+    lines: tuple[str, ...] = ()
     color: str = "blue"
 
 
 AREAS = (
     Box(20, 20, 560, 450, "Training process, one for each rank"),
-    Box(720, 130, 240, 340, "Optimizer process, one for each rank", color="green"),
+    Box(720, 130, 240, 340, "Its optimizer process", color="green"),
     Box(20, 500, 560, 100, "Accelerator", color="sand"),
 )
 BOXES = (
-    Box(40, 60, 520, 50, "Your script, or a Trainer", (), "deepspeed_ext.enable(), then deepspeed.initialize(...)"),
-    Box(40, 130, 250, 66, "Entry and engine", ("_entry", "engine"), "subclasses of DeepSpeed's engines"),
-    Box(310, 130, 250, 66, "Config", ("zero_config", "config"), "the fields under zero_optimization"),
-    Box(40, 216, 520, 66, "ZeRO optimizers", ("zero",), "subclasses of DeepSpeed's; the rooms below do the work"),
-    Box(40, 302, 120, 66, "Start-up", ("flatten",), "stages 1, 2"),
-    Box(173, 302, 120, 66, "Gathers", ("gather",), "stage 3"),
-    Box(306, 302, 254, 66, "ZenFlow", ("zenflow.optimizer",), "a rule: predictive or selective"),
-    Box(40, 388, 120, 66, "Cores", ("affinity",), "of all threads"),
-    Box(173, 388, 254, 66, "Checkpoints", ("checkpoint", "resharding"), "all ranks commit, or none"),
-    Box(440, 388, 120, 66, "Agreement", ("_agreement",), "one error for all"),
-    Box(740, 170, 200, 70, "Loop", ("zenflow.worker",), "takes orders, answers", "green"),
-    Box(740, 260, 200, 70, "Pass over memory", ("zenflow.kernel",), "the exact Adam step, in C++", "green"),
-    Box(740, 350, 200, 100, "Shared memory", (), "p, m, v in fp32; gradients; weights y", "green"),
-    Box(40, 535, 250, 50, "Weights and gradients, 16 bit", (), "flat buffers of ZeRO", "sand"),
-    Box(310, 535, 250, 50, "Room for transfers", (), "gradient on its way, y on its way", "sand"),
+    Box(40, 60, 520, 50, "Your script, or a Trainer", (), ("deepspeed_ext.enable(), then deepspeed.initialize(...)",)),
+    Box(40, 130, 250, 66, "Entry and engine", ("_entry", "engine"), ("subclasses of DeepSpeed's engines",)),
+    Box(310, 130, 250, 66, "Config", ("zero_config", "config"), ("the fields under zero_optimization",)),
+    Box(40, 216, 520, 66, "ZeRO optimizers", ("zero",), ("subclasses of DeepSpeed's; the rooms below do the work",)),
+    Box(40, 302, 120, 66, "Start-up", ("flatten",), ("stages 1, 2",)),
+    Box(173, 302, 120, 66, "Gathers", ("gather",), ("stage 3",)),
+    Box(306, 302, 254, 66, "ZenFlow", ("zenflow.optimizer",), ("a rule: predictive or selective",)),
+    Box(40, 388, 120, 66, "Cores", ("affinity",), ("of all threads",)),
+    Box(173, 388, 254, 66, "Checkpoints", ("checkpoint", "resharding"), ("all ranks commit, or none",)),
+    Box(440, 388, 120, 66, "Agreement", ("_agreement",), ("one error for all",)),
+    Box(740, 170, 200, 70, "Loop", ("zenflow.worker",), ("takes orders, answers",), "green"),
+    Box(740, 260, 200, 70, "Pass over memory", ("zenflow.kernel",), ("the exact Adam step, in C++",), "green"),
+    Box(
+        740,
+        350,
+        200,
+        100,
+        "Shared memory",
+        (),
+        ("p, m and v in fp32", "gradients of the steps in flight", "new weights y"),
+        "green",
+    ),
+    Box(40, 535, 250, 50, "Weights and gradients, 16 bit", (), ("flat buffers of ZeRO",), "sand"),
+    Box(310, 535, 250, 50, "Room for transfers", (), ("gradient on its way, y on its way",), "sand"),
 )
 ARROWS = (
     ((580, 205), (720, 205), "orders, answers", True),
@@ -85,7 +94,7 @@ def _lines() -> Iterator[str]:
         yield _rectangle(box, "white", COLORS[box.color][1], 6)
         lines = [(box.title, "font-weight='bold'")]
         lines += [("  ".join(box.rooms), "font-family='monospace' font-size='12'")] if box.rooms else []
-        lines += [(box.text, "font-size='12' fill='#444'")]
+        lines += [(line, "font-size='12' fill='#444'") for line in box.lines]
         for number, (line, style) in enumerate(lines):
             yield _text(box.x + 10, box.y + 20 + 18 * number, line, style)
     for (x1, y1), (x2, y2), label, both in ARROWS:

@@ -24,7 +24,7 @@ OUTSIDE = "repository"
 """Folder of the site for files that are not in docs/."""
 
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
-SECTION = re.compile(r"^## (.+)$\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 LISTED = re.compile(r"^(?:- |\| )\[([^\]]+)\]\(([^)#\s]+)\)", re.MULTILINE)
 FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*>")
 

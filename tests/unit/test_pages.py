@@ -39,7 +39,7 @@ def reason_not_run(block: Block) -> str | None:
 def test_every_block_is_right() -> None:
     """Configs are read by DeepSpeed, outputs are reproduced; of commands, program, target and arguments are checked."""
     chosen = [block for block in BLOCKS if block.language != "python" and reason_not_run(block) is None]
-    assert len(chosen) > 50
+    assert len(chosen) > 40
     (found,) = run_ranks(1, pages.failures, chosen, pool="pages")
     assert not found, "\n".join(found)
 
