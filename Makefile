@@ -51,7 +51,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-trainers check format soak fuzz bench bench-gpu wheels docs clean
+.PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-trainers check format soak fuzz bench bench-gpu wheels docs docs-site clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -89,10 +89,11 @@ test-trainers: $(VENV)/.stamp-trainers  ## run the tests and examples of other t
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
 	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)
 
-check: $(VENV)/.stamp-dev  ## lint, format and types
+check: $(VENV)/.stamp-dev  ## lint, format, types, and the manual as a site, without a broken link
 	ruff check .
 	ruff format --check .
 	mypy
+	NO_MKDOCS_2_WARNING=1 mkdocs build
 
 format: $(VENV)/.stamp-dev  ## put the code into its standard form
 	ruff check --fix .
@@ -115,9 +116,14 @@ wheels: $(VENV)/.stamp-python  ## collect what a machine without network needs b
 	@$(PIP) packaging
 	python -m tools.wheels --python-version $(PYTHON_VERSION) $(ARGS)
 
-docs: $(VENV)/.stamp-dev  ## write the config reference and the table of rooms from the code
+docs: $(VENV)/.stamp-dev  ## write the config reference, the table of rooms and the picture of the architecture
 	python -m tools.config_reference
 	python -m tools.architecture
+	python -m tools.architecture_picture
+
+docs-site: $(VENV)/.stamp-dev  ## build the manual as a site in outputs/site, and serve it on port 8000 until Ctrl-C
+	NO_MKDOCS_2_WARNING=1 mkdocs build
+	python -m http.server --bind 127.0.0.1 --directory outputs/site 8000
 
 clean:  ## remove .venv, build products and outputs
 	rm -rf $(VENV) .venv-offline .venv-torch-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -42,6 +42,9 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", platform if built else "any"
 
 
+# The site of the manual, which `make check` builds.
+SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5"]
+
 setup(
     name="deepspeed-ext",
     version=VERSION,
@@ -66,7 +69,9 @@ setup(
         "transformers": ["transformers>=4.45", "accelerate>=1.0"],
         "plots": ["matplotlib"],
         "trainers": ["peft>=0.21.2"],
+        "docs": SITE,
         "dev": [
+            *SITE,
             "pytest>=8",
             "pytest-timeout",
             "pytest-xdist",

@@ -1,4 +1,4 @@
-"""The command line: ``deepspeed-ext doctor | plan | tune | verify | run``.
+"""The command line: ``deepspeed-ext doctor, plan, tune, verify, run``.
 
 Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """

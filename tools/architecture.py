@@ -91,7 +91,7 @@ def summary(room: str) -> str:
     path = PACKAGE / room.replace(".", "/")
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = " ".join((ast.get_docstring(ast.parse(source.read_text())) or "").split("\n\n")[0].split())
-    return text.split(". ")[0].rstrip(".").replace("|", r"\|")
+    return text.split(". ")[0].rstrip(".").replace(" | ", ", ").replace("|", r"\|")
 
 
 def table() -> str:

@@ -60,14 +60,15 @@ def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) ->
     yield f"\n## `{path}`\n\n"
     if path != SECTION and "description" in section:
         yield f"{_one_line(section)}\n\n"
-    yield "| field | type | default | meaning |\n|---|---|---|---|\n"
+    yield "| field | meaning |\n|---|---|\n"
     for name, field in section["properties"].items():
         target = _target(field, definitions)
         if target is not None:
             inner.append((f"{path}.{name}", target))
         anchor = f"{path}{name}".replace(".", "")
         kind = f"[section](#{anchor})" if target is not None else _type(field)
-        yield f"| `{name}` | {kind} | {'' if target is not None else _default(field)} | {_one_line(field)} |\n"
+        default = "" if target is not None else f"<br>default: {_default(field)}"
+        yield f"| `{name}`<br>{kind}{default} | {_one_line(field)} |\n"
     for inner_path, target in inner:
         yield from _section(inner_path, target, definitions)
 

@@ -1,0 +1,158 @@
+"""Every code block of README and docs is executed, or stands in NOT_RUN with the reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from deepspeed_ext.config import CoreBindingConfig, ZenFlowConfig, ZeroFields
+from tests.support import pages
+from tests.support.page_bodies import run_page
+from tests.support.pages import Block
+from tests.support.paths import ROOT
+from tests.support.ranks import run_ranks
+from tools import architecture, architecture_picture
+
+pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
+
+NOT_RUN = {
+    ("docs/lab/openmp_threads.md", "pip install --no-deps --target /tmp/tpc threadpoolctl"): "builds a second OpenMP",
+    ("docs/lab/openmp_threads.md", 'operators = [ctypes.CDLL("libregion.so"), '): "needs the second OpenMP above",
+    ("docs/lab/simulated_defects.md", "git worktree add ../older 5d571ae"): "makes a checkout beside this one",
+}
+"""Page and begin of the first line -> why nothing executes the block. Launchers' recipes: tests/launchers."""
+
+SYSTEMS = ("flattening", "single_param_gather", "zenflow", "core_binding")
+SECTIONS = ["What it does", "When to use it", "When not to use it", "Cost", "Fields", "Troubleshooting"]
+BLOCKS = [block for block in pages.blocks() if not block.is_recipe]
+
+
+def reason_not_run(block: Block) -> str | None:
+    found = [why for (page, begin), why in NOT_RUN.items() if page == block.page and block.text.startswith(begin)]
+    return found[0] if found else None
+
+
+def test_every_block_is_right() -> None:
+    """Configs are read by DeepSpeed, outputs are reproduced; of commands, program, target and arguments are checked."""
+    chosen = [block for block in BLOCKS if block.language != "python" and reason_not_run(block) is None]
+    assert len(chosen) > 40
+    (found,) = run_ranks(1, pages.failures, chosen, pool="pages")
+    assert not found, "\n".join(found)
+
+
+PYTHON_PAGES = {
+    block.page: [other.text for other in BLOCKS if (other.page, other.language) == (block.page, "python")]
+    for block in BLOCKS
+    if block.language == "python" and reason_not_run(block) is None
+}
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_python_of_a_page_trains_on_two_ranks(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    first, second = run_ranks(2, run_page, page, PYTHON_PAGES[page], str(tmp_path), pool="pages")
+    assert first == second
+    assert first or not any("initialize(" in text for text in PYTHON_PAGES[page])
+
+
+def test_rows_of_not_run_are_needed() -> None:
+    used = {(block.page, begin) for block in BLOCKS for page, begin in NOT_RUN if block.text.startswith(begin)}
+    assert used == set(NOT_RUN)
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "says"),
+    [
+        ("bash", "make tset", "no target tset"),
+        ("bash", "make test PROCESES=3", "does not read PROCESES"),
+        ("bash", "make train ARGS='--stpes 3'", "--stpes"),
+        ("bash", "python -m tests.perf.bench_gather --ranks two", "--ranks"),
+        ("bash", "python -m tests.perf.bench_binding --round 2 --onyl", "--onyl"),
+        ("bash", "python -m tests.perf.scale_step --fast", "takes no arguments"),
+        ("bash", "python -m tests.perf.none", "there is no tests/perf/none.py"),
+        ("bash", "deepspeed-ext paln", "paln"),
+        ("bash", "deepspeed --num_gpsu 8 x.py", "ended with|num_gpsu"),
+        ("bash", "deepspeed --num_gpus 8 --no_python deepspeed-ext rnu x.py", "rnu"),
+        ("bash", "pip install '.[transformer]'", "extras"),
+        ("bash", "slurm-run x", "no rule for the program"),
+        ("console", "$ deepspeed-ext plan --memory --params 7e9 --ranks 8\n7 parameters", "prints something else"),
+        ("json", '"zero_optimization": {"stage": 2, "flaten_tier": "host"}', "flaten_tier"),
+        ("json", '{"stage": 2}', "expected zero_optimization"),
+        ("diff", '-"zenflow": {}\n+"zenflow": {"intervall": 2}', "intervall"),
+        ("", "anything", "no rule for language"),
+        ("rust", "fn main() {}", "no rule for language"),
+    ],
+)
+def test_a_wrong_block_is_found(language: str, text: str, says: str) -> None:
+    (found,) = run_ranks(1, pages.failures, [Block("page.md", 1, language, text, False)], pool="pages")
+    assert len(found) == 1, found
+    assert re.search(says, found[0])
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_pages_of_systems_have_the_same_sections(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert titles[: len(SECTIONS)] == SECTIONS
+
+
+def test_fields_of_systems_are_those_of_the_config() -> None:
+    def fields_of(name: str) -> list[str]:
+        section = (ROOT / "docs" / f"{name}.md").read_text().split("\n## Fields\n")[1].split("\n## ")[0]
+        return re.findall(r"(?<=`)(?!zero_optimization)\w+(?=`)", re.sub(r"\(\[?.*?\)", "", section))
+
+    def names(model: type[BaseModel]) -> list[str]:
+        return list(model.model_fields)
+
+    of_sections = {"zenflow", "core_binding"}
+    flat = [*fields_of("flattening"), *fields_of("single_param_gather")]
+    assert sorted(flat) == sorted(set(names(ZeroFields)) - of_sections)
+    assert sorted(fields_of("zenflow")) == sorted(names(ZenFlowConfig))
+    shared = {"pt_reserved_cores", "pt_reserved_cores_perc"}
+    assert sorted(fields_of("core_binding")) == sorted({*names(CoreBindingConfig), *shared, *of_sections})
+
+
+def messages_of_the_package() -> str:
+    """All texts of the package's sources, one a line, with {} for what is filled in."""
+    found = []
+    for path in (ROOT / "deepspeed_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_messages_that_pages_quote_are_those_of_the_package() -> None:
+    messages = messages_of_the_package()
+    sections = [
+        (ROOT / f"docs/{name}.md").read_text().split("\n## Troubleshooting\n")[1].split("\n## ")[0] for name in SYSTEMS
+    ]
+    quotes = pages.quoted("\n".join([(ROOT / "docs/troubleshooting.md").read_text(), *sections]))
+    assert len(quotes) > 40
+    assert [quote for quote in quotes if quote not in messages] == []
+
+
+def test_measured_numbers_of_the_readme_stand_on_the_pages_that_it_links_to() -> None:
+    lines = (ROOT / "README.md").read_text().split("\n## Measured\n")[1].splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("| [")]
+    assert len(rows) >= 9
+    for what, *cells in rows:
+        text = "".join((ROOT / link).read_text() for link in re.findall(r"\]\((docs/lab/\w+\.md)", what))
+        numbers = re.findall(r"\d+\.\d+", " ".join(cells[:2]))
+        missing = [number for number in numbers if number not in text]
+        assert not missing, f"{what}: {missing}"
+        theirs, ours = ([float(number) for number in re.findall(r"\d+\.\d+", cell)] for cell in cells[:2])
+        ratios = {f"{a / b:.2f}" for a in ours for b in theirs if b}
+        wrong = [n for n in re.findall(r"\d+\.\d+", cells[2]) if n not in text and n not in ratios]
+        assert not wrong, f"{what}: {wrong}"
+
+
+def test_the_picture_of_the_architecture_is_current_and_names_real_rooms() -> None:
+    assert architecture_picture.PICTURE.read_text() == architecture_picture.picture(), "run `make docs`"
+    assert {room for box in architecture_picture.BOXES for room in box.rooms} <= set(architecture.rooms())
