@@ -49,7 +49,8 @@ def trained_logits(folder: Path, stage: int) -> torch.Tensor:
     with hf_trained("peft_lora", folder, stage, OVERLAPPED) as trainer:
         trainer.save_model(str(folder / "adapter"))
         with torch.no_grad():
-            return trainer.model_wrapped.eval()(input_ids=TOKENS).logits
+            trainer.model_wrapped.eval()
+            return trainer.model_wrapped(input_ids=TOKENS).logits
 
 
 @pytest.mark.parametrize("stage", [2, 3])
