@@ -83,7 +83,7 @@ test-this-torch: $(VENV)/.stamp-operators
 test-launchers: $(VENV)/.stamp-operators  ## run every recipe of docs/multi_node.md, of the launchers that are installed
 	python -m pytest tests/launchers -vv $(ARGS)
 
-test-trainers: $(VENV)/.stamp-trainers  ## run the tests and examples of other trainers (PEFT), which it installs
+test-trainers: $(VENV)/.stamp-trainers  ## run the examples of other trainers (TRL, PEFT, Lightning, Ray Train), which it installs
 	python -m pytest tests/trainers $(ARGS)
 
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
@@ -161,7 +161,7 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
 	@touch $(VENV)/.stamp-package $@
 
 $(VENV)/.stamp-trainers: $(VENV)/.stamp-operators
-	@echo "Installing PEFT into $(VENV)"
+	@echo "Installing TRL, PEFT, Lightning and Ray Train into $(VENV)"
 	@$(PIP) --no-build-isolation --editable '.[transformers,trainers]'
 	@touch $@
 

@@ -68,8 +68,15 @@ setup(
     extras_require={
         "transformers": ["transformers>=4.45", "accelerate>=1.0"],
         "plots": ["matplotlib"],
-        "trainers": ["peft>=0.21.2"],
         "docs": SITE,
+        # The lowest versions that `make test-trainers` has run with. TRL needs Python 3.11.
+        "trainers": [
+            "peft>=0.21.2",
+            "trl>=1.16.0; python_version >= '3.11'",
+            "datasets>=5.2.0",
+            "lightning>=2.6.6",
+            "ray[train]>=2.60.0",
+        ],
         "dev": [
             *SITE,
             "pytest>=8",

@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,20 @@ import torch
 import deepspeed_ext
 from deepspeed_ext.zero.zenflow import ZenFlowStepping
 from tests.support.paths import ROOT
+from tests.support.ranks import run_ranks
 
 STOPPED, STEPS = 3, 6
 """Steps of a run that is interrupted, and of the whole run."""
+
+OVERLAPPED = {"update_interval": 1}
+WAITING = {"update_interval": 1, "overlap_step": False}
+SELECTIVE = {"topk_ratio": 0.1, "select_block_size": 32, "update_interval": 2, "select_interval": 4}
+"""ZenFlow sections. Without overlap, the predictive rule is plain AdamW."""
+
+
+def on_two_ranks(body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """`run_ranks` with time for the first import of large libraries."""
+    return run_ranks(2, body, *args, timeout_seconds=270.0, **kwargs)
 
 
 @contextmanager
@@ -44,6 +55,8 @@ def config_file(folder: Path, stage: int, zenflow: dict[str, Any] | None) -> str
     config = json.loads((ROOT / "configs" / "hf_zenflow.json").read_text())
     config["optimizer"]["params"]["torch_adam"] = True  # which plain ZeRO need not compile
     config["zero_optimization"] |= {"stage": stage, "core_binding": {"enabled": False}}
+    if stage == 3:  # so that the Trainer can save a model
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     del config["zero_optimization"]["zenflow"]
     if zenflow is not None:
         config["zero_optimization"]["zenflow"] = zenflow
@@ -62,10 +75,11 @@ def zenflow_updates(engine: Any) -> int:
     return engine.optimizer.zenflow_adam.updates
 
 
-def hf_run(
+@contextmanager
+def hf_trained(
     name: str, folder: Path, stage: int, zenflow: dict[str, Any] | None, *, steps: int = STEPS, **changes: Any
-) -> list[float]:
-    """Run an example whose `train` returns a ``Trainer`` on this rank; returns the losses of all steps.
+) -> Iterator[Any]:
+    """Run an example whose `train` returns a ``Trainer`` on this rank; yields it, and destroys its engine.
 
     Args:
         name: the example.
@@ -86,5 +100,16 @@ def hf_run(
             assert zenflow_updates(engine) == steps
             assert engine.global_steps == steps > resumed_at
             assert any("dsext/zenflow_worker_ms" in log for log in trainer.state.log_history)
+        yield trainer
         engine.destroy()
-        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def hf_run(*args: Any, **kwargs: Any) -> list[float]:
+    """Return the losses of all steps of `hf_trained`."""
+    with hf_trained(*args, **kwargs) as trainer:
+        return losses_of(trainer.state.log_history)
+
+
+def losses_of(log_history: list[dict[str, float]]) -> list[float]:
+    """Of the steps in a Trainer's log."""
+    return [log["loss"] for log in log_history if "loss" in log]
