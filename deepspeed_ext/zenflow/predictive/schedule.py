@@ -154,8 +154,9 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
         """As for all schedules. If the guard is switched off, steps that it made synchronous are overlapped again."""
         guard = GuardState(**dict(state["guard"]))
-        super().load_state_dict({**state, "guard": guard if self._guarded else GuardState()}, position)
-        if guard.synchronous and not self._guarded:
+        is_released = guard.synchronous and not self._guarded
+        super().load_state_dict({**state, "guard": GuardState() if is_released else guard}, position)
+        if is_released:
             self.state = replace(self.state, overlaps_from=self.state.steps + 1)
 
     @property

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,62 +13,16 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext._logging import logger
-from deepspeed_ext.zenflow.predictive import guard
 from deepspeed_ext.zenflow.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.predictive.probe import Sample
 from deepspeed_ext.zenflow.predictive.schedule import WeightSource
 from deepspeed_ext.zenflow.worker import link
-from tests.support.models import SteepRegression, batches
+from tests.support.guarded import heard, probing, steep_config, train_steeply
+from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes, resume_from_each, train_and_save
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
-
-
-@contextmanager
-def probing(every: int, calm: int) -> Iterator[None]:
-    """A guard that probes every `every` steps, and stays synchronous for `calm` probes at first."""
-    with patch.object(guard, "PROBE_EVERY", every), patch.object(guard, "CALM_PROBES", calm):
-        yield
-
-
-@contextmanager
-def heard() -> Iterator[list[tuple[str, str]]]:
-    """What the guard logs meanwhile: level and message."""
-    found: list[tuple[str, str]] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "prediction of the weights" in record.getMessage():
-                found.append((record.levelname, record.getMessage()))
-
-    ear = Ear()
-    logger.addHandler(ear)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(ear)
-
-
-# -- a task that breaks the prediction ------------------------------------------------------------------------------
-
-
-def steep_config(stage: int, **zenflow: Any) -> dict[str, Any]:
-    zenflow = {"update_interval": 4, "full_warm_up_rounds": 4, **zenflow}
-    config = zenflow_config(stage, torch.float32, lr=0.1, **zenflow)
-    config["optimizer"]["params"] |= {"betas": [0.9, 0.95], "weight_decay": 0.0}
-    config["gradient_clipping"] = 0.0
-    return config
-
-
-def train_steeply(config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, float], list[tuple[str, str]]]:
-    with probing(every=4, calm=10), heard() as log:
-        engine = make_engine(config, model=SteepRegression)
-        losses = train(engine, SteepRegression.batches(steps, dist.get_rank()))
-        figures = engine.optimizer.zenflow_adam.measurements()
-        engine.destroy()
-    return losses, figures, log
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -83,19 +35,16 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
     }
     found = {name: run_ranks(2, train_steeply, config, steps) for name, config in ways.items()}
     ends = {
-        name: statistics.fmean(loss for losses, *_ in on_ranks for loss in losses[-10:])
+        name: statistics.fmean(loss for run in on_ranks for loss in run.losses[-10:])
         for name, on_ranks in found.items()
     }
     assert ends["guarded"] < 2 * ends["synchronous"] < ends["predicted"] / 20
-    for _, figures, log in found["guarded"]:
-        assert figures["zenflow_guard_trips"] == 1
-        assert figures["zenflow_guard_synchronous"] == 1
-        assert len(log) <= 1
-    ((level, message),) = found["guarded"][0][2]
+    assert [(run.trips, run.synchronous, len(run.log)) for run in found["guarded"]] == [(1, 1, 1), (1, 1, 0)]
+    ((level, message),) = found["guarded"][0].log
     assert level == "WARNING"
     assert "of an update; rounding alone is " in message
-    assert found["predicted"][0][1]["zenflow_prediction_error"] > 1
-    assert found["predicted"][0][2] == []
+    assert found["predicted"][0].errors[-1] > 1
+    assert found["predicted"][0].log == []
 
 
 # -- errors that a test makes up ------------------------------------------------------------------------------------
@@ -203,15 +152,16 @@ def predictions(config: dict[str, Any], steps: int) -> list[str]:
     found = []
     with probing(1, 1), patch.object(link, "library_path", lambda: None):
         engine = make_engine(config)
-        rule = engine.optimizer.zenflow_adam.rule
+        adam = engine.optimizer.zenflow_adam
         for batch in batches(steps, dist.get_rank()):
-            plan = rule.schedule.plan()
+            plan = adam.rule.schedule.plan()
             train(engine, [batch])
+            samples = [state.sample for state in adam.rule.states]
+            adam.drain()  # the gradients are in their slots
             if plan.source is WeightSource.PREDICTED:
-                for state in rule.states:
-                    assert state.sample is not None
-                    weights = state.sample.of(state.sample.partition.weights())
-                    found.append(first_difference(weights, state.sample.predicted(), "weights"))
+                for sample in samples:
+                    weights = sample.of(sample.partition.weights().cpu())
+                    found.append(first_difference(weights, sample.predicted(), "weights"))
         engine.destroy()
     return found
 
@@ -220,8 +170,8 @@ def predictions(config: dict[str, Any], steps: int) -> list[str]:
     ("dtype", "zenflow"),
     [
         (torch.bfloat16, {"update_interval": 1, "publish_dtype": "float32"}),
-        (torch.bfloat16, {"update_interval": 3, "block_size": 8}),
-        (torch.float32, {"update_interval": 2}),
+        (torch.bfloat16, {"update_interval": 3, "block_size": 8, "full_warm_up_rounds": 3}),
+        (torch.float32, {"update_interval": 2, "full_warm_up_rounds": 2}),
     ],
 )
 def test_the_sample_has_the_weights_that_the_accelerator_predicts(dtype: torch.dtype, zenflow: dict) -> None:

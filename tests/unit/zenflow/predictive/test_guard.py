@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.predictive import guard
-from deepspeed_ext.zenflow.predictive.guard import CALM_PROBES, PROBE_EVERY, STRIKES, GuardState, PredictionErrors
+from deepspeed_ext.zenflow.predictive.guard import CALM_PROBES, STRIKES, GuardState, PredictionErrors
 from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightSource
 
 LENGTHS = st.floats(1e-6, 1e6)
@@ -85,7 +85,7 @@ def test_the_time_to_stay_synchronous_is_bounded() -> None:
 
 def test_probes_come_every_so_many_steps_and_at_once_after_a_strike() -> None:
     state, probes = GuardState(), []
-    for number in range(3 * PROBE_EVERY // 4):
+    for number in range(12):
         probes += [number] * state.is_due
         state = state.handed_over(4, state.is_due)
     assert probes == [0, 5, 10]  # in intervals of four steps
