@@ -18,6 +18,7 @@ import torch
 import deepspeed_ext
 from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.partition import Partition
+from deepspeed_ext.zenflow.predictive.guard import CALM_PROBES, PROBE_EVERY
 from deepspeed_ext.zenflow.predictive.probe import Sample, blocks_per_sample
 from tests.perf import sides
 from tests.perf.language_model import SHAPES, batches
@@ -27,6 +28,8 @@ from tests.support.guarded import probing, steep_config, train_steeply
 from tests.support.ranks import run_ranks
 
 PROBED_EVERY = 5
+LR = 0.05
+"""Of the task that the prediction fails on."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,15 @@ def healthy(steps: int) -> None:
 def broken(steps: int) -> None:
     """Print losses on a task that the prediction fails on."""
     ways = {
-        "guard": steep_config(2),
-        "no guard": steep_config(2, prediction_error_factor=0.0),
-        "synchronous": steep_config(2, overlap_step=False),
+        "guard": steep_config(2, LR),
+        "no guard": steep_config(2, LR, prediction_error_factor=0.0),
+        "synchronous": steep_config(2, LR, overlap_step=False),
     }
-    every, ends = 20, range(50, steps + 1, 50)
+    ends = range(100, steps + 1, 100)
     for name, config in ways.items():
-        run = run_ranks(2, train_steeply, config, steps, every)[0]
+        run = run_ranks(2, train_steeply, config, steps, PROBE_EVERY, CALM_PROBES, timeout_seconds=600)[0]
         row = {"run": name, "trips": run.trips} | {
-            str(end): statistics.fmean(run.losses[end - 10 : end]) for end in ends
+            str(end): statistics.fmean(run.losses[end - 50 : end]) for end in ends
         }
         print(table([row], {"run": "", "trips": "g"} | {str(end): ".3g" for end in ends}))
         for level, message in run.log:
@@ -126,7 +129,7 @@ def cost(repeats: int = 30) -> None:
     """Print the time of a probe, for partitions of several sizes and intervals; gradients in bf16."""
     torch.set_num_threads(1)
     rows = []
-    for millions, interval in ((8, 1), (8, 4), (128, 1)):
+    for millions, interval in ((8, 1), (8, 4), (32, 1)):
         n = millions << 20
         p, m, v, published, ring = *(torch.rand(n) for _ in range(3)), torch.rand(n).bfloat16(), []
         ring = [torch.rand(n).bfloat16() for _ in range(interval)]
@@ -148,12 +151,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("healthy", "broken", "cost")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--steps", type=int, default=0, help="default: 100, of the broken task 400")
+    parser.add_argument("--steps", type=int, default=0, help="default: 100, of the broken task 800")
     args = parser.parse_args()
     if "healthy" in args.only:
         healthy(args.steps or 100)
     if "broken" in args.only:
-        broken(args.steps or 400)
+        broken(args.steps or 800)
     if "cost" in args.only:
         cost()
 

@@ -63,16 +63,16 @@ class Steep:
     log: list[tuple[str, str]]
 
 
-def steep_config(stage: int, **zenflow: Any) -> dict[str, Any]:
+def steep_config(stage: int, lr: float = 0.1, **zenflow: Any) -> dict[str, Any]:
     """A config for `SteepRegression`, with a learning rate at which only synchronous steps are stable."""
     zenflow = {"update_interval": 4, "full_warm_up_rounds": 4, **zenflow}
-    config = zenflow_config(stage, torch.float32, lr=0.1, **zenflow)
+    config = zenflow_config(stage, torch.float32, lr=lr, **zenflow)
     config["optimizer"]["params"] |= {"betas": [0.9, 0.95], "weight_decay": 0.0}
     config["gradient_clipping"] = 0.0
     return config
 
 
-def train_steeply(config: dict[str, Any], steps: int, every: int = 4, calm: int = 10) -> Steep:
+def train_steeply(config: dict[str, Any], steps: int, every: int = 4, calm: int = 100) -> Steep:
     """Body of a rank: train `SteepRegression`."""
     losses, errors = [], []
     with probing(every, calm), heard() as log:

@@ -81,7 +81,11 @@ class Sample:
         return PredictionErrors(prediction, max(rounding, length * _FP32_ROUNDING), update)
 
     def predicted(self) -> torch.Tensor:
-        """The weights as the accelerator predicts them, 1-D [k]; to the bit, on a CPU."""
+        """The weights as the accelerator predicts them, 1-D [k].
+
+        At interval 1 to the bit, if the worker's kernel is the reference. At longer intervals the accelerator has
+        normalized all but the newest gradient with v of one interval before, which is no longer here.
+        """
         interval, last, dtype = len(self.steps), self.last, self.partition.weights().dtype
         means = torch.empty(-(-self.p.numel() // self.block_size), dtype=torch.float32, device="cpu")
         published = torch.empty(self.p.numel(), dtype=self.partition.published.dtype, device="cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,10 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
         "synchronous": steep_config(stage, overlap_step=False),
     }
     found = {name: run_ranks(2, train_steeply, config, steps) for name, config in ways.items()}
-    ends = {
-        name: statistics.fmean(loss for run in on_ranks for loss in run.losses[-10:])
-        for name, on_ranks in found.items()
-    }
-    assert ends["guarded"] < 2 * ends["synchronous"] < ends["predicted"] / 20
+    losses = {name: torch.tensor([run.losses for run in on_ranks]).mean(0) for name, on_ranks in found.items()}
+    end = losses["guarded"][-10:].mean()
+    assert end < losses["predicted"][-10:].mean() / 20
+    assert end < losses["synchronous"][50:60].mean(), "the steps before the guard tripped were lost"
     assert [(run.trips, run.synchronous, len(run.log)) for run in found["guarded"]] == [(1, 1, 1), (1, 1, 0)]
     ((level, message),) = found["guarded"][0].log
     assert level == "WARNING"
@@ -147,8 +145,8 @@ def test_a_good_prediction_is_left_alone_to_the_bit(stage: int, interval: int, d
         assert error > 0
 
 
-def predictions(config: dict[str, Any], steps: int) -> list[str]:
-    """Where the sample's prediction differs from the weights, after each step that predicts them."""
+def apart(config: dict[str, Any], steps: int) -> list[float]:
+    """Distance of the sample's prediction from the weights, over the length of the update; of each prediction."""
     found = []
     with probing(1, 1), patch.object(link, "library_path", lambda: None):
         engine = make_engine(config)
@@ -160,22 +158,24 @@ def predictions(config: dict[str, Any], steps: int) -> list[str]:
             adam.drain()  # the gradients are in their slots
             if plan.source is WeightSource.PREDICTED:
                 for sample in samples:
-                    weights = sample.of(sample.partition.weights().cpu())
-                    found.append(first_difference(weights, sample.predicted(), "weights"))
+                    weights = sample.of(sample.partition.weights().cpu()).float()
+                    update = (sample.of(sample.partition.master.detach()) - sample.p).norm()
+                    found.append(float((weights - sample.predicted().float()).norm() / update))
         engine.destroy()
     return found
 
 
 @pytest.mark.parametrize(
-    ("dtype", "zenflow"),
+    ("dtype", "zenflow", "most"),
     [
-        (torch.bfloat16, {"update_interval": 1, "publish_dtype": "float32"}),
-        (torch.bfloat16, {"update_interval": 3, "block_size": 8, "full_warm_up_rounds": 3}),
-        (torch.float32, {"update_interval": 2, "full_warm_up_rounds": 2}),
+        (torch.bfloat16, {"update_interval": 1, "publish_dtype": "float32"}, 0.0),
+        (torch.float32, {"update_interval": 1}, 0.0),
+        (torch.float32, {"update_interval": 3, "block_size": 8, "full_warm_up_rounds": 3}, 0.1),
     ],
 )
-def test_the_sample_has_the_weights_that_the_accelerator_predicts(dtype: torch.dtype, zenflow: dict) -> None:
-    """To the bit with a worker of torch operations; the native kernel rounds in another order."""
-    (found,) = run_ranks(1, predictions, zenflow_config(3, dtype, **zenflow), 12)
-    assert len(found) >= 2
-    assert found == [""] * len(found)
+def test_the_sample_is_predicted_as_by_the_accelerator(dtype: torch.dtype, zenflow: dict, most: float) -> None:
+    """To the bit with a worker of torch operations; the native kernel rounds in another order. At longer intervals all
+    but the newest gradient are normalized with an older v on the accelerator."""
+    (found,) = run_ranks(1, apart, zenflow_config(3, dtype, **zenflow), 12)
+    assert len(found) >= 4
+    assert max(found) <= most
