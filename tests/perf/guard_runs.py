@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,10 +132,9 @@ def cost(repeats: int = 30) -> None:
     rows = []
     for millions, interval in ((8, 1), (8, 4), (32, 1)):
         n = millions << 20
-        p, m, v, published, ring = *(torch.rand(n) for _ in range(3)), torch.rand(n).bfloat16(), []
-        ring = [torch.rand(n).bfloat16() for _ in range(interval)]
-        weights = torch.empty(n, dtype=torch.bfloat16)
-        partition = Partition(0, 0, lambda weights=weights: weights, p, m, v, published, v, ring)
+        p, m, v = (torch.rand(n) for _ in range(3))
+        weights, published, *ring = (torch.rand(n).bfloat16() for _ in range(2 + interval))
+        partition = Partition(0, 0, partial(torch.Tensor.detach, weights), p, m, v, published, v, ring)
         steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(interval + 1))
         found = []
         for number in range(repeats):
