@@ -59,6 +59,8 @@ class SteepRegression(nn.Module):
     """
 
     ROWS = 64
+    features: torch.Tensor
+    targets: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
