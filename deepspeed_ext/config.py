@@ -45,6 +45,16 @@ ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(_few_enough), 
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """A number of optimizer steps or epochs. Large values cost nothing, but ranks exchange it as an integer."""
 
+
+def _factor_or_off(factor: float) -> float:
+    if 0.0 < factor < 1.0:
+        raise ValueError("0 switches the guard off, other values are at least 1")
+    return factor
+
+
+ErrorFactor = Annotated[float, Field(ge=0.0, le=1e6), AfterValidator(_factor_or_off)]
+"""How many times as large as harmless an error may be; 0: any."""
+
 Interval = Annotated[int, Field(ge=1, le=1024)]
 """Optimizer steps per hand-over. The predictive rule keeps a gradient for each of them."""
 
@@ -113,6 +123,11 @@ class ZenFlowConfig(_Section):
 
     block_size: BlockSize = 32
     """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes per parameter."""
+
+    prediction_error_factor: ErrorFactor = 3.0
+    """``predictive``: steps wait for their own update while predicted weights are further off than this many times the
+    error of rounding them, or a third of an update if that is larger. Measured on a sample, every 20 steps. 0: steps
+    never wait for this reason."""
 
     publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more than float32 but
@@ -205,7 +220,7 @@ CHOOSES_SELECTIVE = frozenset(
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
-    "predictive": frozenset({"block_size"}),
+    "predictive": frozenset({"block_size", "prediction_error_factor"}),
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio", "steps_per_epoch"},
 }
 """Fields that only one rule reads."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass, field
 
-import torch
-
 from deepspeed_ext.zenflow.stopwatch import Stopwatch, stopwatch
 
-__all__ = ["Metrics", "PredictionProbe"]
+__all__ = ["Metrics"]
 
 _REMEMBERED = 64
 _SETTLING_STEPS = 2  # the first steps touch memory and warm caches
@@ -107,47 +104,3 @@ class Metrics:
 
 def _newest(laps: list[float], otherwise: float) -> float:
     return laps[-1] if laps else otherwise
-
-
-class PredictionProbe:
-    """Compares, every 20 intervals, a sample of predicted weights with the worker's result for the same gradients."""
-
-    EVERY_INTERVALS = 20
-    SAMPLE_NUMEL = 1 << 16
-
-    def __init__(self) -> None:
-        self._intervals = 0
-        self._prediction_error = self._rounding_error = math.nan
-        self._predicted: torch.Tensor | None = None
-        self._before: torch.Tensor | None = None
-
-    def errors(self) -> dict[str, float]:
-        """The newest sample, by name; NaN before the first sample.
-
-        ``prediction_error`` is ``||W - p||`` and ``rounding_error`` is ``||round(p) - p||``, both over ``||p -
-        p_before||``. round() converts to the model's dtype, so the second is the cost of low-precision weights without
-        any prediction.
-        """
-        return {"prediction_error": self._prediction_error, "rounding_error": self._rounding_error}
-
-    def arrived(self, master: torch.Tensor) -> None:
-        """Compute the errors of the pending sample, if any, now that the worker's result is in `master` (1-D fp32,
-        host)."""
-        if self._predicted is not None and self._before is not None:
-            now = master[: self._before.numel()].detach()
-            moved = (now - self._before).norm().clamp_min(torch.finfo(torch.float32).tiny)
-            self._prediction_error = float((self._predicted.float() - now).norm() / moved)
-            self._rounding_error = float((now.to(self._predicted.dtype).float() - now).norm() / moved)
-        self._predicted = self._before = None
-
-    def predicted(self, weights: torch.Tensor, master: torch.Tensor) -> None:
-        """Take a sample when one is due.
-
-        Args:
-            weights: 1-D, just predicted.
-            master: 1-D fp32, host; the result on which the prediction is based.
-        """
-        if self._intervals % self.EVERY_INTERVALS == 0:
-            self._predicted = weights[: self.SAMPLE_NUMEL].detach().to("cpu", copy=True)
-            self._before = master[: self.SAMPLE_NUMEL].detach().clone()
-        self._intervals += 1

@@ -83,9 +83,10 @@ class OffloadedAdam:
                 with self.link.keeping():
                     self.link.phase = UpdatePhase.READ
                     self.rule.resume()
-            self._plan = plan = self.rule.schedule.plan()
-            if plan.waits_first:
+            if self.rule.schedule.plan().waits_first:
                 self.link.receive()
+                self.rule.arrived()
+            self._plan = self.rule.schedule.plan()
 
     def step_partition(self, index: int, grad: torch.Tensor, grad_scale: float) -> None:
         """Take the gradient of one partition, on this rank alone.

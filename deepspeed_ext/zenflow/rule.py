@@ -63,6 +63,11 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     # -- one optimizer step, in this order ------------------------------------------------------------------------
 
+    def arrived(self) -> None:
+        """Look at the update that has arrived, whose gradients are still in their slots, before the step is planned.
+        Called if the coming step waits first. A collective if the schedule asks for it, which it does on every rank or
+        on none."""
+
     @abstractmethod
     def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
         """Use the collected gradient of one partition. If the plan waits first, the update in flight has arrived.
@@ -113,7 +118,8 @@ class UpdateRule(ABC, Generic[PlanT]):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
-        """Copy state from the accelerator into p, m and v. Nothing may be in flight."""
+        """Copy state from the accelerator into p, m and v, which may be changed after this. Nothing may be in
+        flight."""
 
     @abstractmethod
     def resume(self) -> None:

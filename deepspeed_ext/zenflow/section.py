@@ -14,8 +14,8 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues
-from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, Count, Positive, SavedSchedule, SavedValues, misfit
+from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues, PredictiveSavedSchedule
+from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, Count, Positive, SavedValues, misfit
 from deepspeed_ext.zenflow.selective.section import (
     SelectivePartitionValues,
     SelectiveSavedSchedule,
@@ -23,12 +23,12 @@ from deepspeed_ext.zenflow.selective.section import (
 
 __all__ = ["VERSION", "Section", "read_section"]
 
-VERSION = 6
+VERSION = 7
 _MISTAKES_TOLD = 3
 
 
 class _Section(SavedValues):
-    version: Literal[6]
+    version: Literal[7]
     kernel: str
     block_size: Positive
     updates: Count
@@ -46,7 +46,7 @@ class PredictiveSection(_Section):
     """The section of the predictive rule."""
 
     rule: Literal["predictive"]
-    schedule: SavedSchedule
+    schedule: PredictiveSavedSchedule
     partitions: list[PredictivePartitionValues]
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "Positive",
     "SavedSchedule",
     "SavedValues",
+    "StepValues",
     "misfit",
 ]
 

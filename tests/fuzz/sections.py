@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext.zenflow.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.kernel import AdamStep
+from deepspeed_ext.zenflow.predictive.schedule import PredictiveState
 from deepspeed_ext.zenflow.section import VERSION
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
@@ -24,13 +25,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64
 
 def valid(rule: str) -> dict[str, Any]:
     """A section as a run with `rule` saves it, of two partitions."""
+    of_guard = {name: asdict(PredictiveState())[name] for name in ("overlaps_from", "guard")}
     return {
         "version": VERSION,
         "rule": rule,
         "kernel": "native",
         "block_size": BLOCK_SIZE,
         "schedule": {"steps": 5, "interval": 2}
-        | ({"steps_in_flight": None, "since_selection": 1} if rule == "selective" else {}),
+        | ({"steps_in_flight": None, "since_selection": 1} if rule == "selective" else of_guard),
         "updates": 5,
         "partitions": [_partition(rule, numel) for numel in NUMELS],
     }
@@ -42,9 +44,9 @@ def _partition(rule: str, numel: int) -> dict[str, Any]:
     common = {"numel": numel, "collected": [asdict(step)], "gradients": [torch.zeros(numel, dtype=torch.bfloat16)]}
     if rule == "selective":
         return common | {"block_updates": torch.full((blocks,), 4, dtype=torch.int32), "hot_blocks": torch.tensor([0])}
-    exact = asdict(Publish.exact(step.bias_correction2_sqrt, step.eps))
     return common | {
-        "publish": exact,
+        "last": asdict(replace(step, step=4)),
+        "errors": {"prediction": 0.5, "rounding": 0.25, "update": 2.0},
         "drift": torch.zeros(numel, dtype=torch.bfloat16),
         "inverse": torch.ones(blocks),
     }

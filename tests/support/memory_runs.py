@@ -30,7 +30,7 @@ from deepspeed_ext.memory.config_file import read_config
 from deepspeed_ext.memory.parts import MemoryPlan, Phase, Place
 from deepspeed_ext.memory.plan import plan_memory
 from deepspeed_ext.memory.setup import Model, Ranks
-from deepspeed_ext.zenflow.metrics import PredictionProbe
+from deepspeed_ext.zenflow.predictive import probe
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -150,7 +150,7 @@ def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> d
 def measure(config: dict[str, Any]) -> Measured:
     """Body of a rank: build an engine, train some steps and save."""
     gc.collect()
-    with patch.object(PredictionProbe, "SAMPLE_NUMEL", 1 << 10):  # 64 Ki would count in so small a model
+    with patch.object(probe, "SAMPLE_NUMEL", 1 << 10):  # 16 Ki would count in so small a model
         return _measure(config)
 
 

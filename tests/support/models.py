@@ -51,6 +51,36 @@ class Branches(nn.Module):
         return hidden.float().square().mean()
 
 
+class SteepRegression(nn.Module):
+    """A linear regression on 256 features whose scales lie four decades apart, in any order.
+
+    At a high learning rate Adam is stable if each gradient is taken at weights that have all earlier updates. If not,
+    the weights swing.
+    """
+
+    ROWS = 64
+    features: torch.Tensor
+    targets: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        scales = torch.logspace(-2, 2, 256)[torch.randperm(256, generator=generator)]
+        features = torch.randn(self.ROWS, 256, generator=generator) * scales
+        self.register_buffer("features", features)
+        self.register_buffer("targets", features @ torch.randn(256, generator=generator))
+        self.weight = nn.Parameter(torch.randn(256, generator=generator) * 0.1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (self.features[rows] @ self.weight - self.targets[rows]).square().mean()
+
+    @classmethod
+    def batches(cls, count: int, rank: int) -> list[torch.Tensor]:
+        """`count` batches of numbers of rows, different on each rank."""
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randperm(cls.ROWS, generator=generator)[:16] for _ in range(count)]
+
+
 def two_groups(model: nn.Module) -> list[dict]:
     """Optimizer groups as trainers make them: weight decay for matrices, none for vectors."""
     parameters = [p for p in model.parameters() if p.requires_grad]

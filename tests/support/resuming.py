@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,21 @@ def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[s
     return failed
 
 
-def failed_resumes(ranks: int, config: dict, first: int, last: int, folder: str, device: str = "cpu") -> list[str]:
+def failed_resumes(
+    ranks: int,
+    config: dict,
+    first: int,
+    last: int,
+    folder: str,
+    device: str = "cpu",
+    bodies: tuple[Callable[..., str], Callable[..., list[str]]] = (train_and_save, resume_from_each),
+) -> list[str]:
     """Train and save in one set of processes, resume in another; what differs on any rank, to the bit.
 
-    Both run the same settings in the same order and nothing else: DeepSpeed's stage 3 leaves another
-    ``torch.nn.functional.linear`` behind in its process, which rounds differently."""
+    `bodies` do that, with the arguments of these functions. Both run the same settings in the same order and nothing
+    else: DeepSpeed's stage 3 leaves another ``torch.nn.functional.linear`` behind in its process, which rounds
+    differently."""
     steps = (config, first, last, folder)
-    changed = run_ranks(ranks, train_and_save, *steps, device=device, pool="to save", timeout_seconds=280)
-    failed = run_ranks(ranks, resume_from_each, *steps, device=device, pool="to resume", timeout_seconds=280)
+    changed = run_ranks(ranks, bodies[0], *steps, device=device, pool="to save", timeout_seconds=280)
+    failed = run_ranks(ranks, bodies[1], *steps, device=device, pool="to resume", timeout_seconds=280)
     return [difference for on_one in (changed, *failed) for difference in on_one if difference]

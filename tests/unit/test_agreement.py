@@ -45,6 +45,19 @@ def test_every_rank_has_the_same_error(errors: dict[int, Exception], kind: str, 
     assert run_ranks(3, fail, errors) == [(kind, message)] * 3
 
 
+def largest_of(values: list[int]) -> tuple[int, int]:
+    ranks = RankGroup.of(None, this_device())
+    return ranks.largest(values[ranks.rank])
+
+
+@pytest.mark.parametrize(
+    ("values", "found"), [([0, 0, 0], (0, 0)), ([3, 10**9, 10**9], (10**9, 1)), ([1, 0, 2], (2, 2))]
+)
+def test_the_largest_value_comes_with_the_lowest_rank_that_has_it(values: list[int], found: tuple[int, int]) -> None:
+    assert run_ranks(3, largest_of, values) == [found] * 3
+    assert Alone.ranks.largest(values[0]) == (values[0], 0)
+
+
 class Alone:
     """A process group of one rank, without torch.distributed."""
 

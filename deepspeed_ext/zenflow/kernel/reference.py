@@ -10,7 +10,7 @@ import torch
 import deepspeed_ext._first_calls  # noqa: F401
 from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
 
-__all__ = ["ReferenceKernel", "as_tensor"]
+__all__ = ["ReferenceKernel", "as_tensor", "block_means_into", "publish_into"]
 
 _CHUNK_NUMEL = 128 * 1024  # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
 
@@ -55,8 +55,8 @@ class ReferenceKernel:
             with torch.no_grad():
                 for step, grad in zip(adam_pass.steps, grads, strict=True):
                     _step(step, grad[i].float(), p[i], m[i], v[i])
-                _block_means(v[i], block, means[i])
-                _publish(adam_pass.publish, p[i], m[i], v[i], means[i], block, published[i])
+                block_means_into(v[i], block, means[i])
+                publish_into(adam_pass.publish, p[i], m[i], v[i], means[i], block, published[i])
 
         list(self._pool.map(work, range(len(p))))
 
@@ -157,7 +157,7 @@ def _moments(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tenso
     v.mul_(step.beta2).addcmul_(grad, grad, value=1.0 - step.beta2)
 
 
-def _publish(
+def publish_into(
     publish: Publish,
     p: torch.Tensor,
     m: torch.Tensor,
@@ -166,6 +166,7 @@ def _publish(
     block: int,
     out: torch.Tensor,
 ) -> None:
+    """Compute y of the contract; all tensors are 1-D, `means` of blocks, and the last block may be shorter."""
     y = p * publish.p_factor
     if publish.m_factor:
         y.sub_((m * publish.m_factor).div_(_denominator(v, publish.bias_correction2_sqrt, publish.eps)))
@@ -176,7 +177,8 @@ def _publish(
     out.copy_(y)
 
 
-def _block_means(v: torch.Tensor, block: int, out: torch.Tensor) -> None:
+def block_means_into(v: torch.Tensor, block: int, out: torch.Tensor) -> None:
+    """Compute the mean of each block of `v`, 1-D; the last block may be shorter."""
     whole = v.numel() // block
     torch.mean(v[: whole * block].view(whole, block), dim=1, out=out[:whole])
     if whole < out.numel():

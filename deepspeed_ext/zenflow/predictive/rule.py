@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -11,9 +14,11 @@ import torch
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.kernel import AdamStep, Publish
-from deepspeed_ext.zenflow.metrics import Metrics, PredictionProbe
+from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.predictive.estimator import Estimator, drift_coefficient, move_coefficient, publish_ahead
+from deepspeed_ext.zenflow.predictive.guard import PredictionErrors
+from deepspeed_ext.zenflow.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
 from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues
 from deepspeed_ext.zenflow.predictive.settings import PredictiveSettings
@@ -24,22 +29,28 @@ from deepspeed_ext.zenflow.worker.messages import PartitionPass
 
 __all__ = ["PredictionState", "PredictiveRule"]
 
+_MOST_EXCESS = 1e6
+_SCORES_PER_EXCESS = 1000
+"""Ranks exchange an excess as an integer: in thousandths."""
+
 
 @dataclass
 class PredictionState:
     """State of the rule for one partition of n elements.
 
     Attributes:
-        publish: how y follows from p, m, v in the newest or coming pass; None before the first step.
         last: constants of the newest gradient that was handed over; None before the first.
         estimator: built from the newest block means; None before the first result.
         drift: D, 1-D [n], dtype of the weights, accelerator; None at interval 1.
+        sample: taken before the newest hand-over; None if that is not probed, or its result has been looked at.
+        errors: found by the newest probe; None once it is judged.
     """
 
-    publish: Publish | None = None
     last: AdamStep | None = None
     estimator: Estimator | None = None
     drift: torch.Tensor | None = None
+    sample: Sample | None = None
+    errors: PredictionErrors | None = None
 
 
 class PredictiveRule(UpdateRule[PredictivePlan]):
@@ -61,21 +72,39 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         ranks: RankGroup,
         metrics: Metrics,
     ) -> None:
-        schedule = PredictiveSchedule(settings.update_interval, settings.overlapped, settings.warm_up_steps)
+        self._factor = settings.prediction_error_factor
+        schedule = PredictiveSchedule(
+            settings.update_interval, settings.overlapped, settings.warm_up_steps, guarded=self._factor > 0.0
+        )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
         self._settings = settings
         self._ranks = ranks
-        self._probe = PredictionProbe()
+        self._errors = PredictionErrors(math.nan, math.nan, math.nan)
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
+    def arrived(self) -> None:
+        with self._link.keeping():
+            self._measure()
+        if self.schedule.wants_verdict:
+            self._judge()
+        for state in self.states:
+            state.errors = None
+
     def step_partition(self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
+        state, weights = self.states[partition.index], partition.weights()
+        if plan.probes:
+            assert state.last is not None, "the schedule begins with a synchronous step"
+            blocks = blocks_per_sample(self.block_size, len(self._partitions))
+            seed = self.schedule.state.steps
+            state.sample = Sample.take(partition, self.block_size, state.last, blocks, seed)
         if plan.source is WeightSource.EXACT:
+            if state.drift is not None:
+                state.drift.zero_()
             return
         if plan.source is WeightSource.PREDICTED:
             self._read_results()
-        state, weights = self.states[partition.index], partition.weights()
         step, position = partition.collected[-1], plan.position + 1
         assert state.estimator is not None, "the schedule begins with a synchronous step"
         drift = drift_coefficient(step, position, self._interval)
@@ -90,18 +119,17 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()
-        if partition.index == 0:
-            self._probe.predicted(weights, partition.master)
 
     def task(self, plan: PredictivePlan, partition: Partition) -> PartitionPass:
         state, steps = self.states[partition.index], tuple(partition.collected)
         partition.collected.clear()
         state.last = last = steps[-1]
+        slots = self._slots(len(steps))
+        if state.sample is not None:
+            state.sample.slots, state.sample.steps = slots, steps
         exact = plan.source is WeightSource.EXACT
-        state.publish = (
-            Publish.exact(last.bias_correction2_sqrt, last.eps) if exact else publish_ahead(last, self._interval)
-        )
-        return PartitionPass(partition.index, self._slots(len(steps)), steps, state.publish)
+        publish = Publish.exact(last.bias_correction2_sqrt, last.eps) if exact else publish_ahead(last, self._interval)
+        return PartitionPass(partition.index, slots, steps, publish)
 
     def write_weights(self, plan: PredictivePlan) -> None:
         if plan.source is WeightSource.EXACT:
@@ -112,9 +140,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     def end_step(self, plan: PredictivePlan) -> None:
         if plan.source is WeightSource.EXACT and plan.publish_ahead:
             self._read_results()
-            for state in self.states:
-                assert state.last is not None
-                state.publish = publish_ahead(state.last, self._interval)
             self._publish_again()
 
     def measured_interval(self, plan: PredictivePlan) -> int | None:
@@ -138,11 +163,11 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         return interval
 
     def _publish_again(self) -> None:
-        """Let the worker recompute y and the block means from p, m, v, as each partition's `publish` says."""
+        """Let the worker recompute y and the block means from p, m, v, for overlapped steps."""
         passes = []
         for index, state in enumerate(self.states):
-            assert state.publish is not None, "publishing again needs a first step"
-            passes.append(PartitionPass(index, (), (), state.publish))
+            assert state.last is not None, "publishing again needs a first step"
+            passes.append(PartitionPass(index, (), (), publish_ahead(state.last, self._interval)))
         self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def _read_results(self) -> None:
@@ -151,12 +176,51 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             return
         self._link.phase = UpdatePhase.READ
         for partition, state in zip(self._partitions, self.states, strict=True):
-            assert state.publish is not None, "a result has arrived, so a pass published it"
+            assert state.last is not None, "a result has arrived, so gradients were handed over"
             means = self._link.transfers.results(partition.index).block_means
             assert means is not None
             means = means.to(partition.device, copy=True, non_blocking=True)
-            state.estimator = Estimator(means, self.block_size, state.publish.bias_correction2_sqrt, state.publish.eps)
-        self._probe.arrived(self._partitions[0].master)
+            state.estimator = Estimator(means, self.block_size, state.last.bias_correction2_sqrt, state.last.eps)
+
+    # -- the guard ------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Look at the samples, if the newest hand-over is probed and was not looked at."""
+        if all(state.sample is None for state in self.states):
+            return
+        for state in self.states:
+            assert state.sample is not None
+            state.errors, state.sample = state.sample.errors(), None
+        self._errors = reduce(add, (state.errors for state in self.states if state.errors is not None))
+
+    def _judge(self) -> None:
+        """Tell the guard the largest error of all partitions and ranks. A collective."""
+        score, told = 0, ""
+        with self._link.keeping():
+            score, told = self._worst()
+        score, owner = self._ranks.largest(score)
+        if not self.schedule.judge(score / _SCORES_PER_EXCESS):
+            return
+        step, guard = self.schedule.state.steps, self.schedule.state.guard
+        told = self._ranks.broadcast(told, owner)
+        if self._ranks.rank == 0 and guard.synchronous:
+            logger.warning(
+                f"ZenFlow's prediction of the weights is too far off at step {step}: {told}. From now on every step "
+                "waits for its own update, until the error has fallen. If this happens again, use a smaller "
+                "zenflow.block_size, zenflow.update_interval or learning rate, or turn zenflow.overlap_step off"
+            )
+        elif self._ranks.rank == 0:
+            logger.info(f"ZenFlow's prediction of the weights is good again at step {step}: {told}. Steps overlap")
+
+    def _worst(self) -> tuple[int, str]:
+        """The largest error of this rank's partitions as a score, and in words."""
+        measured = [(state.errors, index) for index, state in enumerate(self.states) if state.errors is not None]
+        if not measured:
+            return 0, ""
+        errors, index = max(measured, key=lambda each: each[0].excess(self._factor))
+        score = round(min(errors.excess(self._factor), _MOST_EXCESS) * _SCORES_PER_EXCESS)
+        where = f"partition {index} of rank {self._ranks.global_rank(self._ranks.rank)}"
+        return score, f"{where} {errors.in_words(self._factor)}"
 
     @property
     def _interval(self) -> int:
@@ -172,7 +236,16 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         return [tensor for tensor in kept if tensor is not None]
 
     def measurements(self) -> dict[str, float]:
-        return self._probe.errors()
+        errors, guard = self._errors, self.schedule.state.guard
+        return {
+            "prediction_error": errors.of_an_update(errors.prediction),
+            "rounding_error": errors.of_an_update(errors.rounding),
+            "guard_synchronous": float(guard.synchronous),
+            "guard_trips": float(guard.trips),
+        }
+
+    def write_back(self) -> None:
+        self._measure()  # before anybody changes p
 
     def resume(self) -> None:
         if self.schedule.plan().source is not WeightSource.EXACT:
@@ -180,14 +253,15 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def restart(self, updates: int | None) -> None:
         for state in self.states:
-            state.estimator = None
+            state.estimator = state.sample = state.errors = None
             if state.drift is not None:
                 state.drift.zero_()
 
     def saved(self) -> list[dict[str, Any]]:
         return [
             {
-                "publish": None if state.publish is None else asdict(state.publish),
+                "last": None if state.last is None else asdict(state.last),
+                "errors": None if state.errors is None else asdict(state.errors),
                 "drift": None if state.drift is None else state.drift.cpu().clone(),
                 "inverse": None if state.estimator is None else state.estimator.inverse.cpu().clone(),
             }
@@ -202,7 +276,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
-            state.publish = None if saved.publish is None else saved.publish.make()
+            state.last = None if saved.last is None else saved.last.make()
+            state.errors = None if saved.errors is None else saved.errors.make()
             state.drift = None if saved.drift is None else saved.drift.to(partition.device)
             if saved.inverse is not None:
                 state.estimator = Estimator.remembering(saved.inverse.to(partition.device), self.block_size)

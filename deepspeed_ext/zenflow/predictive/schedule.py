@@ -1,8 +1,8 @@
 """Schedules the predictive rule: a state machine over plain values.
 
 Overlapped steps: the worker processes an interval's gradients while the accelerator runs the next interval, and the
-weights in between are predicted. Synchronous steps (during warm-up, or all steps if overlap is off): every step waits
-for its own update.
+weights in between are predicted. Synchronous steps (during warm-up, while `guard` says so, or all steps if overlap is
+off): every step waits for its own update.
 
 Example with interval 2 and one warm-up step; ``>`` hands over, ``<`` waits for what was handed over before::
 
@@ -14,18 +14,21 @@ Example with interval 2 and one warm-up step; ``>`` hands over, ``<`` waits for 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from deepspeed_ext.zenflow.predictive.guard import GuardState
 from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, Schedule, State, StepPlan
 
-__all__ = ["PredictivePlan", "PredictiveSchedule", "WeightSource", "ring_of"]
+__all__ = ["PredictivePlan", "PredictiveSchedule", "PredictiveState", "WeightSource", "ring_of"]
 
 
 class WeightSource(enum.Enum):
     """How a step computes its weights."""
 
     EXACT = "exact"
-    """W = round(p): hand over this step's gradient, wait for its update and copy p."""
+    """W = round(p): hand over the gradients up to this step's, wait for their update and copy p."""
     DRIFTED = "drifted"
     """W moves by the estimated effect of this step's gradient, which is handed over at the end of its interval."""
     PREDICTED = "predicted"
@@ -41,6 +44,8 @@ class PredictivePlan(StepPlan):
     """Number of this step within its interval, from 0."""
     publish_ahead: bool
     """Whether the next step is overlapped, so that the worker publishes the extrapolated y."""
+    probes: bool = False
+    """Whether the prediction for the gradients that are handed over is measured."""
 
     @property
     def waits_first(self) -> bool:
@@ -49,6 +54,15 @@ class PredictivePlan(StepPlan):
     @property
     def waits_last(self) -> bool:
         return self.source is WeightSource.EXACT
+
+
+@dataclass(frozen=True)
+class PredictiveState(State):
+    """The position in the schedule."""
+
+    overlaps_from: int = 0
+    """First step that may be overlapped, once the guard has made steps synchronous; counted like `steps`."""
+    guard: GuardState = field(default_factory=GuardState)
 
 
 def ring_of(interval: int) -> int:
@@ -60,7 +74,7 @@ def ring_of(interval: int) -> int:
     return 2 * interval - 1
 
 
-class PredictiveSchedule(Schedule[PredictivePlan, State]):
+class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     """Advances through the steps.
 
     Args:
@@ -68,12 +82,14 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
             `choose_interval`.
         overlap: False makes every step synchronous.
         warm_up_steps: synchronous steps at the start; None: one at interval 1, otherwise five intervals.
+        guarded: whether the guard judges probes.
     """
 
-    def __init__(self, interval: int | None, overlap: bool, warm_up_steps: int | None) -> None:
-        super().__init__(State(interval=interval))
+    def __init__(self, interval: int | None, overlap: bool, warm_up_steps: int | None, guarded: bool = False) -> None:
+        super().__init__(PredictiveState(interval=interval))
         self._overlap = overlap
         self._warm_up_steps = warm_up_steps
+        self._guarded = guarded and overlap
 
     @property
     def warm_up_steps(self) -> int:
@@ -92,13 +108,16 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
 
     def plan(self) -> PredictivePlan:
         """Describe the coming step."""
-        state = self.state
-        if not self._overlap or state.steps < self.warm_up_steps or state.interval is None:
-            ahead = self._overlap and state.interval is not None and state.steps + 1 >= self.warm_up_steps
-            return PredictivePlan(1, WeightSource.EXACT, 0, ahead)
+        state, guard = self.state, self.state.guard
+        overlaps_from = max(self.warm_up_steps, state.overlaps_from)
+        overlaps = self._overlap and state.interval is not None and not guard.synchronous
+        if not overlaps or state.steps < overlaps_from or state.interval is None:
+            ahead = overlaps and state.steps + 1 >= overlaps_from
+            probes = guard.synchronous and guard.is_due
+            return PredictivePlan(state.position + 1, WeightSource.EXACT, state.position, ahead, probes)
         last = state.position == state.interval - 1
         source = WeightSource.PREDICTED if last else WeightSource.DRIFTED
-        return PredictivePlan(state.interval if last else 0, source, state.position, True)
+        return PredictivePlan(state.interval if last else 0, source, state.position, True, last and guard.is_due)
 
     def advance(self, plan: PredictivePlan) -> None:
         """Record that the step described by `plan` was carried out."""
@@ -109,7 +128,36 @@ class PredictiveSchedule(Schedule[PredictivePlan, State]):
             steps=state.steps + 1,
             position=0 if handed_over else state.position + 1,
             written=state.written + 1,
+            guard=state.guard.handed_over(plan.handed_over, plan.probes) if handed_over else state.guard,
         )
+
+    @property
+    def wants_verdict(self) -> bool:
+        """Whether the newest hand-over is probed, and `judge` is to be called before the next is planned."""
+        return self._guarded and self.state.guard.probed
+
+    def judge(self, excess: float) -> bool:
+        """Tell the guard what the probe has found, and return whether it changes the coming steps.
+
+        Args:
+            excess: see `GuardState.judged`; the same on every rank.
+        """
+        before = self.state.guard
+        guard = before.judged(excess)
+        changes = guard.synchronous is not before.synchronous
+        overlaps_from = self.state.overlaps_from
+        if changes and not guard.synchronous:
+            overlaps_from = self.state.steps + 1  # the coming step still waits, so that y can be extrapolated
+        self.state = replace(self.state, guard=guard, overlaps_from=overlaps_from)
+        return changes
+
+    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
+        """As for all schedules. If the guard is switched off, steps that it made synchronous are overlapped again."""
+        guard = GuardState(**dict(state["guard"]))
+        is_released = guard.synchronous and not self._guarded
+        super().load_state_dict({**state, "guard": GuardState() if is_released else guard}, position)
+        if is_released:
+            self.state = replace(self.state, overlaps_from=self.state.steps + 1)
 
     @property
     def wants_interval(self) -> bool:

@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field, FiniteFloat
 
 from deepspeed_ext.zenflow.blocks import step_blocks
-from deepspeed_ext.zenflow.kernel import Publish
-from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, AdamState, PartitionValues, SavedValues, misfit
+from deepspeed_ext.zenflow.predictive.guard import PredictionErrors
+from deepspeed_ext.zenflow.section_parts import (
+    GRADIENT_DTYPES,
+    AdamState,
+    Count,
+    PartitionValues,
+    SavedSchedule,
+    SavedValues,
+    StepValues,
+    misfit,
+)
 
-__all__ = ["PredictivePartitionValues"]
+__all__ = ["PredictivePartitionValues", "PredictiveSavedSchedule"]
 
 
-class PublishValues(SavedValues):
-    """A `Publish` as plain values."""
+class GuardValues(SavedValues):
+    """A `GuardState` as plain values."""
 
-    p_factor: FiniteFloat
-    m_factor: FiniteFloat
-    l2_factor: FiniteFloat
-    l2_bound: FiniteFloat
-    bias_correction2_sqrt: Annotated[FiniteFloat, Field(gt=0)]
-    eps: FiniteFloat
+    synchronous: bool
+    trips: Count
+    streak: Count
+    steps_to_probe: Count
+    probed: bool
 
-    def make(self) -> Publish:
-        """Build the `Publish`."""
-        return Publish(**dict(self))
+
+class PredictiveSavedSchedule(SavedSchedule):
+    """The state of a `PredictiveSchedule`."""
+
+    overlaps_from: Count
+    guard: GuardValues
+
+
+class ErrorValues(SavedValues):
+    """`PredictionErrors` as plain values, which need not be finite."""
+
+    prediction: float
+    rounding: float
+    update: float
+
+    def make(self) -> PredictionErrors:
+        """Build the `PredictionErrors`."""
+        return PredictionErrors(**dict(self))
 
 
 class PredictivePartitionValues(PartitionValues):
-    """State of one partition."""
+    """State of one partition.
 
-    publish: PublishValues | None
+    Attributes:
+        last: constants of the newest gradient that was handed over.
+        errors: of its probe, if the guard has not judged it yet.
+    """
+
+    last: StepValues | None
+    errors: ErrorValues | None
     drift: torch.Tensor | None
     inverse: torch.Tensor | None
 
@@ -40,8 +66,8 @@ class PredictivePartitionValues(PartitionValues):
         found = [misfit(self.drift, self.numel, GRADIENT_DTYPES, "drift")] if self.drift is not None else []
         if self.inverse is not None:
             found.append(misfit(self.inverse, blocks, (torch.float32,), "inverse"))
-        if steps and self.publish is None:
-            found.append(f"no publish after {steps} steps")
+        if steps and self.last is None:
+            found.append(f"no constants of the newest update after {steps} steps")
         if self.collected and (self.drift is None or self.inverse is None):
             found.append("collected gradients without drift and inverse")
         return super().mistakes(blocks, steps) + found

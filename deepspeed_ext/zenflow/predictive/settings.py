@@ -23,6 +23,8 @@ class PredictiveSettings:
     warm_up_steps: int | None
     """None: the schedule chooses."""
     block_size: int
+    prediction_error_factor: float
+    """0: no guard."""
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> PredictiveSettings:
@@ -32,6 +34,7 @@ class PredictiveSettings:
             overlapped=config.overlapped,
             warm_up_steps=config.warm_up_steps,
             block_size=config.block_size,
+            prediction_error_factor=config.prediction_error_factor,
         )
 
     @property
