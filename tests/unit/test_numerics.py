@@ -11,7 +11,7 @@ import torch
 
 from tests.perf import report, sides
 from tests.perf.numerics import __main__ as command
-from tests.perf.numerics import analysis, rows, student, table
+from tests.perf.numerics import analysis, plots, rows, student, table
 from tests.perf.numerics.language import RareExperts
 from tests.perf.numerics.rows import Row, store, stored
 from tests.perf.numerics.rule import AdamW, Gradient, Hyper, Start
@@ -239,14 +239,31 @@ def test_tables_show_gaps_and_leave_the_rest_empty(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "lab" / "numerics.md"
     page.parent.mkdir(parents=True)
     page.write_text(
-        "".join(f"{table.BEGIN.format(n)}\nold\n{table.END.format(n)}\n" for n in ("rows", "trends", "rates"))
+        "".join(
+            f"{table.BEGIN.format(n)}\nold\n{table.END.format(n)}\n" for n in ("rows", "trends", "contrasts", "rates")
+        )
     )
     table.write()
-    lines = {line.split(" | ")[3]: line for line in page.read_text().splitlines() if "| bytes-1m | base |" in line}
+    found = [line for line in page.read_text().splitlines() if "| bytes-1m | base |" in line and "of 3" in line]
+    lines = {line.split(" | ")[3]: line for line in found}
     assert "| +0.55 |" in lines["ours-1"]
     assert lines["ours-1"].endswith("| upheld |")
     assert "| +10.00 |" in lines["delay"]
     assert "1 of 3, 1 diverged" in lines["ours-4"]
     assert lines["ours-4"].endswith("| refuted |")
     assert "0 of 3" in lines["ours-8"]
+    assert "| H3 | base | delay | ours-1 | 3 | +9.45 |" in page.read_text()
     assert "old" not in page.read_text()
+
+
+def test_figures_are_drawn_of_what_is_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for rule in ("adamw", "ours-1"):
+        losses = [5.0 - 0.01 * step for step in range(100)]
+        store(Row("bytes-1m", rule, "base", 0), {"losses": losses, "seconds": [1.0, 2.0], "diverged": False})
+    (tmp_path / "docs" / "lab").mkdir(parents=True)
+    drawn = plots.draw()
+    assert [path.name for path in drawn] == ["numerics_bytes-1m_base.svg"]
+    text = drawn[0].read_text()
+    plots.draw()
+    assert drawn[0].read_text() == text, "the same file for the same rows"

@@ -146,12 +146,12 @@ def line_of(group: Group, task: str, setting: str, rule: str) -> Line:
 
 def lines() -> list[Line]:
     """All lines of the plan, in its order, each once."""
-    found: dict[tuple[str, str, str], Line] = {}
+    found: dict[tuple[str, str, str, tuple[int, ...]], Line] = {}
     for group in GROUPS:
         for task, setting, rules in group.cases:
             for rule in (REFERENCE, *rules):
-                if (task, setting, rule) not in found:
-                    found[task, setting, rule] = line_of(group, task, setting, rule)
+                if (task, setting, rule, group.seeds) not in found:
+                    found[task, setting, rule, group.seeds] = line_of(group, task, setting, rule)
     return list(found.values())
 
 
@@ -194,3 +194,60 @@ def trends() -> list[Trend]:
                 differences.append(None if gaps[0] is None or gaps[1] is None else gaps[1] - gaps[0])
             found.append(Trend(what, rule, _sample(differences)))
     return found
+
+
+# -- which rule is better? ------------------------------------------------------------------------------------------
+
+OURS = "ours-1"
+DENOMINATOR_LIMIT = 0.5
+"""Percentage points by which blocks of 32 may be worse than v itself."""
+RELATIVES: tuple[tuple[str, str], ...] = (
+    ("delay", "base"),
+    ("feedback", "base"),
+    ("momentum", "base"),
+    ("sapipe", "ranks-2"),
+    ("acco", "ranks-2"),
+    ("upstream-sequential", "constant"),
+    ("upstream-overlapped", "constant"),
+)
+"""Rules with the setting under which ours is beside them, on `bytes-1m`."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """By how many percentage points the gap of `worse` is above that of `better`.
+
+    Attributes:
+        limit: the contrast is refuted above it (H4); None: it is refuted at or below zero (H3).
+    """
+
+    hypothesis: str
+    setting: str
+    worse: str
+    better: str
+    difference: Sample | None
+    limit: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """As the plan says."""
+        if self.difference is None:
+            return ""
+        if self.limit is not None:
+            return "refuted" if self.difference.mean > self.limit else "upheld"
+        return "upheld" if self.difference.mean > 0 else "refuted"
+
+
+def _contrast(hypothesis: str, setting: str, worse: str, better: str, limit: float | None = None) -> Contrast:
+    differences: list[float | None] = []
+    for seed in range(3):
+        gaps = [gap_of(Row("bytes-1m", rule, setting, seed)) for rule in (worse, better)]
+        differences.append(None if gaps[0] is None or gaps[1] is None else gaps[0] - gaps[1])
+    return Contrast(hypothesis, setting, worse, better, _sample(differences), limit)
+
+
+def contrasts() -> list[Contrast]:
+    """H3 and H4."""
+    found = [_contrast("H3", setting, rule, OURS) for rule, setting in RELATIVES]
+    found.append(_contrast("H4", "base", OURS, f"{OURS}-exact-v", DENOMINATOR_LIMIT))
+    return [*found, _contrast("H4", "base", f"{OURS}-one-mean", OURS)]

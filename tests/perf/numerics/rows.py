@@ -147,6 +147,7 @@ GROUPS: tuple[Group, ...] = (
             ("bytes-1m", "ranks-2", ("acco", "sapipe")),
         ),
     ),
+    Group("seeds", "Ten seeds, an amendment", (("bytes-1m", "base", ("ours-1",)),), seeds=tuple(range(10))),
     Group("settings", "Other settings", _each(("bytes-1m",), ("constant", "beta2-0.999", "fp32"), DELAYED)),
     Group(
         "denominator",

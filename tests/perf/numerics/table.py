@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.perf import report
-from tests.perf.numerics.analysis import Line, Sample, Trend, lines, trends
+from tests.perf.numerics.analysis import Line, Sample, Trend, contrasts, lines, trends
 from tests.perf.numerics.rows import GROUPS, NoRateError, Row, planned, rate_of, stored
 from tests.perf.numerics.tasks import TASKS
 
 BEGIN, END = "<!-- begin: {} -->", "<!-- end: {} -->"
-ROWS, TRENDS, RATES = "rows", "trends", "rates"
+ROWS, TRENDS, CONTRASTS, RATES = "rows", "trends", "contrasts", "rates"
 
 
 def page() -> Path:
@@ -92,6 +92,25 @@ def trends_table() -> str:
     return report.table([_trend_cells(trend) for trend in trends()], {**columns, "verdict": ""})
 
 
+def contrasts_table() -> str:
+    """Which rule has the larger gap: H3 and H4."""
+    columns = {"hypothesis": "", "setting": "", "larger gap": "", "than": "", "seeds": "d", "points": _signed}
+    rows = [
+        {
+            "hypothesis": contrast.hypothesis,
+            "setting": contrast.setting,
+            "larger gap": contrast.worse,
+            "than": contrast.better,
+            "seeds": 0 if contrast.difference is None else len(contrast.difference.values),
+            "points": None if contrast.difference is None else contrast.difference.mean,
+            "90 % interval": _interval(contrast.difference),
+            "verdict": contrast.verdict,
+        }
+        for contrast in contrasts()
+    ]
+    return report.table(rows, {**columns, "90 % interval": "", "verdict": ""})
+
+
 def rates_table() -> str:
     """Which learning rates AdamW has chosen."""
     rows = []
@@ -127,7 +146,8 @@ def replace_part(text: str, name: str, content: str) -> str:
 def write() -> Path:
     """Write all tables into the page."""
     text = page().read_text()
-    for name, content in ((ROWS, rows_table()), (TRENDS, trends_table()), (RATES, rates_table())):
-        text = replace_part(text, name, content)
+    tables = {ROWS: rows_table, TRENDS: trends_table, CONTRASTS: contrasts_table, RATES: rates_table}
+    for name, make in tables.items():
+        text = replace_part(text, name, make())
     page().write_text(text)
     return page()
