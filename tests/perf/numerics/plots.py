@@ -1,0 +1,60 @@
+"""Draws losses by step and by second, as SVG beside docs/lab/numerics.md."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tests.perf.numerics.rows import GROUPS, WINDOW, Row, stored
+from tests.perf.numerics.rules import REFERENCE
+from tests.perf.numerics.table import page
+from tests.perf.numerics.training import SECONDS_EVERY
+
+THINNED = 5
+"""Every how many steps a figure has a point; the losses are smoothed over more."""
+
+
+def _smooth(losses: list[float]) -> list[float]:
+    width = min(WINDOW, len(losses))
+    return [statistics.fmean(losses[end - width : end]) for end in range(width, len(losses) + 1)]
+
+
+def _results(task: str, setting: str, rules: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    found = {rule: stored(Row(task, rule, setting, 0)) for rule in (REFERENCE, *rules)}
+    return {rule: result for rule, result in found.items() if result is not None and len(result["losses"]) > WINDOW}
+
+
+def draw() -> list[Path]:
+    """One figure for each task and setting of which seed 0 has AdamW and another rule; returns their paths."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "numerics"  # the same file for the same rows
+    from matplotlib import pyplot as plt
+
+    rules: dict[tuple[str, str], tuple[str, ...]] = {}
+    for group in GROUPS:
+        for task, setting, found in group.cases:
+            rules[task, setting] = (*rules.get((task, setting), ()), *found)
+    paths = []
+    for (task, setting), names in rules.items():
+        results = _results(task, setting, names)
+        if REFERENCE not in results or len(results) < 2:
+            continue
+        figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+        for rule, result in results.items():
+            losses = result["losses"]
+            smooth = _smooth(losses)
+            first = len(losses) - len(smooth) + 1
+            axes[0].plot(range(first, len(losses) + 1)[::THINNED], smooth[::THINNED], label=rule, linewidth=1)
+            ends = range(SECONDS_EVERY, len(losses) + 1, SECONDS_EVERY)
+            axes[1].plot(result["seconds"], [smooth[end - first] for end in ends if end >= first], linewidth=1)
+        axes[0].set(xlabel="step", ylabel=f"loss, mean of {WINDOW} steps", title=f"{task}, {setting}, seed 0")
+        axes[1].set(xlabel="second", title="a shared core: times of different rows do not compare")
+        axes[0].legend(fontsize=8)
+        path = page().parent / f"numerics_{task}_{setting}.svg"
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+        paths.append(path)
+    return paths

@@ -1,0 +1,194 @@
+"""The rows of the study: what they are, in which order they are run, and the files that hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.perf import report
+from tests.perf.numerics.rules import REFERENCE, SPLITTING
+from tests.perf.numerics.tasks import BORROWED_RATES, TASKS
+
+FOLDER = Path("benchmarks") / "numerics"
+SELECTION_SEED = 100
+"""Of the rows that choose learning rates; no row of a comparison has it."""
+WINDOW = 50
+"""Steps at the end whose mean loss is the primary measure."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training.
+
+    Attributes:
+        rate: peak learning rate, if it is not the chosen one of the task.
+    """
+
+    task: str
+    rule: str
+    setting: str
+    seed: int
+    rate: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its file, without the ending."""
+        parts = [self.task, self.rule, self.setting, f"seed{self.seed}"]
+        return "__".join(parts if self.rate is None else [*parts, f"lr{self.rate:g}"])
+
+
+def folder() -> Path:
+    """Where the files are."""
+    return report.ROOT / FOLDER
+
+
+def stored(row: Row) -> dict[str, Any] | None:
+    """What the file of a row holds, if there is one."""
+    path = folder() / f"{row.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def store(row: Row, result: dict[str, Any]) -> Path:
+    """Write the file of a row."""
+    path = folder() / f"{row.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"row": vars(row), **result}) + "\n")
+    partial.replace(path)
+    return path
+
+
+def end_loss(result: dict[str, Any]) -> float | None:
+    """The primary measure: the mean loss of the last `WINDOW` steps; None if the row diverged."""
+    if result["diverged"]:
+        return None
+    last = result["losses"][-WINDOW:]
+    return sum(last) / len(last)
+
+
+class NoRateError(LookupError):
+    """The learning rate of a task has not been chosen yet."""
+
+
+def selection_rows(task: str) -> list[Row]:
+    """The rows of which the learning rate of a task is chosen: AdamW alone, on a seed of its own."""
+    task = BORROWED_RATES.get(task, task)
+    return [Row(task, REFERENCE, TASKS[task].selection, SELECTION_SEED, rate) for rate in TASKS[task].rates]
+
+
+def rate_of(row: Row) -> float:
+    """The peak learning rate of a row: its own, or the one with AdamW's lowest loss in all of `selection_rows`."""
+    if row.rate is not None:
+        return row.rate
+    losses: dict[float, float] = {}
+    for candidate in selection_rows(row.task):
+        result = stored(candidate)
+        if result is None:
+            raise NoRateError(
+                f"no learning rate for {row.task}: {candidate.name} has not been run; "
+                f"run `python -m tests.perf.numerics --rows rates --tasks {candidate.task}` first"
+            )
+        assert candidate.rate is not None
+        losses[candidate.rate] = end_loss(result) or float("inf")
+    return min(losses, key=lambda rate: losses[rate])
+
+
+# -- the order ------------------------------------------------------------------------------------------------------
+
+SEEDS = (0, 1, 2)
+DELAYED = ("ours-1", "ours-4", "delay")
+"""What every comparison holds, beside AdamW."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that answer one part of the question.
+
+    Attributes:
+        cases: (task, setting, rules beside AdamW).
+    """
+
+    name: str
+    title: str
+    cases: tuple[tuple[str, str, tuple[str, ...]], ...]
+    seeds: tuple[int, ...] = SEEDS
+
+    def rows(self) -> Iterator[Row]:
+        """All rows, one seed after the other."""
+        for seed in self.seeds:
+            for task, setting, rules in self.cases:
+                for rule in (REFERENCE, *rules):
+                    yield Row(task, rule, setting, seed)
+
+
+def _each(tasks: tuple[str, ...], settings: tuple[str, ...], rules: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple((task, setting, rules) for task in tasks for setting in settings)
+
+
+GROUPS: tuple[Group, ...] = (
+    Group("main", "One million parameters, all that matters most", (("bytes-1m", "base", DELAYED),)),
+    Group(
+        "stress",
+        "Where the block mean of v could mislead",
+        (
+            *_each(("digits", "embeddings", "experts"), ("base",), DELAYED),
+            ("reactions", "steps-100", DELAYED),
+            ("spikes", "base", DELAYED),
+        ),
+    ),
+    Group(
+        "relatives",
+        "Ours beside its relatives",
+        (
+            ("bytes-1m", "base", ("adamw-disturbed", "feedback", "momentum")),
+            ("bytes-1m", "ranks-2", ("acco", "sapipe")),
+        ),
+    ),
+    Group("seeds", "Ten seeds, an amendment", (("bytes-1m", "base", ("ours-1",)),), seeds=tuple(range(10))),
+    Group("settings", "Other settings", _each(("bytes-1m",), ("constant", "beta2-0.999", "fp32"), DELAYED)),
+    Group(
+        "denominator",
+        "What the mean of v costs, and longer intervals",
+        (("bytes-1m", "base", ("ours-1-one-mean", "ours-1-exact-v", "ours-2", "ours-8")),),
+    ),
+    Group("five", "Five million parameters", (("bytes-5m", "base", DELAYED),)),
+    Group("ranks", "Simulated ranks", _each(("bytes-1m",), ("ranks-2", "ranks-4"), ("ours-1", "ours-4"))),
+    Group("batch", "Batch size", _each(("bytes-1m",), ("batch-quarter", "batch-4x"), ("ours-1", "ours-4"))),
+    Group("precision", "Precision and clipping", _each(("bytes-1m",), ("fp16", "no-clip"), ("ours-1", "ours-4"))),
+    Group("long", "2,000 steps", (("bytes-1m", "steps-2000", DELAYED),)),
+    Group("twenty", "Twenty million parameters", (("bytes-20m", "base", DELAYED),), seeds=(0,)),
+    Group("spikes", "Spikes without clipping", (("spikes", "no-clip", DELAYED),)),
+    Group(
+        "upstream",
+        "Upstream's ZenFlow",
+        (("bytes-1m", "constant", ("upstream-sequential", "upstream-overlapped")),),
+        seeds=(0,),
+    ),
+    Group(
+        "more",
+        "The mean of v at interval 4",
+        (("bytes-1m", "base", ("ours-4-one-mean", "ours-4-exact-v")),),
+    ),
+)
+
+
+def planned() -> list[tuple[str, Row]]:
+    """Every row with its group, in order of importance; the selection of a learning rate before its first use."""
+    found: dict[Row, str] = {}
+    for group in GROUPS:
+        for row in group.rows():
+            for needed in (*selection_rows(row.task), row):
+                found.setdefault(needed, "rates" if needed.seed == SELECTION_SEED else group.name)
+    return [(group, row) for row, group in found.items()]
+
+
+def check_registry() -> None:
+    """Every planned row can be run: a rule that splits the batch has ranks."""
+    from tests.perf.numerics.settings import SETTINGS
+
+    for _, row in planned():
+        if row.rule in SPLITTING and SETTINGS[row.setting].ranks < 2:
+            raise ValueError(f"{row.name}: {row.rule} needs a setting with at least two ranks")
