@@ -104,10 +104,9 @@ class Host:
 
     def run(self, grads: Sequence[torch.Tensor], steps: Sequence[AdamStep], publish: Publish) -> None:
         """One pass of the package: an exact update for each gradient, then y and the block means."""
-        arrays = [_array(t) for t in (self.p, self.m, self.v)]
-        published, means = _array(self.published), _array(self.means)
+        p, m, v, published, means = (_array(t) for t in (self.p, self.m, self.v, self.published, self.means))
         found = tuple(_array(grad) for grad in grads)
-        kernel().run(AdamPass(*arrays, found, tuple(steps), published, means, self.block_size, publish))
+        kernel().run(AdamPass(p, m, v, found, tuple(steps), published, means, self.block_size, publish))
 
     def step(self, grad: torch.Tensor, step: AdamStep) -> None:
         """One exact update; publishes p."""
@@ -115,7 +114,8 @@ class Host:
 
     def after(self, grad: torch.Tensor, step: AdamStep) -> torch.Tensor:
         """The weights after an exact update that is not kept."""
-        trial = Host(*(t.clone() for t in (self.p, self.m, self.v, self.published, self.means)), self.block_size)
+        p, m, v, published, means = (t.clone() for t in (self.p, self.m, self.v, self.published, self.means))
+        trial = Host(p, m, v, published, means, self.block_size)
         trial.step(grad, step)
         return trial.published
 

@@ -94,8 +94,9 @@ def test_passes_of_several_callers_do_not_mix() -> None:
         means = torch.zeros(4096 // 32)
         step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
         publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
-        arrays = [array(each) for each in (p, m, v)]
-        work = AdamPass(*arrays, (array(gradient),), (step,), array(published), array(means), 32, publish)
+        work = AdamPass(
+            array(p), array(m), array(v), (array(gradient),), (step,), array(published), array(means), 32, publish
+        )
         kernel = make_kernel("native", threads=1 + caller)
         for _ in range(50):
             kernel.run(work)
