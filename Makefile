@@ -90,7 +90,7 @@ test-this-torch: $(VENV)/.stamp-operators
 	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
 
-test-python:  ## run some of the tests with another Python (PYTHON=python3.12 HF="transformers==4.45.2 accelerate==1.0.1")
+test-python:  ## run some of the tests with another Python (PYTHON=python3.12 HF="transformers==4.48.3 accelerate==1.3.0")
 	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
 	$(MAKE) --no-print-directory test-this-python VENV=.venv-python-$$version
 

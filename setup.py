@@ -40,7 +40,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "transformers": ["transformers>=4.45", "accelerate>=1.0"],
+        "transformers": ["transformers>=4.48.3,<6", "accelerate>=1.3,<2"],
         "plots": ["matplotlib"],
         "trainers": ["peft>=0.21.2"],
         "dev": [

@@ -3,8 +3,8 @@
     python examples/ray_train.py --workers 2
     python examples/ray_train.py --workers 16 --gpus --address auto --steps 1000
 
-All other arguments are those of examples/train.py. The output folder must be the same folder for all workers. A relative
-path starts in the folder where this was started, as with other launchers.
+All other arguments are those of examples/train.py. The output folder must be the same folder for all workers.
+A relative path starts in the folder where this was started, as with other launchers.
 """
 
 import argparse
