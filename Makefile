@@ -31,6 +31,15 @@ SEEDS ?= 1000
 TORCH ?= 2.6.0
 TORCH_TESTS := $(addprefix tests/unit/,test_upstream.py test_entry.py flatten/test_parity.py gather resharding/test_layout.py \
 	zenflow/test_training.py zenflow/test_resume.py)
+# Of `make test-python`: the transformers and accelerate that it installs, and the tests that it runs, for what a Python or
+# these two can change: pickles, dataclasses, annotations, bytecode, processes and extension modules.
+HF ?= transformers accelerate
+PYTHON_TESTS := $(addprefix tests/unit/,test_upstream.py test_entry.py test_config.py test_config_reference.py test_launch.py \
+	test_core_binding_config.py test_cli_run.py test_doctor.py test_agreement.py test_support.py test_shared_buffers.py \
+	$(addprefix affinity/test_,discovery.py exchange.py offload_binding.py plan_command.py plan_properties.py topologies.py) \
+	checkpoint host tuning gather/test_plan.py gather/test_failure.py gather/test_hf.py integrations resharding/test_layout.py \
+	resharding/test_hf.py zenflow/kernel zenflow/predictive zenflow/selective/test_schedule.py zenflow/worker \
+	zenflow/test_training.py zenflow/test_resume.py zenflow/test_accelerate.py zenflow/test_hf.py)
 # Of `make test`: how many pytest processes share the files.
 PROCESSES ?= 2
 ARGS ?=
@@ -51,7 +60,8 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
-.PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-trainers check format soak fuzz bench bench-gpu wheels docs docs-site clean
+.PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-python test-this-python \
+	test-trainers check format soak fuzz bench bench-gpu wheels docs docs-site clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -79,6 +89,16 @@ test-this-torch: $(VENV)/.stamp-operators
 	$(PYTEST) --simulated $(wildcard tests/unit/test_simulated_*.py) tests/unit/test_waits.py $(ARGS)
 	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
+
+test-python:  ## run some of the tests with another Python (PYTHON=python3.12 HF="transformers==4.48.3 accelerate==1.3.0")
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	$(MAKE) --no-print-directory test-this-python VENV=.venv-python-$$version
+
+test-this-python: $(VENV)/.stamp-operators
+	@$(PIP) --upgrade $(HF)
+	@python -c 'from importlib.metadata import version as of; import platform; print("Python", platform.python_version(), \
+	    *(f"{name} {of(name)}" for name in ("torch", "deepspeed", "transformers", "accelerate", "numpy")), sep=", ")'
+	$(PYTEST) $(PYTHON_TESTS) $(ARGS)
 
 test-launchers: $(VENV)/.stamp-operators  ## run every recipe of docs/multi_node.md, of the launchers that are installed
 	python -m pytest tests/launchers -vv $(ARGS)
@@ -126,7 +146,7 @@ docs-site: $(VENV)/.stamp-dev  ## build the manual as a site in outputs/site, an
 	python -m http.server --bind 127.0.0.1 --directory outputs/site 8000
 
 clean:  ## remove .venv, build products and outputs
-	rm -rf $(VENV) .venv-offline .venv-torch-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-offline .venv-torch-* .venv-python-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-python:

@@ -66,7 +66,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "transformers": ["transformers>=4.45", "accelerate>=1.0"],
+        "transformers": ["transformers>=4.48.3,<6", "accelerate>=1.3,<2"],
         "plots": ["matplotlib"],
         "docs": SITE,
         # The lowest versions that `make test-trainers` has run with. TRL needs Python 3.11.

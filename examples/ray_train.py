@@ -4,19 +4,23 @@
     python examples/ray_train.py --workers 16 --gpus --address auto --steps 1000
 
 All other arguments are those of examples/train.py. The output folder must be the same folder for all workers.
+A relative path starts in the folder where this was started, as with other launchers.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 
-def work(config: dict[str, list[str]]) -> None:
+def work(config: dict[str, Any]) -> None:
     """One worker. Ray has started the process group and set RANK and its siblings."""
+    os.chdir(config["started_in"])  # Ray's own folder is a temporary one
     sys.path.insert(0, config["folder"])
     import train
 
@@ -36,7 +40,11 @@ def main() -> None:
     ray.init(address=args.address, include_dashboard=False, log_to_driver=True)
     trainer = TorchTrainer(
         work,
-        train_loop_config={"folder": str(Path(__file__).resolve().parent), "arguments": arguments},
+        train_loop_config={
+            "started_in": os.getcwd(),
+            "folder": str(Path(__file__).resolve().parent),
+            "arguments": arguments,
+        },
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
         torch_config=TorchConfig(backend="nccl" if args.gpus else "gloo"),
     )

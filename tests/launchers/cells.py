@@ -27,6 +27,7 @@ class Cell:
         modules: of Python, which must be installed.
         changes: of the recipe's text.
         confines: the CPUs that the launcher gives to each rank; None: all.
+        in_any_order: whether the second rank may be on the first node: torchrun sorts its agents by host and process.
         needs_gpu: why, if this makes no sense without one.
         daemons: which of "ssh" and "slurm" must run.
     """
@@ -37,6 +38,7 @@ class Cell:
     modules: tuple[str, ...] = ()
     changes: Mapping[str, str] = field(default_factory=dict)
     confines: tuple[frozenset[int], frozenset[int]] | None = None
+    in_any_order: bool = False
     needs_gpu: str = ""
     daemons: tuple[str, ...] = ()
 
@@ -87,7 +89,7 @@ CELLS = (
     _srun("--cpu-bind=mask_cpu:0x1,0x2", confines=FIRST_TWO, on_one_node=True),
     _srun("--mpi=pmi2", confines=_halves()),
     Cell("sbatch", "sbatch", (*SLURM, "sbatch"), confines=_halves(), daemons=("slurm",)),
-    Cell("srun, torchrun", "srun and torchrun", SLURM, confines=_halves(), daemons=("slurm",)),
+    Cell("srun, torchrun", "srun and torchrun", SLURM, confines=_halves(), in_any_order=True, daemons=("slurm",)),
     Cell(
         "mpirun --bind-to core, one node",
         "mpirun",
