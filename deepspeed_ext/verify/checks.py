@@ -56,7 +56,9 @@ class Check:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-def check_all(plan: Plan, found: Found, resumed: Found | None, why_ended: str = "") -> list[Check]:
+def check_all(
+    plan: Plan, found: Found, resumed: Found | None, why_ended: str = "", why_resumed_ended: str = ""
+) -> list[Check]:
     """Every check, in the order in which a run comes across what it is about.
 
     Args:
@@ -64,14 +66,28 @@ def check_all(plan: Plan, found: Found, resumed: Found | None, why_ended: str = 
         found: what the first phase found.
         resumed: what the second phase found; None: it was not run.
         why_ended: why the first phase's processes were killed, if they were.
+        why_resumed_ended: the same of the second phase.
     """
-    return [
+    checks = [
         check_initialize(found),
         check_losses(plan, found),
         check_gradients(plan, found),
         check_resume(plan, found, resumed),
         check_worker(plan, found, why_ended),
     ]
+    if all(check.status != "FAIL" for check in checks):  # whatever happened, a run that broke off has not passed
+        phases = [(found, why_ended), *([(resumed, why_resumed_ended)] if resumed is not None else [])]
+        return [*checks, *(check_end(*phase) for phase in phases if check_end(*phase).status == "FAIL")]
+    return checks
+
+
+def check_end(found: Found, why_ended: str) -> Check:
+    """The processes come to their end by themselves."""
+    at_its_end = found.death is not None or found.stage == "end"
+    if at_its_end and found.failure is None and not why_ended:
+        return Check("end", "PASS", "the processes ended by themselves")
+    reason = found.failure or why_ended or "a process died"
+    return Check("end", "FAIL", f"the run broke off while it was at: {found.stage}: {reason}")
 
 
 def _not_reached(name: str, found: Found) -> Check:
@@ -245,6 +261,8 @@ def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
     if resumed is None:
         if found.failure is not None and found.failure.stage == "save":
             return Check(name, "FAIL", f"save_checkpoint failed: {found.failure}")
+        if found.movements:
+            return Check(name, "FAIL", "save_checkpoint has left no checkpoint")
         return _not_reached(name, found)
     steps = plan.steps - plan.save_after
     if resumed.resumed is None:

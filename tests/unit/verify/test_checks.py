@@ -47,7 +47,7 @@ def good(**fields: Any) -> Found:
 
 
 def verdicts(the_plan: Plan, found: Found, resumed: Found | None = None, why: str = "") -> dict[str, Check]:
-    resumed = resumed or Found(resumed=Resumed())
+    resumed = resumed or Found(stage="end", resumed=Resumed())
     return {check.name: check for check in check_all(the_plan, found, resumed, why)}
 
 
@@ -111,6 +111,31 @@ def test_a_failure_counts_once_and_what_comes_after_it_is_skipped() -> None:
     assert failed(checks) == ["losses"]
     assert "step 5 of 12: RuntimeError: no such device" in checks["losses"].detail
     assert [checks[name].status for name in CHECKS[2:]] == ["SKIPPED"] * 3
+
+
+@pytest.mark.parametrize("stage", ["start", "plain", "initialize", "train", "save", "compare", "worker", "end"])
+@pytest.mark.parametrize("error", [None, Failure("", ("RuntimeError",), "broken")])
+def test_a_run_that_breaks_off_anywhere_has_not_passed(stage: str, error: Failure | None) -> None:
+    """With an exception, or without one: killed, or crashed."""
+    order = ["start", "plain", "initialize", "train", "save", "compare", "worker", "end"].index(stage)
+    found = good(stage=stage, death=None, failure=error and replace(error, stage=stage))
+    if order < 7:
+        found.movements = found.movements if order > 5 else []
+        found.losses = found.losses[: 12 if order > 4 else 7 if order == 4 else 3 if order == 3 else 0]
+        found.changed = found.changed if order > 2 else None
+    none = plan(has_worker=False)
+    why = "" if error else "the ranks had not ended"
+    checks = check_all(none, found, Found(stage="end", resumed=Resumed()) if order > 5 else None, why)
+    assert not report.passed(checks), checks
+
+
+def test_a_save_that_leaves_nothing_fails() -> None:
+    assert [check.name for check in check_all(plan(), good(), None) if check.status == "FAIL"] == ["resume"]
+
+
+def test_resuming_that_does_not_end_fails() -> None:
+    checks = check_all(plan(), good(), Found(stage="end", resumed=Resumed()), "", "the ranks had not ended")
+    assert [check.name for check in checks if check.status == "FAIL"] == ["end"]
 
 
 def test_without_a_plain_optimizer_only_the_comparison_is_skipped() -> None:
