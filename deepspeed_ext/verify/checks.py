@@ -31,8 +31,9 @@ JUDGED_NOISE = 0.25
 """A parameter is not judged if rounding alone changes its way by more than that."""
 PREDICTED_LOSS = 0.1
 """Predictive rule: fraction of what plain training learns by which a loss may differ."""
-DEFERRED_SHARE, DEFERRED_MOST = 0.5, 1.5
-"""Deferred updates: at least this share of 1 / interval of plain training's progress and way, and at most that."""
+DEFERRED_WAY, DEFERRED_MOST = 0.5, 1.5
+"""Deferred updates: a parameter's way is at least this / interval of plain training's, and progress and way are at most
+that. Progress is at least 1 / interval, which is what those parameters reach that step once in an interval."""
 DEFERRED_DIRECTION = 0.4
 """Deferred updates: least cosine between a parameter's way and plain training's."""
 NORM_DEVIATION = 0.02
@@ -146,7 +147,7 @@ def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any
         sum(found.untrained[i] - losses[i] for i in last) / len(last) for losses in (found.losses, found.plain)
     )
     noise = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * found.plain[-1]
-    least = DEFERRED_SHARE / (plan.interval or 4)
+    least = 1.0 / (plan.interval or 4)
     share = ours / plain if plain > 0 else math.nan
     figures |= {"progress": ours, "plain_progress": plain, "least_share": least}
     if plain <= noise:
@@ -219,7 +220,7 @@ def _deviates(plan: Plan, each: Movement) -> bool:
     if plan.rule == "deferred" and each.plain:
         share = each.length / each.plain
         turned = _cosine(each) < DEFERRED_DIRECTION
-        return turned or not DEFERRED_SHARE / (plan.interval or 4) <= share <= DEFERRED_MOST
+        return turned or not DEFERRED_WAY / (plan.interval or 4) <= share <= DEFERRED_MOST
     return not _deviation(each) <= _allowed(each)
 
 

@@ -241,8 +241,10 @@ def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, An
         return None, "torch has no Adam without bias correction"
     decoupled = bool(params.get("adam_w_mode", True)) or name.lower() == "adamw"
     # DeepSpeed's own Adams decay by 0 if the config does not say; torch's AdamW by 0.01.
-    own = {} if params.get("torch_adam") else {"weight_decay": 0.0}
-    kept = {name: params[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad") if name in params}
+    own: dict[str, Any] = {} if params.get("torch_adam") else {"weight_decay": 0.0}
+    kept: dict[str, Any] = {
+        name: params[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad") if name in params
+    }
     try:
         if not all(math.isfinite(float(kept.get(name, 0.0))) for name in ("lr", "eps", "weight_decay")):
             raise ValueError

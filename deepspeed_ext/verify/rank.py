@@ -133,9 +133,9 @@ class Rank:
             )
 
     def replay(self) -> None:
-        """Under the predictive rule, plain training takes its gradients at the engine's weights: its masters must then
-        be the engine's, however the weights were predicted."""
-        if self.plan.optimizer is None or self.plan.rule != "predicted":
+        """From now on, plain training takes its gradients at the engine's weights: its masters must then be the
+        engine's, also if the weights are predicted, or if stage 3 has replaced functions of torch by others."""
+        if self.plan.optimizer is None or self.plan.rule == "deferred":
             return
         from deepspeed_ext.verify.reference import PlainRun, PlainTraining
 
