@@ -99,6 +99,15 @@ def test_a_resumed_run_must_be_equal() -> None:
     assert "KeyError: 'step'" in verdicts(plan(), good(), broken)["resume"].detail
 
 
+def test_deepspeeds_cpu_adam_may_round_otherwise_after_loading() -> None:
+    cpu_adam = plan(rounds_on_resume=True, has_worker=False)
+    rounded = Found(stage="end", resumed=Resumed({8: (7.1, 7.1005)}, 20))
+    assert failed(verdicts(cpu_adam, good(), rounded)) == []
+    assert failed(verdicts(plan(has_worker=False), good(), rounded)) == ["resume"]
+    for wrong in (Resumed({8: (7.1, 7.3)}, 20), Resumed({8: (7.1, 7.1005)}, 900)):
+        assert failed(verdicts(cpu_adam, good(), Found(stage="end", resumed=wrong))) == ["resume"]
+
+
 def test_a_run_that_hangs_after_the_workers_death_fails() -> None:
     assert failed(verdicts(plan(), good(death=None), why="the ranks had not ended")) == ["worker's death"]
     assert failed(verdicts(plan(), good(), why="the ranks had not ended")) == ["worker's death"]
