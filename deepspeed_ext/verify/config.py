@@ -56,8 +56,8 @@ class Plan:
         rule: how the weights follow the optimizer.
         interval: steps per hand-over to the optimizer process; None: chosen while it runs.
         has_worker: whether there is an optimizer process.
-        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam. It multiplies its bias corrections up from step to
-            step, but computes them anew after loading, so a resumed run differs in last bits.
+        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam. It multiplies its bias corrections up from step
+            to step, but computes them anew after loading, so a resumed run differs in last bits.
         flat_model: whether no parameter of the model has more than two dimensions.
         summary: the config in a few words.
         changes: what differs from the user's config.
