@@ -38,7 +38,7 @@ DEFERRED_DIRECTION = 0.4
 """Deferred updates: least cosine between a parameter's way and plain training's."""
 NORM_DEVIATION = 0.02
 ROUNDED_WEIGHTS = 0.1
-"""Share of the 16-bit weights that last bits of the masters may turn to a neighbouring value. Lost moments turn most."""
+"""Share of 16-bit weights that last bits of the masters may turn to a neighbouring value. Lost moments turn most."""
 NAMED = 3
 """How many parameters a line names."""
 
