@@ -55,6 +55,7 @@ class Rank:
         self.found = Found()
         self._file = result_file(folder, phase, self.number)
         self.engine: Any = None
+        self._eps = 0.0
         self._runs: tuple[Any, Any] | None = None
         self._trainings: tuple[Any, Any] | None = None
 
