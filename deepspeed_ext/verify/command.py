@@ -104,7 +104,7 @@ def verify(
         resumed, after = None, None
         if (folder / CHECKPOINT / "latest").exists() and found.movements:
             resumed, after = _phase(folder, "resume", plan, limit_seconds, start)
-    checks = check_all(plan, found, resumed, ended.why)
+    checks = check_all(plan, found, resumed, ended.why, after.why if after is not None else "")
     output = ended.output or (after.output if after is not None else "")
     return Outcome(plan, checks, output if not report.passed(checks) else "")
 

@@ -56,6 +56,8 @@ class Plan:
         rule: how the weights follow the optimizer.
         interval: steps per hand-over to the optimizer process; None: chosen while it runs.
         has_worker: whether there is an optimizer process.
+        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam. It multiplies its bias corrections up from step
+            to step, but computes them anew after loading, so a resumed run differs in last bits.
         flat_model: whether no parameter of the model has more than two dimensions.
         summary: the config in a few words.
         changes: what differs from the user's config.
@@ -75,6 +77,7 @@ class Plan:
     rule: Rule
     interval: int | None
     has_worker: bool
+    rounds_on_resume: bool
     flat_model: bool
     summary: str
     changes: tuple[str, ...]
@@ -128,6 +131,7 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
         rule=rule,
         interval=interval,
         has_worker=has_worker,
+        rounds_on_resume=_has_cpu_adam(config) and (upstream or not has_worker),
         flat_model=flat,
         summary=_summary(config, dtype, rule, interval, has_worker, upstream),
         changes=tuple(changes),
@@ -251,6 +255,13 @@ def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, An
     except (TypeError, ValueError):
         raise ConfigError(f"optimizer.params: expected numbers, got {params}") from None
     return ("AdamW" if decoupled else "Adam", {**own, **kept}), ""
+
+
+def _has_cpu_adam(config: Mapping[str, Any]) -> bool:
+    optimizer = section_of(config, "optimizer")
+    offload = section_of(section_of(config, "zero_optimization"), "offload_optimizer").get("device", "none")
+    adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    return adam and offload != "none" and section_of(optimizer, "params").get("torch_adam") is not True
 
 
 def _summary(

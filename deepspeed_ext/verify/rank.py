@@ -55,9 +55,9 @@ class Rank:
         self.found = Found()
         self._file = result_file(folder, phase, self.number)
         self.engine: Any = None
-        self._plain: Any = None
-        self._noise: dict[str, float] = {}
-        self._replayed: Any = None
+        self._eps = 0.0
+        self._runs: tuple[Any, Any] | None = None
+        self._trainings: tuple[Any, Any] | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -105,15 +105,13 @@ class Rank:
 
             from deepspeed_ext.verify.reference import train_plainly
 
-            self._plain = train_plainly(self.plan, self.device)
-            eps = torch.finfo(getattr(torch, self.plan.communication)).eps
-            spread = train_plainly(self.plan, self.device, noise=eps)
-            self.found.plain, self.found.untrained = self._plain.losses, self._plain.untrained
-            self.found.plain_norms, self.found.plain_skipped = self._plain.norms, self._plain.skipped
-            both = zip(self._plain.losses, spread.losses, strict=True)
+            self._eps = torch.finfo(getattr(torch, self.plan.communication)).eps
+            plain, noisy = (train_plainly(self.plan, self.device, noise) for noise in (0.0, self._eps))
+            self._runs = plain, noisy
+            self.found.plain, self.found.untrained = plain.losses, plain.untrained
+            self.found.plain_norms, self.found.plain_skipped = plain.norms, plain.skipped
+            both = zip(plain.losses, noisy.losses, strict=True)
             self.found.noise = max(abs(one - other) for one, other in both)
-            ends = spread.masters[-1]
-            self._noise = {name: float((end - ends[name]).norm()) for name, end in self._plain.masters[-1].items()}
 
     def initialize(self) -> None:
         """Build the engine, and compare its weights with those of the model."""
@@ -133,15 +131,16 @@ class Rank:
             )
 
     def replay(self) -> None:
-        """Under the predictive rule, plain training takes its gradients at the engine's weights: its masters must then
-        be the engine's, however the weights were predicted."""
-        if self.plan.optimizer is None or self.plan.rule != "predicted":
+        """From now on, both plain trainings take their gradients at the engine's weights: the masters must then be the
+        engine's, also if the weights are predicted, or if stage 3 has replaced functions of torch by others."""
+        if self.plan.optimizer is None or self.plan.rule == "deferred":
             return
         from deepspeed_ext.verify.reference import PlainRun, PlainTraining
 
-        self._replayed = PlainTraining(self.plan, self.device)
         interval = self.plan.interval or MOST_MEASURED_INTERVAL  # masters wait for the end of an interval
-        self._plain = PlainRun(initial=self._replayed.weights(), masters=deque(maxlen=interval))
+        plain, noisy = (PlainTraining(self.plan, self.device, noise) for noise in (0.0, self._eps))
+        runs = [PlainRun(initial=each.weights(), masters=deque(maxlen=interval)) for each in (plain, noisy)]
+        self._trainings, self._runs = (plain, noisy), (runs[0], runs[1])
 
     def make_engine(self, model: Any) -> Any:
         """The engine, as a user's script makes it."""
@@ -176,9 +175,11 @@ class Rank:
 
     def _train(self, first: int, last: int) -> None:
         for step in range(first, last):
-            if self._replayed is not None:
-                self._replayed.follow(self.weights())
-                self._plain.add(self._replayed, step)
+            if self._trainings is not None and self._runs is not None:
+                weights = self.weights()
+                for training, run in zip(self._trainings, self._runs, strict=True):
+                    training.follow(weights)
+                    run.add(training, step)
             self.found.losses.append(self.step(step))
             norm = self.engine.get_global_grad_norm()
             self.found.norms.append(None if norm is None else float(norm))
@@ -206,8 +207,8 @@ class Rank:
             if self.number == 0:
                 torch.save(weights, self.folder / WEIGHTS)
             self._movements(self._masters(weights))
-            if self._replayed is not None:
-                self.found.plain_norms = self._plain.norms
+            if self._runs is not None:
+                self.found.plain_norms = self._runs[0].norms
 
     def _masters(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The fp32 masters, or the weights if there are none. Those of DeepSpeed's own ZenFlow are out of date."""
@@ -222,8 +223,7 @@ class Rank:
         return found
 
     def _movements(self, ends: dict[str, Any]) -> None:
-        plain = self._plain
-        if plain is None:
+        if self._runs is None:
             import torch
 
             from deepspeed_ext.verify.model import new_model
@@ -234,15 +234,17 @@ class Rank:
                 self.found.movements.append(Movement(name, param.numel(), length, 0.0, 0.0, 0.0))
             return
 
+        plain, noisy = self._runs
+
         def distance(masters: dict[str, Any]) -> float:
             return sum(float((ends[name] - master).square().sum()) for name, master in masters.items())
 
         behind = min(range(len(plain.masters)), key=lambda steps: distance(plain.masters[-1 - steps]))
-        target = plain.masters[-1 - behind]
+        target, other = plain.masters[-1 - behind], noisy.masters[-1 - behind]
         self.found.in_flight = behind
         for name, start in plain.initial.items():
-            found = (ends[name] - start, target[name] - start, ends[name] - target[name])
-            lengths = [*(float(each.norm()) for each in found), self._noise[name]]
+            apart = ends[name] - target[name], target[name] - other[name]
+            lengths = [float(each.norm()) for each in (ends[name] - start, target[name] - start, *apart)]
             self.found.movements.append(Movement(name, start.numel(), *lengths))
 
     def lose_worker(self) -> None:

@@ -47,7 +47,7 @@ def good(**fields: Any) -> Found:
 
 
 def verdicts(the_plan: Plan, found: Found, resumed: Found | None = None, why: str = "") -> dict[str, Check]:
-    resumed = resumed or Found(resumed=Resumed())
+    resumed = resumed or Found(stage="end", resumed=Resumed())
     return {check.name: check for check in check_all(the_plan, found, resumed, why)}
 
 
@@ -99,6 +99,15 @@ def test_a_resumed_run_must_be_equal() -> None:
     assert "KeyError: 'step'" in verdicts(plan(), good(), broken)["resume"].detail
 
 
+def test_deepspeeds_cpu_adam_may_round_otherwise_after_loading() -> None:
+    cpu_adam = plan(rounds_on_resume=True, has_worker=False)
+    rounded = Found(stage="end", resumed=Resumed({8: (7.1, 7.1005)}, 20))
+    assert failed(verdicts(cpu_adam, good(), rounded)) == []
+    assert failed(verdicts(plan(has_worker=False), good(), rounded)) == ["resume"]
+    for wrong in (Resumed({8: (7.1, 7.3)}, 20), Resumed({8: (7.1, 7.1005)}, 900)):
+        assert failed(verdicts(cpu_adam, good(), Found(stage="end", resumed=wrong))) == ["resume"]
+
+
 def test_a_run_that_hangs_after_the_workers_death_fails() -> None:
     assert failed(verdicts(plan(), good(death=None), why="the ranks had not ended")) == ["worker's death"]
     assert failed(verdicts(plan(), good(), why="the ranks had not ended")) == ["worker's death"]
@@ -111,6 +120,31 @@ def test_a_failure_counts_once_and_what_comes_after_it_is_skipped() -> None:
     assert failed(checks) == ["losses"]
     assert "step 5 of 12: RuntimeError: no such device" in checks["losses"].detail
     assert [checks[name].status for name in CHECKS[2:]] == ["SKIPPED"] * 3
+
+
+@pytest.mark.parametrize("stage", ["start", "plain", "initialize", "train", "save", "compare", "worker", "end"])
+@pytest.mark.parametrize("error", [None, Failure("", ("RuntimeError",), "broken")])
+def test_a_run_that_breaks_off_anywhere_has_not_passed(stage: str, error: Failure | None) -> None:
+    """With an exception, or without one: killed, or crashed."""
+    order = ["start", "plain", "initialize", "train", "save", "compare", "worker", "end"].index(stage)
+    found = good(stage=stage, death=None, failure=error and replace(error, stage=stage))
+    if order < 7:
+        found.movements = found.movements if order > 5 else []
+        found.losses = found.losses[: 12 if order > 4 else 7 if order == 4 else 3 if order == 3 else 0]
+        found.changed = found.changed if order > 2 else None
+    none = plan(has_worker=False)
+    why = "" if error else "the ranks had not ended"
+    checks = check_all(none, found, Found(stage="end", resumed=Resumed()) if order > 5 else None, why)
+    assert not report.passed(checks), checks
+
+
+def test_a_save_that_leaves_nothing_fails() -> None:
+    assert [check.name for check in check_all(plan(), good(), None) if check.status == "FAIL"] == ["resume"]
+
+
+def test_resuming_that_does_not_end_fails() -> None:
+    checks = check_all(plan(), good(), Found(stage="end", resumed=Resumed()), "", "the ranks had not ended")
+    assert [check.name for check in checks if check.status == "FAIL"] == ["end"]
 
 
 def test_without_a_plain_optimizer_only_the_comparison_is_skipped() -> None:
@@ -147,7 +181,7 @@ POSITIVE = st.floats(1e-6, 1e6)
 @given(scale=POSITIVE, deviation=st.floats(0.0, 1.0), noise=st.floats(0.0, 0.2))
 def test_a_verdict_on_a_movement_does_not_depend_on_its_scale(scale: float, deviation: float, noise: float) -> None:
     movement = Movement("weight", 1000, scale, scale, scale * deviation, scale * noise)
-    allowed = max(0.02, 5 * noise)
+    allowed = max(0.05, 5 * noise)
     if abs(deviation - allowed) < 1e-9:
         return
     fails = "gradients" in failed(verdicts(plan(), good(movements=[movement])))

@@ -107,6 +107,17 @@ def test_the_rule_says_how_the_weights_follow(zenflow: dict[str, Any], upstream:
     assert (found.rule, found.interval, found.has_worker) == expected
 
 
+@pytest.mark.parametrize(
+    ("torch_adam", "zenflow", "expected"), [(False, {}, True), (True, {}, False), (False, {"zenflow": {}}, False)]
+)
+def test_only_deepspeeds_cpu_adam_rounds_otherwise_after_loading(
+    torch_adam: bool, zenflow: dict[str, Any], expected: bool
+) -> None:
+    optimizer = {"type": "AdamW", "params": {"torch_adam": torch_adam}}
+    found = plan(optimizer=optimizer, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}, **zenflow})
+    assert found.rounds_on_resume is expected
+
+
 @pytest.mark.parametrize("interval", [1, 2, 4, 8])
 @pytest.mark.parametrize("rule", ["predictive", "selective"])
 def test_by_default_there_are_steps_after_the_warm_up(rule: str, interval: int) -> None:
