@@ -16,19 +16,17 @@ from typing import Any
 
 import torch
 
-import deepspeed_ext
 from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.predictive.guard import CALM_PROBES, PROBE_EVERY
 from deepspeed_ext.zenflow.predictive.probe import Sample, blocks_per_sample
 from tests.perf import sides
-from tests.perf.language_model import SHAPES, batches
+from tests.perf.language_model import SHAPES
 from tests.perf.report import table
-from tests.perf.training import new_model
-from tests.support.guarded import probing, steep_config, train_steeply
+from tests.perf.training import prediction_errors
+from tests.support.guarded import steep_config, train_steeply
 from tests.support.ranks import run_ranks
 
-PROBED_EVERY = 5
 LR = 0.05
 """Of the task that the prediction fails on."""
 
@@ -65,30 +63,11 @@ HEALTHY = (
 )
 
 
-def errors_of(training: Healthy, steps: int) -> list[tuple[float, float]]:
-    """Body of a rank: prediction error and rounding error of each probe."""
-    found: list[tuple[float, float]] = []
-    with probing(PROBED_EVERY, 10):
-        model = new_model()
-        engine, *_ = deepspeed_ext.initialize(
-            model=model, model_parameters=list(model.parameters()), config=training.config()
-        )
-        for tokens in batches("standard library", 0, steps):
-            engine.backward(engine(tokens))
-            engine.step()
-            figures = engine.optimizer.measurements()
-            latest = figures["zenflow_prediction_error"], figures["zenflow_rounding_error"]
-            if latest[0] == latest[0] and latest not in found[-1:]:
-                found.append(latest)
-        engine.destroy()
-    return found
-
-
 def healthy(steps: int) -> None:
     """Print the errors of healthy trainings."""
     rows = []
     for training in HEALTHY:
-        (found,) = run_ranks(1, errors_of, training, steps, timeout_seconds=600)
+        (found,) = run_ranks(1, prediction_errors, training.config(), steps, timeout_seconds=600)
         shares = [error / (3 * max(rounding, 1 / 3)) for error, rounding in found]
         rows.append(
             {

@@ -52,6 +52,10 @@ def message_of(**zero: Any) -> str:
             {"zenflow": {"update_intervall": 2}},
             ["zero_optimization.zenflow.update_intervall", "mean 'update_interval'"],
         ),
+        (
+            {"zenflow": {"prediction_error_factor": 0.5}},
+            ["zero_optimization.zenflow.prediction_error_factor", "0.5", "at least 1"],
+        ),
         ({"zenflow": {"top_ratio": 0.1}}, ["zero_optimization.zenflow.top_ratio", "mean 'topk_ratio'"]),
         ({"update_interval": 2}, ["zero_optimization.update_interval", "mean 'zero_optimization.zenflow.update_inter"]),
         ({"offload_optimizer": {"devise": "cpu"}}, ["zero_optimization.offload_optimizer.devise", "mean 'device'"]),
