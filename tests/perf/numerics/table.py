@@ -88,13 +88,27 @@ def _trend_cells(trend: Trend) -> dict[str, Any]:
 
 def trends_table() -> str:
     """By how much the gap grows with size, steps, ranks and batch."""
-    columns = {"what": "", "rule": "", "seeds": "d", "growth, points": _signed, "90 % interval": "", "p": ".3f"}
+    columns: dict[str, Any] = {
+        "what": "",
+        "rule": "",
+        "seeds": "d",
+        "growth, points": _signed,
+        "90 % interval": "",
+        "p": ".3f",
+    }
     return report.table([_trend_cells(trend) for trend in trends()], {**columns, "verdict": ""})
 
 
 def contrasts_table() -> str:
     """Which rule has the larger gap: H3 and H4."""
-    columns = {"hypothesis": "", "setting": "", "larger gap": "", "than": "", "seeds": "d", "points": _signed}
+    columns: dict[str, Any] = {
+        "hypothesis": "",
+        "setting": "",
+        "larger gap": "",
+        "than": "",
+        "seeds": "d",
+        "points": _signed,
+    }
     rows = [
         {
             "hypothesis": contrast.hypothesis,
