@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.perf.numerics.rows import GROUPS, Group, Row, end_loss, stored
+from tests.perf.numerics.rows import GROUPS, SEEDS, Group, Row, end_loss, stored
 from tests.perf.numerics.rules import REFERENCE
 from tests.perf.numerics.student import quantile, upper_tail
 from tests.perf.numerics.tasks import TASKS
@@ -83,11 +83,15 @@ class Line:
 
     @property
     def verdict(self) -> Verdict:
-        """By the limit of the rule or the task; a diverged row refutes."""
+        """By the limit of the rule or the task; a diverged row refutes, and without all seeds a line is open."""
         limit = LIMITS.get(self.rule)
-        if limit is None or self.gap is None:
-            return "refuted" if limit is not None and self.diverged else ""
-        return "refuted" if self.diverged else self.gap.verdict(TASKS[self.task].limit or limit)
+        if limit is None or not self.done:
+            return ""
+        if self.diverged:
+            return "refuted"
+        if self.gap is None or self.done < self.wanted:
+            return "open"
+        return self.gap.verdict(TASKS[self.task].limit or limit)
 
 
 def _pair(row: Row) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -180,7 +184,9 @@ class Trend:
     @property
     def verdict(self) -> Verdict:
         """By `GROWTH_LIMIT`."""
-        return "" if self.growth is None else self.growth.verdict(GROWTH_LIMIT)
+        if self.growth is None:
+            return ""
+        return self.growth.verdict(GROWTH_LIMIT) if len(self.growth.values) == len(SEEDS) else "open"
 
 
 def trends() -> list[Trend]:
@@ -189,7 +195,7 @@ def trends() -> list[Trend]:
     for what, smaller, larger in TRENDS:
         for rule in ("ours-1", "ours-4"):
             differences: list[float | None] = []
-            for seed in range(3):
+            for seed in SEEDS:
                 gaps = [gap_of(Row(task, rule, setting, seed)) for task, setting in (smaller, larger)]
                 differences.append(None if gaps[0] is None or gaps[1] is None else gaps[1] - gaps[0])
             found.append(Trend(what, rule, _sample(differences)))
@@ -233,6 +239,8 @@ class Contrast:
         """As the plan says."""
         if self.difference is None:
             return ""
+        if len(self.difference.values) < len(SEEDS):
+            return "open"
         if self.limit is not None:
             return "refuted" if self.difference.mean > self.limit else "upheld"
         return "upheld" if self.difference.mean > 0 else "refuted"
@@ -240,7 +248,7 @@ class Contrast:
 
 def _contrast(hypothesis: str, setting: str, worse: str, better: str, limit: float | None = None) -> Contrast:
     differences: list[float | None] = []
-    for seed in range(3):
+    for seed in SEEDS:
         gaps = [gap_of(Row("bytes-1m", rule, setting, seed)) for rule in (worse, better)]
         differences.append(None if gaps[0] is None or gaps[1] is None else gaps[0] - gaps[1])
     return Contrast(hypothesis, setting, worse, better, _sample(differences), limit)

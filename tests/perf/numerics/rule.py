@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -104,9 +105,19 @@ class Host:
 
     def run(self, grads: Sequence[torch.Tensor], steps: Sequence[AdamStep], publish: Publish) -> None:
         """One pass of the package: an exact update for each gradient, then y and the block means."""
-        p, m, v, published, means = (_array(t) for t in (self.p, self.m, self.v, self.published, self.means))
-        found = tuple(_array(grad) for grad in grads)
-        kernel().run(AdamPass(p, m, v, found, tuple(steps), published, means, self.block_size, publish))
+        kernel().run(
+            AdamPass(
+                p=_array(self.p),
+                m=_array(self.m),
+                v=_array(self.v),
+                grads=tuple(_array(grad) for grad in grads),
+                steps=tuple(steps),
+                published=_array(self.published),
+                block_means=_array(self.means),
+                block_size=self.block_size,
+                publish=publish,
+            )
+        )
 
     def step(self, grad: torch.Tensor, step: AdamStep) -> None:
         """One exact update; publishes p."""
@@ -114,8 +125,7 @@ class Host:
 
     def after(self, grad: torch.Tensor, step: AdamStep) -> torch.Tensor:
         """The weights after an exact update that is not kept."""
-        p, m, v, published, means = (t.clone() for t in (self.p, self.m, self.v, self.published, self.means))
-        trial = Host(p, m, v, published, means, self.block_size)
+        trial = copy.deepcopy(self)
         trial.step(grad, step)
         return trial.published
 
