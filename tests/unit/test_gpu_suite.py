@@ -211,7 +211,7 @@ def test_an_interpreter_says_what_is_missing(tmp_path: Path, monkeypatch: pytest
     assert offline.interpreter(tmp_path, tmp_path / "venv").name.startswith("python"), "this one has everything"
     known = offline.find_spec
     monkeypatch.setattr(offline, "find_spec", lambda name: None if name == "deepspeed" else known(name))
-    with pytest.raises(offline.OfflineError, match="make wheels PYTHON_VERSION"):
+    with pytest.raises(offline.OfflineError, match="make offline-wheels PYTHON_VERSION"):
         offline.interpreter(tmp_path, tmp_path / "venv")
     monkeypatch.setattr(offline, "find_spec", lambda name: None)
     with pytest.raises(offline.OfflineError, match="has no torch"):

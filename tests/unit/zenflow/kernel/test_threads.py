@@ -90,16 +90,16 @@ def test_passes_of_several_callers_do_not_mix() -> None:
     """Each has its own arrays and its own number of threads."""
 
     def passes(caller: int) -> torch.Tensor:
-        p, m, v, gradient, published = (torch.full((4096,), 0.1 * (caller + k)) for k in range(5))
-        means = torch.zeros(4096 // 32)
+        p, *others = (torch.full((4096,), 0.1 * (caller + k)) for k in range(5))
+        others.append(torch.zeros(4096 // 32))
+        m, v, gradient, published, means = map(array, others)
         step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
         publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
-        work = AdamPass(
-            array(p), array(m), array(v), (array(gradient),), (step,), array(published), array(means), 32, publish
-        )
+        work = AdamPass(array(p), m, v, (gradient,), (step,), published, means, 32, publish)
         kernel = make_kernel("native", threads=1 + caller)
         for _ in range(50):
             kernel.run(work)
+        assert others, "the pass holds addresses in them"
         return p
 
     alone = [passes(caller) for caller in range(4)]

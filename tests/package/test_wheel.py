@@ -1,0 +1,189 @@
+"""The package as a user gets it: built in isolation, one file for every Python, run where nothing can be compiled.
+
+Needs a network; the last test also the right to mount. Not part of `make test`: `make test-package` runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import quick_start
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.timeout(900)
+PYTHONS = [f"python3.{minor}" for minor in range(10, 14)]
+TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
+LIBRARY = "deepspeed_ext/zenflow/kernel/_adam_pass.so"
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+
+KERNEL_CODE = """
+import ctypes, hashlib, sys
+from deepspeed_ext.zenflow.kernel import build, library_path, load_kernel
+path = library_path()
+kernel = load_kernel(path, threads=2)
+bytes_touched = ctypes.create_string_buffer(1 << 16)
+kernel.first_touch(ctypes.addressof(bytes_touched), len(bytes_touched))
+print(kernel.name, path == str(build.FOLDER / build.BUILT_NAME), path.startswith(sys.prefix))
+print(hashlib.sha256(open(path, "rb").read()).hexdigest())
+"""
+
+COMPILERS = re.compile(r"([\w.-]+-)?(c\+\+|g\+\+|gcc|cc|c89|c99|cpp|clang|clang\+\+|icpx|icx)(-[\w.-]+)?")
+BARE = """
+while read -r path; do mount --bind /dev/null "$path" || exit 90; done < "$1"
+shift
+for compiler in cc c++ gcc g++ clang clang++; do
+    if "$compiler" --version >/dev/null 2>&1; then echo "$compiler still runs" >&2; exit 91; fi
+done
+"$1" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null && exit 92
+"$1" -c 'from deepspeed_ext.zenflow.kernel import library_path; print("kernel:", library_path())'
+shift
+exec "$@"
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """What a command prints, in an environment without this checkout."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DSEXT_", "DS_"))}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**variables, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{command}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="deepspeed_ext-package-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def checkout(folder: Path) -> Path:
+    """A copy of the files that git tracks, without anything that was built."""
+    for name in filter(None, TRACKED):
+        if (ROOT / name).exists():
+            (folder / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "checkout" / name)
+    return folder / "checkout"
+
+
+@pytest.fixture(scope="session")
+def built(checkout: Path, folder: Path) -> Path:
+    """An sdist, and the wheel that was built from it, both in isolation."""
+    run(sys.executable, "-m", "build", "--outdir", folder / "built", cwd=checkout)
+    return folder / "built"
+
+
+@pytest.fixture(scope="session")
+def wheel(built: Path, folder: Path) -> Path:
+    """The wheel with the platform tag that auditwheel finds; it would also add libraries, if any were missing."""
+    (plain,) = built.glob("*.whl")
+    with zipfile.ZipFile(plain) as archive:
+        before = archive.read(LIBRARY)
+    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder / "wheels", plain, cwd=folder)
+    (repaired,) = (folder / "wheels").glob("*.whl")
+    with zipfile.ZipFile(repaired) as archive:
+        assert archive.read(LIBRARY) == before
+        assert not [name for name in archive.namelist() if ".libs/" in name]
+    return repaired
+
+
+def contents(path: Path) -> dict[str, int]:
+    with zipfile.ZipFile(path) as archive:
+        return {each.filename: each.CRC for each in archive.infolist() if not each.filename.endswith("RECORD")}
+
+
+def environment_of(python: str, folder: Path, *install: str | Path) -> Path:
+    """The interpreter of a new, empty environment with what is installed."""
+    run(python, "-m", "venv", folder, cwd=folder.parent)
+    run(folder / "bin/python", "-m", "pip", "install", "--quiet", *install, cwd=folder.parent)
+    return folder / "bin/python"
+
+
+def test_the_sdist_makes_the_wheel_of_the_checkout(checkout: Path, built: Path, folder: Path) -> None:
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder / "direct", cwd=checkout)
+    (of_sdist,), (direct,) = built.glob("*.whl"), (folder / "direct").glob("*.whl")
+    assert of_sdist.name == direct.name
+    assert contents(of_sdist) == contents(direct)
+
+
+def test_the_tag_is_that_of_torchs_wheels(wheel: Path) -> None:
+    """Or of older systems, for any Python."""
+    found = re.fullmatch(r"deepspeed_ext-[\w.]+-py3-none-([\w.]+)\.whl", wheel.name)
+    assert found, wheel.name
+    versions = [tuple(map(int, pair)) for pair in re.findall(r"manylinux_(\d+)_(\d+)_", found[1])]
+    assert max(versions) <= (2, 28), wheel.name
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_one_file_loads_in_every_python(python: str, wheel: Path, folder: Path) -> None:
+    if shutil.which(python) is None:
+        pytest.skip(f"no {python} here")
+    interpreter = environment_of(python, folder / python, "--no-deps", wheel)
+    kind, digest = run(interpreter, "-c", KERNEL_CODE, cwd=folder).splitlines()
+    assert kind == "native True True"
+    with zipfile.ZipFile(wheel) as archive:
+        assert digest == hashlib.sha256(archive.read(LIBRARY)).hexdigest()
+
+
+def what_a_bare_machine_lacks() -> list[Path]:
+    """Compilers and OpenMP runtimes of this system."""
+    folders = {Path(name).resolve() for name in os.environ["PATH"].split(":")} | {
+        Path("/usr/bin"),
+        Path("/usr/local/bin"),
+    }
+    tools = [path for each in folders if each.is_dir() for path in each.iterdir() if COMPILERS.fullmatch(path.name)]
+    libraries = [
+        path for each in ("/lib", "/lib64", "/usr/lib", "/usr/lib64") for path in Path(each).rglob("libgomp*.so*")
+    ]
+    return sorted({path.resolve() for path in [*tools, *libraries] if path.resolve().is_file()})
+
+
+def test_the_quick_start_where_nothing_can_be_compiled(wheel: Path, folder: Path) -> None:
+    """An empty environment, an empty folder, an empty home; no compiler and no OpenMP runtime but torch's own."""
+    unshare = ["unshare", "--mount"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount")
+    interpreter = environment_of(sys.executable, folder / "bare", *TORCH.split())
+    run(interpreter, "-m", "pip", "install", "--quiet", wheel, cwd=folder)
+    (hidden := folder / "hidden").write_text("".join(f"{path}\n" for path in what_a_bare_machine_lacks()))
+    for name in ("empty", "home"):
+        (folder / name).mkdir()
+    (folder / "empty/quick_start.py").write_text(quick_start.SCRIPT)
+    output = run(
+        *unshare,
+        *("bash", "-c", BARE, "bare", hidden, interpreter),
+        *quick_start.COMMAND,
+        cwd=folder / "empty",
+        PATH=f"{interpreter.parent}:/usr/bin:/bin",
+        HOME=str(folder / "home"),
+        OMP_NUM_THREADS="1",
+    )
+    losses = quick_start.losses(output)
+    assert len(losses) == 4, output
+    assert losses[-1] < 0.5 * losses[0]
+    (kernel,) = re.findall(r"^kernel: (.+)$", output, re.MULTILINE)
+    assert kernel.startswith(str(interpreter.parents[1]))
+    assert kernel.endswith(LIBRARY)
+    assert "several times slower" not in output
+    assert os.listdir(folder / "empty") == ["quick_start.py"]
+    assert not list((folder / "home").rglob("*.so")), "something was compiled"
