@@ -21,7 +21,7 @@ NATIVE_KERNEL = Extension(
 )
 
 # The site of the manual, which `make check` builds.
-SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5"]
+SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5.20"]
 
 setup(
     name="deepspeed-ext",
