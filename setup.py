@@ -43,7 +43,7 @@ class PlatformWheel(bdist_wheel):
 
 
 # The site of the manual, which `make check` builds.
-SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5"]
+SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5.20"]
 
 setup(
     name="deepspeed-ext",

@@ -45,15 +45,13 @@ def run_page(page: str, texts: list[str], folder: str) -> int:
             _save_model(names["model"], names["checkpoint"])
         made = 0
         for text in texts:
-            if "initialize(" in text:
+            if "initialize(" in text or "Trainer(" in text:
                 _end_engine(names)
                 names.update(_model_names(tiny))
-            elif "Trainer(" in text:
-                names.update(_model_names(tiny))
+            given = names["model"]
             exec(compile(text, page, "exec"), names)
-            if "initialize(" in text:
-                made += 1
-            if names.get("engine") is not None:
+            made += "initialize(" in text
+            if names.get("engine") is not None and names["engine"].module is given:  # else the block trains its own
                 _train(names["engine"])
         _end_engine(names)
         return made + ("trainer" in names)

@@ -121,8 +121,8 @@ def check_command(words: Sequence[str]) -> None:
     elif program in ("python", ".venv/bin/python"):
         module = arguments[1:] if arguments[0] == "-m" else arguments
         _parse_program(module[0], module[1:])
-    elif program == "deepspeed":
-        _check_deepspeed(arguments)
+    elif program in ("deepspeed", "torchrun"):
+        _check_launcher(program, arguments)
     elif (ROOT / program).is_file():
         subprocess.run(["bash", "-n", str(ROOT / program)], check=True, timeout=30)
     else:
@@ -154,12 +154,14 @@ def _check_pip(arguments: Sequence[str]) -> None:
             raise ValueError(f"{word}: setup.py has the extras {sorted(extras)}")
 
 
-def _check_deepspeed(arguments: Sequence[str]) -> None:
-    from deepspeed.launcher import runner
-
-    _parse(lambda: runner.main(list(arguments)))
+def _check_launcher(program: str, arguments: list[str]) -> None:
+    if program == "deepspeed":
+        from deepspeed.launcher.runner import main
+    else:
+        from torch.distributed.run import main
+    _parse(lambda: main(arguments))
     if "deepspeed-ext" in arguments:
-        check_command(arguments[list(arguments).index("deepspeed-ext") :])
+        check_command(arguments[arguments.index("deepspeed-ext") :])
 
 
 class _Parsed(BaseException):

@@ -77,6 +77,7 @@ def test_rows_of_not_run_are_needed() -> None:
         ("bash", "deepspeed-ext paln", "paln"),
         ("bash", "deepspeed --num_gpsu 8 x.py", "ended with|num_gpsu"),
         ("bash", "deepspeed --num_gpus 8 --no_python deepspeed-ext rnu x.py", "rnu"),
+        ("bash", "torchrun --nproc-per-nodes 2 x.py", "nproc-per-nodes"),
         ("bash", "pip install '.[transformer]'", "extras"),
         ("bash", "slurm-run x", "no rule for the program"),
         ("console", "$ deepspeed-ext plan --memory --params 7e9 --ranks 8\n7 parameters", "prints something else"),
