@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +23,7 @@ class Mix(nn.Module):
 
     def __init__(self, flat: bool) -> None:
         super().__init__()
-        taps = 0.3 * torch.randn(3, 1, WIDTH)
+        taps = 0.3 * torch.randn(3, 1, WIDTH, dtype=torch.float32, device="cpu")
         self.taps = nn.Parameter(taps.squeeze(1) if flat else taps)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ class Gain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.full((1,), 1.5))
+        self.gain = nn.Parameter(torch.full((1,), 1.5, dtype=torch.float32, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gain
@@ -93,14 +95,15 @@ def new_model(flat: bool) -> SmallModel:
 def data_of(step: int, rank: int, batches: Batches) -> list[tuple[Tensor, Tensor]]:
     """Tokens and tags of each micro-step of optimizer step `step` on `rank`, on the host."""
     draw = torch.Generator().manual_seed(1 + step * 4096 + rank)
+    whole: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
     found = []
     for _ in range(batches.accumulation):
         shape = (batches.micro, LENGTH)
-        tokens = torch.randint(0, COMMON, (batches.micro, 1), generator=draw).repeat(1, LENGTH)
+        tokens = torch.randint(0, COMMON, (batches.micro, 1), generator=draw, **whole).repeat(1, LENGTH)
         for place in range(1, LENGTH):
             tokens[:, place] = (5 * tokens[:, place - 1] + 3) % COMMON
-        rare = torch.randint(COMMON, VOCABULARY, shape, generator=draw)
-        tokens = torch.where(torch.rand(shape, generator=draw) < 0.1, rare, tokens)
-        tags = torch.randint(1, TAGS, shape, generator=draw)
-        found.append((tokens, torch.where(torch.rand(shape, generator=draw) < 0.05, tags, 0)))
+        rare = torch.randint(COMMON, VOCABULARY, shape, generator=draw, **whole)
+        tokens = torch.where(torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu") < 0.1, rare, tokens)
+        tags = torch.randint(1, TAGS, shape, generator=draw, **whole)
+        found.append((tokens, torch.where(torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu") < 0.05, tags, 0)))
     return found

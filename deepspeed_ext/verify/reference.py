@@ -161,7 +161,8 @@ class PlainTraining:
             total.zero_()
         if self.noise:
             for grad in grads:
-                grad *= 1 + self.noise * (2 * torch.rand(grad.shape, generator=self.draw, device=self.device) - 1)
+                drawn = torch.rand(grad.shape, generator=self.draw, dtype=grad.dtype, device=self.device)
+                grad *= 1 + self.noise * (2 * drawn - 1)
         norm = torch.stack([grad.norm() for grad in grads]).norm().item()
         if not math.isfinite(norm):
             return math.inf

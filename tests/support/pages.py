@@ -171,6 +171,8 @@ class _Parsed(BaseException):
 def _parse_program(name: str, arguments: Sequence[str]) -> None:
     """A module or a script of the repository; without arguments it only has to exist."""
     path = ROOT / name if name.endswith(".py") else ROOT / f"{name.replace('.', '/')}.py"
+    if not path.is_file() and (package := path.with_suffix("") / "__main__.py").is_file():
+        path = package
     if not path.is_file():
         raise ValueError(f"there is no {path.relative_to(ROOT)}")
     text = path.read_text()

@@ -39,8 +39,8 @@ FIELDS = {
     " stage3_single_param_min_numel zenflow",
     "CoreBindingConfig": "dry_run enabled optimizer_cores use_tuning_result",
     "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds hide_transfers offload overlap_lag"
-    " overlap_step pt_reserved_cores pt_reserved_cores_perc publish_dtype select_block_size select_interval"
-    " select_strategy steps_per_epoch topk_ratio update_interval update_rule worker_timeout_seconds",
+    " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype select_block_size"
+    " select_interval select_strategy steps_per_epoch topk_ratio update_interval update_rule worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",
@@ -48,10 +48,12 @@ COMMANDS = {
     "plan": "--allowed --config --dtype --gpu-node --help --json --largest-param --memory --optimizer-cores --params"
     " --pt-reserved-cores --ranks --ranks-per-host --root --svg",
     "run": "--help arguments script",
+    "verify": "--config --help --json --ranks --steps --timeout --upstream",
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick --ranks"
     " --update-interval",
 }
-VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
+VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL DSEXT_VERIFY_MARK"
+VARIABLES += " DSEXT_VERIFY_PHASE"
 
 
 @pytest.mark.parametrize("name", MODULES)
