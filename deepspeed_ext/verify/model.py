@@ -103,7 +103,10 @@ def data_of(step: int, rank: int, batches: Batches) -> list[tuple[Tensor, Tensor
         for place in range(1, LENGTH):
             tokens[:, place] = (5 * tokens[:, place - 1] + 3) % COMMON
         rare = torch.randint(COMMON, VOCABULARY, shape, generator=draw, **whole)
-        tokens = torch.where(torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu") < 0.1, rare, tokens)
+        chance = torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu")
+        tokens = torch.where(chance < 0.1, rare, tokens)
         tags = torch.randint(1, TAGS, shape, generator=draw, **whole)
-        found.append((tokens, torch.where(torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu") < 0.05, tags, 0)))
+        found.append(
+            (tokens, torch.where(torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu") < 0.05, tags, 0))
+        )
     return found
