@@ -195,24 +195,22 @@ class OffloadedAdam:
 
     def offload(self) -> None:
         """Wait for the update in flight, and free the accelerator memory that is held between steps, until `reload`.
-        No step may come before that. Idempotent.
+        No step may come before that. Idempotent. If the host has no memory for it, nothing is freed.
 
         If this rank's worker has failed, nothing is freed, and the next step raises the error on every rank."""
         self.link.wait()
         if self._parked is None and not self.link.failed:
+            beside = [tensor for partition in self.partitions for tensor in self.rule.state_beside_weights(partition)]
+            self._parked = Parked(beside)
             with self.link.keeping():
-                beside = [
-                    tensor for partition in self.partitions for tensor in self.rule.state_beside_weights(partition)
-                ]
-                self._parked = Parked(beside)
                 self.link.transfers.release()
 
     def reload(self) -> None:
-        """Undo `offload`: later steps are bitwise those without it. Idempotent."""
+        """Undo `offload`: later steps are bitwise those without it. Idempotent, also after it ran out of memory."""
         if self._parked is not None:
             self._parked.restore()
-            self._parked = None
             self.link.transfers.restore()
+            self._parked = None
 
     def bind_state(self) -> None:
         """Point the optimizer's state at the arena's p, m, v, with the masters as its parameters."""

@@ -12,17 +12,26 @@ __all__ = ["Parked"]
 class Parked:
     """Tensors whose data is on the host until `restore`.
 
+    If the host has no memory for all of them, the error comes before any has moved.
+
     Args:
         tensors: each the only one that uses its memory; those that are on the host already are left alone.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [(tensor, tensor.device) for tensor in tensors if tensor.device.type != "cpu"]
-        for tensor, _ in self._tensors:
-            tensor.data = tensor.data.to("cpu")
+        found = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+        copies = [_on_host(tensor) for tensor in found]
+        self._tensors = [(tensor, tensor.device) for tensor in found]
+        for tensor, copy in zip(found, copies, strict=True):
+            tensor.data = copy
 
     def restore(self) -> None:
-        """Move all of them back to where they were. Idempotent."""
+        """Move all of them back to where they were. Idempotent; if device memory runs out, the rest stays parked."""
         while self._tensors:
-            tensor, device = self._tensors.pop()
+            tensor, device = self._tensors[-1]
             tensor.data = tensor.data.to(device)
+            self._tensors.pop()
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.data.to("cpu")

@@ -236,18 +236,17 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self.zenflow_adam.reload()
         self._is_rule_away = False
 
-    def require_states_here(self) -> None:
-        """Check that nothing is offloaded.
+    def require_states_here(self, *states: Any) -> None:
+        """Check that nothing is offloaded, or that none of `states` is.
 
         Raises:
             StateError: `offload_states` was called, and `reload_states` was not.
         """
-        away = sorted(state.value for state in self.offloaded_states)
-        if away or self._is_rule_away:
-            what = ", ".join([*away, *(["optim_states"] if self._is_rule_away else [])])
+        away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if self._is_rule_away else set())
+        if away := away.intersection(states or away):
             raise StateError(
-                f"engine.offload_states has moved {what} to the host: "
-                "call engine.reload_states() before the next step, save or load"
+                f"engine.offload_states has moved {', '.join(sorted(state.value for state in away))} to the host: "
+                "call engine.reload_states() before the next forward, backward, step, save or load"
             )
 
     # -- state ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,14 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import CheckpointError
-from deepspeed_ext._upstream import DeepSpeedZeroOptimizerStage3, Swap, gather_stream, get_accelerator, swapped
+from deepspeed_ext._upstream import (
+    DeepSpeedZeroOptimizerStage3,
+    OffloadDeviceEnum,
+    Swap,
+    gather_stream,
+    get_accelerator,
+    swapped,
+)
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.zenflow import checkpoint
@@ -22,6 +29,9 @@ __all__ = ["ZenFlowZeroOptimizerStage3"]
 
 _WEIGHTS = "weights"
 """Key in the ZenFlow section of the partitions of the weights, which stage 3 saves nowhere else."""
+
+_PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
+"""DeepSpeed's copies in page-locked memory: once made, it reloads from them, also what was offloaded without them."""
 
 
 class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
@@ -117,12 +127,22 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         with self.zenflow_adam.link.keeping():
             self._factor.get(on_one)
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
         """Offload, with the trained parameters as DeepSpeed's: it lays its buffer of trained weights over all
         parameters of the module in their order, which would give frozen ones the weights of others."""
+        self.empty_partition_cache()  # first, so that after an error all ranks gather the same again
+        if not pin_memory:
+            for name in _PAGE_LOCKED:
+                self.__dict__.pop(name, None)
         trained = torch.nn.ParameterList(param for group in self.fp16_groups for param in group)
         with swapped(Swap(self, "module", trained)):
-            super().offload_states(*args, **kwargs)
+            super().offload_states(include, device, pin_memory, non_blocking)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

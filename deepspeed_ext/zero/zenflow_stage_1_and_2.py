@@ -13,6 +13,7 @@ import torch
 from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import (
+    OffloadStateTypeEnum,
     Swap,
     TensorFragment,
     all_gather_of_partitions,
@@ -147,6 +148,13 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         upstream = super().unscale_and_clip_grads
         with self.zenflow_adam.link.keeping():
             self._factor.get(lambda one: upstream([one], total_norm))
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().offload_states(*args, **kwargs)
+        except Exception:  # half of them may have moved: reloading puts these back if DeepSpeed takes all for offloaded
+            self.offloaded_states |= {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
+            raise
 
     def reload_states(self, non_blocking: bool = False) -> None:
         super().reload_states(non_blocking)

@@ -6,17 +6,22 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_optimizer_state
 
-from deepspeed_ext._errors import StateError, WorkerError
+from deepspeed_ext._errors import OutOfMemoryError, StateError, WorkerError
+from deepspeed_ext.zenflow import parked
 from tests.support.matrix import some
-from tests.support.models import OddModel, batches, on_device, two_groups
+from tests.support.models import batches, on_device, two_groups
+from tests.support.offloaded import Adapted, held
 from tests.support.optimizer_process import gone
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -28,15 +33,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "page-locked": {"pin_memory": True, "non_blocking": True},
     "pageable": {"pin_memory": False},
 }
-
-
-class Adapted(OddModel):
-    """A frozen parameter amid trained ones, which two groups take in another order."""
-
-    def __init__(self, width: int = 37) -> None:
-        super().__init__(width, awkward=True)
-        del self.empty
-        self.norm.requires_grad_(False)
 
 
 def run(config: dict[str, Any], rank: int, away_after: set[int], how: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +65,30 @@ def test_training_goes_on_to_the_bit(stage: int, rule: str, ranks: int, way: str
     run_ranks(ranks, goes_on_to_the_bit, zenflow_config(stage, **RULES[rule]), way)
 
 
+@pytest.mark.parametrize(("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
+def test_between_micro_steps_of_one_accumulation_too(stage: int, rule: str) -> None:
+    run_ranks(2, goes_on_to_the_bit, zenflow_config(stage, accumulation=3, **RULES[rule]), "page-locked")
+
+
+def goes_on_after_both_ways(stage: int) -> None:
+    """Weights come from this call's copy, not from an earlier one's in page-locked memory."""
+    rank = deepspeed.comm.get_rank()
+    config = zenflow_config(stage, update_interval=1)
+    engine = make_engine(config, model=Adapted, groups=two_groups)
+    losses = []
+    for batch, way in zip(batches(STEPS, rank), itertools.cycle(WAYS), strict=False):
+        losses += train(engine, [batch])
+        engine.offload_states(**WAYS[way])
+        engine.reload_states()
+    engine.destroy()
+    assert losses == run(config, rank, set(), {})["losses"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ways_alternate(stage: int) -> None:
+    run_ranks(2, goes_on_after_both_ways, stage)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_at_interval_1_an_update_is_always_in_flight(stage: int) -> None:
     run_ranks(2, goes_on_to_the_bit, zenflow_config(stage, update_interval=1), "page-locked")
@@ -90,31 +110,6 @@ def frozen_stay_what_they_are(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_parameters_keep_their_values(stage: int) -> None:
     run_ranks(2, frozen_stay_what_they_are, stage)
-
-
-def held(stage: int, rule: str, hidden: bool) -> dict[str, int]:
-    """Bytes on the accelerator: before the engine, between steps, while everything is away, and back again."""
-    accelerator, found = get_accelerator(), {}
-
-    def note(name: str) -> None:
-        accelerator.synchronize()
-        found[name] = accelerator.memory_allocated()
-
-    note("before")
-    config = zenflow_config(stage, hide_transfers=hidden, **RULES[rule])
-    engine = make_engine(config, model=lambda: Adapted(160), groups=two_groups)
-    data = [on_device(batch) for batch in batches(8, rank=0)]
-    note("inputs")
-    train(engine, data[:5])
-    note("between steps")
-    engine.offload_states()
-    note("away")
-    engine.reload_states()
-    note("back")
-    train(engine, data[5:])
-    note("after")
-    engine.destroy()
-    return found
 
 
 @pytest.mark.gpu
@@ -151,6 +146,88 @@ def test_a_step_or_save_meanwhile_is_a_clear_error(tmp_path: Any) -> None:
     for message in run_ranks(1, refusals, str(tmp_path))[0]:
         assert "optim_states" in message
         assert "reload_states" in message
+
+
+def passes_meanwhile(stage: int) -> None:
+    """Forward and backward passes while states are away, then the same run as if they had not been tried."""
+    rank = deepspeed.comm.get_rank()
+    config = zenflow_config(stage, update_interval=1)
+    expected = run(config, rank, set(), {})["losses"]
+    engine = make_engine(config, model=Adapted, groups=two_groups)
+    first, *others = [on_device(batch) for batch in batches(STEPS, rank)]
+    engine.offload_states(pin_memory=False)
+    with pytest.raises(StateError, match=r"lp_params.*reload_states.*forward"):
+        engine(first)
+    engine.reload_states()
+    loss = engine(first)
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states])
+    with torch.no_grad():
+        assert engine(first) == loss  # which needs the weights only
+    with pytest.raises(StateError, match=r"optim_states.*reload_states.*backward"):
+        engine.backward(loss)
+    engine.reload_states()
+    engine.backward(loss)
+    engine.step()
+    assert [loss.item(), *train(engine, others)] == expected
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_forward_or_backward_meanwhile_is_a_clear_error(stage: int) -> None:
+    run_ranks(2, passes_meanwhile, stage)
+
+
+@contextmanager
+def short_host_memory(after: int) -> Iterator[list[int]]:
+    """Refuse host memory after this many allocations for states; yields a list that grows with each of them."""
+    asked: list[int] = []
+
+    def refusing(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def allocate_or_refuse(*args: Any, **kwargs: Any) -> Any:
+            asked.append(1)
+            if len(asked) > after:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+            return allocate(*args, **kwargs)
+
+        return allocate_or_refuse
+
+    accelerator = get_accelerator()
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((parked, "_on_host"), (accelerator, "pin_memory"), (accelerator, "pin_empty_like")):
+            patch.setattr(owner, name, refusing(getattr(owner, name)))
+        yield asked
+
+
+def puts_back(config: dict[str, Any]) -> list[str]:
+    """Run out of host memory on the last rank, at another allocation each time; training goes on as if it had not."""
+    rank, last = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size() - 1
+    expected = run(config, rank, set(), {})["losses"]
+    engine = make_engine(config, model=Adapted, groups=two_groups)
+    with short_host_memory(after=1000) as asked:
+        engine.offload_states(pin_memory=False)
+        engine.reload_states()
+    assert len(asked) > 2
+    losses, messages = [], []
+    for number, batch in enumerate(batches(STEPS, rank)):
+        losses += train(engine, [batch])
+        after = number * len(asked) // STEPS if rank == last else 1000
+        with short_host_memory(after), pytest.raises(OutOfMemoryError) as error:
+            engine.offload_states()
+        messages.append(str(error.value))
+    engine.offload_states()
+    engine.reload_states()
+    engine.destroy()
+    assert losses == expected
+    return messages
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("stage", "rule"), [(1, "selective"), (2, "predictive"), (2, "selective"), (3, "selective")])
+def test_if_the_host_is_full_all_ranks_have_all_states_back(stage: int, rule: str) -> None:
+    config = zenflow_config(stage, **RULES[rule])
+    first, second = run_ranks(2, puts_back, config, device="accelerator")
+    assert first == second
+    assert all("rank 1: the host has no memory for states to offload" in message for message in first)
 
 
 def dead_worker() -> str:
