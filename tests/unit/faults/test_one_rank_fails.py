@@ -67,6 +67,9 @@ CANNOT_BE_AGREED_ON = {
         "resharding/engine.py:ReshardingEngine._write_weights",
     ),
     "holds a collective, and nothing before it that can fail": (
+        "offloading.py:OffloadingEngine.forward",
+        "offloading.py:OffloadingEngine.backward",
+        "offloading.py:OffloadingEngine._backward_prologue",
         "affinity/exchange.py:_require_same_host_plan",
         "flatten/exchange.py:broadcasts",
         "zero/zenflow.py:ZenFlowStepping.step",
