@@ -139,7 +139,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self.empty_partition_cache()  # first, so that after an error all ranks gather the same again
         if not pin_memory:
             for name in _PAGE_LOCKED:
-                self.__dict__.pop(name, None)
+                if hasattr(self, name):
+                    delattr(self, name)
         trained = torch.nn.ParameterList(param for group in self.fp16_groups for param in group)
         with swapped(Swap(self, "module", trained)):
             super().offload_states(include, device, pin_memory, non_blocking)
