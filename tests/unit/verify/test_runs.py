@@ -48,6 +48,7 @@ def marked_processes() -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_zenflow_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     checks = run(zenflow_config(2, update_interval=1, lr=3e-3), steps=8)

@@ -214,6 +214,7 @@ def lose_a_worker(config: dict[str, Any], folder: str, moment: str) -> list[str]
     engine.save_checkpoint(folder, tag="good")
     train(engine, data[BEFORE : BEFORE + 1])
     engine.checkpoint_engine.finish()
+    engine.optimizer.zenflow_adam.link.wait()  # else the save waits for the stopped worker
     if rank == 1:
         os.kill(process_of(engine).pid, signal.SIGSTOP)
     engine.save_checkpoint(folder, tag="lost")

@@ -23,6 +23,8 @@ from tests.support.resuming import failed_resumes, resume_from_each, train_and_s
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled(2)
+
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(stage: int) -> None:
