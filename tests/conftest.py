@@ -14,7 +14,7 @@ from tests.support.matrix import beyond_the_sample
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SIMULATED_GPU_TESTS_ONE_IN = 8
+SIMULATED_GPU_TESTS_ONE_IN = 12
 """`make test-sim` and `make test-full` run all of them."""
 
 

@@ -68,7 +68,7 @@ def test_a_file_gets_what_was_there_before_the_pass_that_follows(tmp_path: Path)
         arena.tensor("g").fill_(1.0)
         number = process.submit([ArenaWrite(str(path), (written_part(arena, NUMEL * 4),))])
         process.submit([PASS])
-        assert process.wait_for_writes() > 0
+        process.wait_for_writes()
         assert process.wait_for_writes() == 0
         process.wait()
         assert process.failed_write(number) is None
