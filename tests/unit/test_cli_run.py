@@ -50,6 +50,7 @@ def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
     assert "ValueError: mine" in done.stderr
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has safe paths from 3.11 on")
 def test_with_safe_paths_the_first_of_the_users_paths_stays(tmp_path: Path) -> None:
     """As with ``python SCRIPT``, whose folder is then not searched either."""
     (tmp_path / "first").mkdir()
