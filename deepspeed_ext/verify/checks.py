@@ -79,10 +79,12 @@ def check_all(
         check_resume(plan, found, resumed),
         check_worker(plan, found, why_ended),
     ]
-    if all(check.status != "FAIL" for check in checks):  # whatever happened, a run that broke off has not passed
-        phases = [(found, why_ended), *([(resumed, why_resumed_ended)] if resumed is not None else [])]
-        return [*checks, *(check_end(*phase) for phase in phases if check_end(*phase).status == "FAIL")]
-    return checks
+    if any(check.status == "FAIL" for check in checks):
+        return checks
+    ends = [check_end(found, why_ended)]  # whatever happened, a run that broke off has not passed
+    if resumed is not None:
+        ends.append(check_end(resumed, why_resumed_ended))
+    return [*checks, *(end for end in ends if end.status == "FAIL")]
 
 
 def check_end(found: Found, why_ended: str) -> Check:
