@@ -67,6 +67,7 @@ help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 ARGS="--steps 100 --resume")
+	@[ -d "$$TORCH_EXTENSIONS_DIR" ] || echo "DeepSpeed compiles an operator first (a minute, once)"
 	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-operators  ## run the tests, a good quarter of an hour on two cores
