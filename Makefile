@@ -176,7 +176,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-python
 	    echo "torch is in $(VENV) already"; \
 	else \
 	    echo "Installing $(TORCH_SPEC) into $(VENV) (hundreds of megabytes, once)"; \
-	    $(PIP) $(TORCH_SPEC) setuptools wheel; \
+	    $(PIP) $(TORCH_SPEC) 'setuptools>=70.1' wheel; \
 	fi
 	@touch $@
 

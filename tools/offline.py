@@ -21,7 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("deepspeed", "pytest", "hypothesis", "pytest_timeout")
-INSTALLED = ("deepspeed", "psutil", "pydantic", "tqdm", "pytest", "pytest-timeout", "hypothesis", "setuptools", "wheel")
+BUILDS = ("setuptools>=70.1", "wheel")
+"""What builds this package, as in pyproject.toml; an environment may hold an older setuptools."""
+INSTALLED = ("deepspeed", "psutil", "pydantic", "tqdm", "pytest", "pytest-timeout", "hypothesis", *BUILDS)
 PACKAGE_PATHS = ("purelib", "platlib")
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from deepspeed_ext.zenflow.kernel import library_path
 from tests.support.paths import ROOT
+from tools.offline import BUILDS
 
 LIBRARY = "deepspeed_ext/zenflow/kernel/_adam_pass.so"
 PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -76,3 +77,11 @@ def test_the_kernel_needs_neither_python_nor_openmp_nor_a_new_glibc() -> None:
     undefined = re.findall(r" UND (\w+)", said)
     assert "memmove" in undefined or "memset" in undefined
     assert not [name for name in undefined if re.match(r"_?Py|GOMP|omp_", name)]
+
+
+def test_every_environment_gets_the_setuptools_that_builds_this_package() -> None:
+    """The environments of old Pythons come with an older one, and not every torch asks for another."""
+    found = re.search(r'^requires = \["(setuptools.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found
+    assert found[1] in BUILDS
+    assert f"$(PIP) $(TORCH_SPEC) '{found[1]}' wheel;" in (ROOT / "Makefile").read_text()
