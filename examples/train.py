@@ -270,7 +270,8 @@ def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> 
     if get_accelerator().device_name() != "cpu":
         print(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
     if hasattr(engine.optimizer, "measurements"):
-        print(*(f"{name}: {value:.4g}" for name, value in engine.optimizer.measurements().items()), sep="\n")
+        print("metrics, as docs/zenflow.md and docs/flattening.md explain them:")
+        print(*(f"  {name}: {value:.4g}" for name, value in engine.optimizer.measurements().items()), sep="\n")
 
 
 def run(args: argparse.Namespace) -> float:

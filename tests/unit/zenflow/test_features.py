@@ -1,6 +1,7 @@
 """ZenFlow's own settings and figures, step by step: schedules, overflows, variants, exact weights, monitor, cores."""
 
 import os
+import re
 from typing import Any
 
 import psutil
@@ -10,6 +11,7 @@ from deepspeed import comm as dist
 
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device, two_groups
+from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 from tests.support.zenflow_runs import exact_and_back
@@ -114,6 +116,10 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
     assert figures["zenflow_worker_ms"] > 0
     assert figures["zenflow_wait_ms"] >= 0
     assert 1 <= figures["zenflow_interval"] <= 8
+    pages = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("zenflow", "flattening"))
+    tables = re.findall(r"^\| ((?:`(?:zenflow|startup|flatten)_\w+`,? ?)+)\|", pages, re.MULTILINE)
+    in_tables = set(re.findall(r"`(\w+)`", "".join(tables)))
+    assert set(figures) <= in_tables, "a metric without a meaning in the manual"
 
 
 @pytest.mark.parametrize(
