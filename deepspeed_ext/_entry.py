@@ -6,8 +6,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from deepspeed_ext import _upstream
+from deepspeed_ext._logging import warn_once
 from deepspeed_ext.construction import joint
 from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine
+from deepspeed_ext.host import build_locks
 from deepspeed_ext.zero_config import ZeroConfig
 
 _active = ExitStack()
@@ -18,10 +20,22 @@ def _swaps() -> list[_upstream.Swap]:
     return _upstream.entry_swaps(joint, Engine, HybridEngine, PipeEngine, ZeroConfig)
 
 
+def _check() -> None:
+    """Raise an error if DeepSpeed is not the one that this package extends; warn of what would make it wait forever."""
+    _upstream.check()
+    if _upstream.local_rank() != 0:
+        return
+    for lock in build_locks.abandoned():
+        warn_once(
+            f"{lock} was left by a build that was killed, and DeepSpeed waits for it forever when it needs this "
+            "operator. Delete it, unless another host is building the operator now"
+        )
+
+
 def enable() -> None:
     global _enabled
     if not _enabled:
-        _upstream.check()
+        _check()
         _active.enter_context(_upstream.swapped(*_swaps()))
         _enabled = True
 
@@ -36,6 +50,6 @@ def disable() -> None:
 def initialize(*args: Any, **kwargs: Any) -> Any:
     if _enabled:
         return _upstream.deepspeed.initialize(*args, **kwargs)
-    _upstream.check()
+    _check()
     with _upstream.swapped(*_swaps()):
         return _upstream.deepspeed.initialize(*args, **kwargs)

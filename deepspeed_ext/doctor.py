@@ -6,7 +6,6 @@ import resource
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from deepspeed_ext.affinity.allowed import find_allowed, omp_binding
 from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.topology import read_topology
 from deepspeed_ext.affinity.worker_placement import can_set_memory_policy
+from deepspeed_ext.host import build_locks
 from deepspeed_ext.host.cgroup import read_cpu_quota_cores, read_memory_limit_bytes
 from deepspeed_ext.host.cpulist import format_cpulist
 from deepspeed_ext.launch import plan_launch
@@ -31,7 +31,6 @@ __all__ = ["Check", "as_json", "as_text", "examine"]
 Status = Literal["ok", "warning", "problem"]
 
 GIB = 1 << 30
-STALE_LOCK_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -182,12 +181,10 @@ def check_adam_kernel() -> Check:
 
 def check_operator_cache() -> Check:
     """Check for locks of killed builds: every later process would wait for them forever, without a message."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
-    locks = [path for path in folder.glob("**/lock") if time.time() - path.stat().st_mtime > STALE_LOCK_SECONDS]
-    if locks:
+    if locks := build_locks.abandoned():
         listing = ", ".join(map(str, locks))
-        return _problem("operator cache", f"old build lock: {listing}", "delete it, unless a build is running")
-    return _ok("operator cache", f"{folder}, no old build locks")
+        return _problem("operator cache", f"old build lock: {listing}", "delete it, unless another host is building")
+    return _ok("operator cache", f"{build_locks.operator_folder()}, no old build locks")
 
 
 def check_host_memory() -> Check:

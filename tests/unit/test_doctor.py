@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import deepspeed_ext
 from deepspeed_ext import cli, doctor, shared_buffers
 from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._errors import UpstreamError
+from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.kernel import build
 from tests.support.paths import ROOT
 
@@ -109,6 +111,26 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check = doctor.check_operator_cache()
     assert check.status == "problem"
     assert str(lock) in check.detail
+    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as compiler:
+        assert doctor.check_operator_cache().status == "ok", "somebody builds it"
+        compiler.kill()
+    assert doctor.check_operator_cache().status == "problem"
+
+
+def test_an_old_build_lock_is_named_before_deepspeed_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(logger, "propagate", True)
+    lock = tmp_path / "py311_cpu/deepspeed_shm_comm/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    for local_rank, warns in (("1", False), ("0", True)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        deepspeed_ext.enable()
+        deepspeed_ext.disable()
+        assert any(f"{lock} was left by a build" in text for text in caplog.messages) == warns
 
 
 def test_a_compiler_with_arguments_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
