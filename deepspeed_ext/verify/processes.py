@@ -28,6 +28,8 @@ GRACE_SECONDS = 30.0
 """For the other ranks, after one has failed."""
 DEATH_SECONDS = 60.0
 """For all ranks to end, after an optimizer process was killed."""
+END_SECONDS = 10.0
+"""For a process that was killed, on a busy machine."""
 TAIL_CHARACTERS = 2000
 
 
@@ -100,18 +102,22 @@ class Ranks:
 
     def close(self) -> None:
         """End the ranks, and all that they have started."""
-        for pid in [*(process.pid for process in self._processes if process.poll() is None), *self._alive()]:
+        started = self._alive()
+        for pid in [*(process.pid for process in self._processes if process.poll() is None), *started]:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
+        deadline = time.monotonic() + END_SECONDS
+        while set(started) & set(self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _alive(self) -> list[int]:
         """Everything that carries the mark, such as optimizer processes, which have sessions of their own."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process.pid)
         return found
 

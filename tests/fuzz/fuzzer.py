@@ -93,7 +93,7 @@ class Fuzzer:
     def _shrink(self, case: Case, failure: Failure) -> tuple[Case, Failure]:
         """Leave out part after part, as long as what is left fails in the same way."""
         kept = tuple(range(len(self._describe(case))))
-        tries = 5 if failure.kind == HANG else MOST_TRIES
+        tries = 5 if failure.kind == HANG or case.target in self.slow else MOST_TRIES
         for position in kept:
             if tries == 0:
                 break

@@ -35,12 +35,12 @@ class ForkedRanks(processes.Ranks):
         return nursery(os.getpid()).start_script(RANK, [str(self.folder), self.phase, start], environment, log, log)
 
 
-def left_behind() -> list[int]:
-    """Everything that a check has started and that is still there."""
-    found = []
+def left_behind(checker: int | None = None) -> list[int]:
+    """Everything that checks of process `checker` (None: this one) have started and that is still there."""
+    found, checker = [], checker or os.getpid()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if processes.MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(processes.PARENT) == str(checker) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 

@@ -178,6 +178,6 @@ def test_a_signal_ends_everything(number: signal.Signals, seconds: float, tmp_pa
         _, said = run.communicate(timeout=60)
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in said
-    wait_until(lambda: left_behind() == [], "the end of all ranks")
+    wait_until(lambda: left_behind(run.pid) == [], "the end of all ranks")
     assert number == signal.SIGKILL or list(temporary.iterdir()) == []
     assert shared_segments() <= before
