@@ -2,7 +2,8 @@
 
     python -m tests.perf.guard_step [--rounds 24] [--millions 8]
 
-A half of a round is `PROBE_EVERY` steps, with one probe or with none. Prints a table of `docs/lab/guard.md`.
+A half of a round is `PROBE_EVERY` steps, with one probe or with none. What runs inside of a probe is timed besides,
+which says more where the times of steps vary. Prints a table of `docs/lab/guard.md`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ def model(millions: float) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
 
 
-def halves(stage: int, interval: int, millions: float, rounds: int) -> list[tuple[float, float]]:
-    """Body of a rank: of each round, the milliseconds of `engine.step` without a probe and with one."""
+Rounds = list[tuple[float, float, float]]
+
+
+def halves(stage: int, interval: int, millions: float, rounds: int) -> Rounds:
+    """Body of a rank: of each round, the milliseconds of `engine.step` without a probe and with one, and of the
+    probe."""
     zenflow = {"update_interval": interval, "full_warm_up_rounds": interval, "prediction_error_factor": 1e6}
     config = zenflow_config(stage, lr=1e-4, **zenflow)
     config["zero_optimization"]["sub_group_size"] = 10**9  # one partition, as at stage 2
     engine = make_engine(config, model=lambda: model(millions))
     batch = torch.randn(8, engine.module[0].in_features).bfloat16()
-    schedule, probes = engine.optimizer.zenflow_adam.rule.schedule, 0
+    schedule, probes, inside = engine.optimizer.zenflow_adam.rule.schedule, 0, 0.0
 
     def steps(count: int) -> float:
         spent = 0.0
@@ -58,21 +63,28 @@ def halves(stage: int, interval: int, millions: float, rounds: int) -> list[tupl
         schedule.state = replace(state, guard=replace(state.guard, steps_to_probe=0 if probed else NEVER))
         return steps(STEPS)
 
-    measure = Sample.errors
+    measure, take = Sample.errors, Sample.take
 
-    def counted(sample: Sample) -> Any:
-        nonlocal probes
-        probes += 1
-        return measure(sample)
+    def counted(*args: Any) -> Any:
+        nonlocal probes, inside
+        begin, is_end = time.perf_counter(), len(args) == 1
+        result = measure(*args) if is_end else take(*args)
+        probes, inside = probes + is_end, inside + (time.perf_counter() - begin) * 1e3
+        return result
 
     found = []
-    with patch.object(guard, "PROBE_EVERY", NEVER), patch.object(Sample, "errors", counted):
+    with (
+        patch.object(guard, "PROBE_EVERY", NEVER),
+        patch.object(Sample, "errors", counted),
+        patch.object(Sample, "take", counted),
+    ):
         steps(WARM_UP_STEPS)
         probes = 0
         for number in range(rounds):
             order = (False, True) if number % 2 == 0 else (True, False)
+            inside = 0.0
             times = {probed: half(probed) for probed in order}
-            found.append((times[False], times[True]))
+            found.append((times[False], times[True], inside))
     assert probes == rounds * len(engine.optimizer.zenflow_adam.rule.states), "one probe a round"
     engine.destroy()
     return found
@@ -85,18 +97,21 @@ def main() -> None:
     args = parser.parse_args()
     for stage, interval in WAYS:
         (found,) = run_ranks(1, halves, stage, interval, args.millions, args.rounds, timeout_seconds=600)
-        ratios = [on / off for off, on in found]
+        ratios = [on / off for off, on, _ in found]
+        step = statistics.median(off for off, _, _ in found) / STEPS
+        probes = [inside for _, _, inside in found]
         low, middle, high = statistics.quantiles(ratios, n=4)
         row = {
             "stage": stage,
             "interval": interval,
-            "ms per step": statistics.median(off for off, _ in found) / STEPS,
-            "ms per probe": statistics.median(on - off for off, on in found),
+            "ms per step": step,
+            "ms inside of a probe": f"{statistics.median(probes):.2f} ({min(probes):.2f} to {max(probes):.2f})",
+            "of 20 steps": statistics.median(probes) / STEPS / step,
             "with / without": middle,
             "quartiles": f"{low:.4f} to {high:.4f}",
             "all": f"{min(ratios):.3f} to {max(ratios):.3f}",
         }
-        forms = {"ms per step": ".2f", "ms per probe": ".2f", "with / without": ".4f"}
+        forms = {"ms per step": ".2f", "of 20 steps": ".2%", "with / without": ".3f"}
         print(table([row], {name: forms.get(name, "") for name in row}), flush=True)
 
 

@@ -132,7 +132,7 @@ class Run:
     def applied(self) -> list[tuple[str, bool, int]]:
         """What the guard decided in steps that were not left out."""
         steps = zip(self.overflowed, self.sources, self.synchronous, self.trips, strict=True)
-        return [tuple(each) for left_out, *each in steps if not left_out]  # type: ignore[misc]
+        return [(source, waits, trips) for left_out, source, waits, trips in steps if not left_out]
 
 
 def guarded_config(stage: int, dtype: torch.dtype, accumulation: int = 1, **zenflow: Any) -> dict[str, Any]:

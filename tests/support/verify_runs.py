@@ -37,7 +37,8 @@ class ForkedRanks(processes.Ranks):
 
 def left_behind(checker: int | None = None) -> list[int]:
     """Everything that checks of process `checker` (None: this one) have started and that is still there."""
-    found, checker = [], checker or os.getpid()
+    found: list[int] = []
+    checker = checker or os.getpid()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(processes.PARENT) == str(checker) and process.status() != psutil.STATUS_ZOMBIE:

@@ -35,7 +35,10 @@ def nested(depth: int) -> str:
 
 
 def of_text(text: str | bytes) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(text.encode() if isinstance(text, str) else text) and None
+    def make(path: Path) -> None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return make
 
 
 def of_size(size: int) -> Callable[[Path], None]:
