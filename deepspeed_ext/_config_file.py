@@ -14,6 +14,8 @@ __all__ = ["count_in", "read_json", "section_of"]
 MOST_BYTES = 1 << 24
 """A config is smaller than that; anything larger is another file."""
 MOST_COUNT = 1 << 31
+MOST_DEPTH = 64
+"""Of sections in sections. A config has a handful, and copying one of hundreds fails in Python."""
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -33,7 +35,17 @@ def read_json(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config: {path[:200]} is not a readable JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--config: {path[:200]} holds a {type(config).__name__}, expected an object")
+    if _is_deeper(config, MOST_DEPTH):
+        raise ConfigError(f"--config: {path[:200]} is nested more than {MOST_DEPTH} deep")
     return config
+
+
+def _is_deeper(config: dict[str, Any], limit: int) -> bool:
+    level: list[Any] = [config]
+    for _ in range(limit):
+        level = [each for parent in level for each in (parent.values() if isinstance(parent, dict) else parent)]
+        level = [each for each in level if isinstance(each, dict | list)]
+    return bool(level)
 
 
 def section_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
@@ -57,6 +58,7 @@ from deepspeed_ext._errors import UpstreamError
 from deepspeed_ext._logging import warn_once
 
 __all__ = [
+    "GRADIENT_CLIPPING_DEFAULT",
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
     "DeepSpeedZenFlowConfig",

@@ -31,7 +31,8 @@ add in 16 bits in another order than the reference's deviate by a few units in t
 JUDGED_NOISE = 0.25
 """A parameter is not judged if rounding alone changes its way by more than that."""
 PREDICTED_LOSS = 0.1
-"""Predictive rule: fraction of what plain training learns by which a loss may differ."""
+"""Predictive rule: fraction of what plain training learns by which a loss may differ; or what it learns in an interval,
+if that is more: the weights anticipate so much."""
 DEFERRED_WAY, DEFERRED_MOST = 0.5, 1.5
 """Deferred updates: a parameter's way is at least this / interval of plain training's, and progress and way are at most
 that. Progress is at least 1 / interval, which is what those parameters reach that step once in an interval."""
@@ -137,12 +138,18 @@ def check_losses(plan: Plan, found: Found) -> Check:
     learned = max(before - after for before, after in zip(found.untrained, found.plain, strict=True))
     allowed = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * abs(found.plain[step])
     if plan.rule == "predicted":
-        allowed += PREDICTED_LOSS * max(0.0, learned)
+        first = next((step for step in range(plan.steps) if not apart[step] <= allowed), plan.steps)
+        allowed += max(PREDICTED_LOSS * learned, _learned_ahead(found.plain[first:], plan.interval or 1))
     figures |= {"difference": apart[step], "allowed": allowed, "step": step + 1}
     what += f"; largest difference {apart[step]:.1e} at step {step + 1}, allowed {allowed:.1e}"
     if learned < LOSS_ROUNDING[plan.dtype] * found.plain[0]:
         what += "; at this learning rate the losses hardly move and say little"
     return Check(name, "PASS" if apart[step] <= allowed else "FAIL", what, figures)
+
+
+def _learned_ahead(losses: Sequence[float], steps: int) -> float:
+    """The most that plain training learns in so many steps."""
+    return max((now - losses[min(step + steps, len(losses) - 1)] for step, now in enumerate(losses)), default=0.0)
 
 
 def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any]) -> Check:
@@ -274,11 +281,12 @@ def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
     if resumed.resumed is None:
         reason = resumed.failure or f"the ranks ended while they were at: {resumed.stage}"
         return Check(name, "FAIL", f"new processes could not continue from step {plan.save_after}: {reason}")
-    losses, weights = resumed.resumed.losses, resumed.resumed.weights
-    figures = {"from_step": plan.save_after, "losses": {str(s + 1): p for s, p in losses.items()}, "weights": weights}
+    losses, weights, masters = resumed.resumed.losses, resumed.resumed.weights, resumed.resumed.masters
+    figures = {"from_step": plan.save_after, "losses": {str(s + 1): p for s, p in losses.items()}}
+    figures |= {"weights": weights, "masters": masters}
     what = f"from step {plan.save_after} in new processes"
-    if not losses and not weights:
-        return Check(name, "PASS", f"{what}: {steps} losses and all weights equal to the bit", figures)
+    if not losses and not weights and not masters:
+        return Check(name, "PASS", f"{what}: {steps} losses, all weights and masters equal to the bit", figures)
     if plan.rounds_on_resume and _only_rounding(plan, found, resumed.resumed):
         what += f": {steps} losses equal up to rounding; {weights:,} weights differ in last bits at the end, because "
         return Check(
@@ -291,7 +299,8 @@ def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
         detail += f"uninterrupted {before:.6g}"
     else:
         detail = "the losses are equal"
-    return Check(name, "FAIL", f"{what}: {detail}; {weights:,} weights differ at the end", figures)
+    apart = f"{weights:,} weights and {masters:,} masters differ at the end"
+    return Check(name, "FAIL", f"{what}: {detail}; {apart}", figures)
 
 
 def _only_rounding(plan: Plan, found: Found, resumed: Resumed) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +27,8 @@ from deepspeed_ext.verify.rank import CHECKPOINT, PLAN, result_file
 __all__ = ["Outcome", "run_from_cli", "verify"]
 
 RANKS_WITHOUT_ACCELERATOR = 2
+NEEDED_BYTES, FULL_BYTES = 64 << 20, 1 << 20
+"""Of the temporary folder's disk: needed before a check begins, and below which a failure is no fault of the config."""
 REFUSED = {"ValueError", "TypeError", "KeyError", "AssertionError", "NotImplementedError", "DeepSpeedConfigError"}
 """Kinds of exceptions with which DeepSpeed and this package refuse a config."""
 
@@ -61,16 +65,21 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
 
 @contextmanager
 def _terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM end this process like an exception, so that its processes and folders go with it."""
+    """Let signals that end this process do so like an exception, so that its processes and folders go with it: SIGTERM,
+    SIGHUP of a terminal that closes, and SIGINT, which would leave a traceback."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup
+            signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def verify(
@@ -81,6 +90,7 @@ def verify(
     upstream: bool = False,
     limit_seconds: float = 600.0,
     start: str = START_RANK,
+    kind: type[Ranks] = Ranks,
 ) -> Outcome:
     """Check a config.
 
@@ -91,28 +101,41 @@ def verify(
         upstream: train with stock DeepSpeed.
         limit_seconds: for each of the two phases.
         start: Python code that runs a rank.
+        kind: how the ranks are started.
 
     Raises:
         ConfigError: the config contradicts itself, or DeepSpeed refuses it.
+        OSError: there is no room for a checkpoint of the small model.
     """
     with tempfile.TemporaryDirectory(prefix="deepspeed-ext-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        _require_room(folder, NEEDED_BYTES)
         plan = plan_check(config, ranks, steps, upstream, name)
         (folder / PLAN).write_text(json.dumps(asdict(plan)))
-        found, ended = _phase(folder, "train", plan, limit_seconds, start)
+        found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds)
         _require_accepted(found)
         resumed, after = None, None
         if (folder / CHECKPOINT / "latest").exists() and found.movements:
-            resumed, after = _phase(folder, "resume", plan, limit_seconds, start)
-    checks = check_all(plan, found, resumed, ended.why, after.why if after is not None else "")
+            resumed, after = _phase(kind(folder, "resume", ranks, start), plan, limit_seconds)
+        checks = check_all(plan, found, resumed, ended.why, after.why if after is not None else "")
+        if not report.passed(checks):
+            _require_room(folder, FULL_BYTES)
     output = ended.output or (after.output if after is not None else "")
     return Outcome(plan, checks, output if not report.passed(checks) else "")
 
 
-def _phase(folder: Path, phase: str, plan: Plan, limit_seconds: float, start: str) -> tuple[Found, Ended]:
-    with Ranks(folder, phase, plan.ranks, start) as ranks:
+def _require_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        why = f"a check needs {NEEDED_BYTES >> 20} MiB for temporary files, and {free >> 20} are free. Set TMPDIR"
+        raise OSError(errno.ENOSPC, why, str(folder.parent))
+
+
+def _phase(ranks: Ranks, plan: Plan, limit_seconds: float) -> tuple[Found, Ended]:
+    with ranks:
         ended = ranks.wait(limit_seconds)
-    return merge([Found.read(result_file(folder, phase, rank)) for rank in range(plan.ranks)]), ended
+    files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
+    return merge([Found.read(file) for file in files]), ended
 
 
 def _require_accepted(found: Found) -> None:

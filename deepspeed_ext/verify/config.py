@@ -29,6 +29,7 @@ OF_THE_JOB = (
 QUIET = {"steps_per_print": 10**9, "wall_clock_breakdown": False, "memory_breakdown": False, "dump_state": False}
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32"}
+AUTOCAST_DTYPES = {**DTYPES, "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
 ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax")
 """Optimizers of torch whose result does not depend on how parameters are cut."""
 
@@ -115,7 +116,6 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
     flat = upstream and rule == "deferred"
     if flat:
         changes.append("no parameter has three dimensions: DeepSpeed's own ZenFlow fails on them")
-    autocast = section_of(config, "torch_autocast")
     return Plan(
         config=config,
         upstream=upstream,
@@ -124,7 +124,7 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
         save_after=min(steps - 1, steps // 2 | 1),
         batches=batches,
         dtype=dtype,
-        autocast=str(autocast.get("dtype", "bfloat16")).removeprefix("torch.") if autocast.get("enabled") else None,
+        autocast=_autocast(config),
         communication=DTYPES.get(str(config.get("communication_data_type")).lower(), dtype),
         optimizer=optimizer,
         why_no_optimizer=why,
@@ -149,6 +149,17 @@ def _dtype(config: dict[str, Any], changes: list[str]) -> str:
             changes.append(f"{name}.enabled: {str(section['enabled']).lower()} in place of auto")
             config[name] = section
     return DTYPES[on[0]] if on else "float32"
+
+
+def _autocast(config: Mapping[str, Any]) -> str | None:
+    """The dtype of ``torch_autocast``; None if it is off."""
+    section = section_of(config, "torch_autocast")
+    if not section.get("enabled"):
+        return None
+    name = str(section.get("dtype", "bfloat16")).removeprefix("torch.")
+    if name not in AUTOCAST_DTYPES:
+        raise ConfigError(f"torch_autocast.dtype: expected bfloat16 or float16, got {name[:40]}")
+    return AUTOCAST_DTYPES[name]
 
 
 def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None, bool, int | None]:
@@ -188,6 +199,8 @@ def _fill_optimizer(config: dict[str, Any], steps: int, changes: list[str]) -> N
     if not section:
         config["optimizer"] = {"type": "AdamW", "params": dict(TRAINERS_ADAMW)}
         changes.append(f"the config has no optimizer: AdamW with lr {TRAINERS_ADAMW['lr']:g}")
+    elif not isinstance(section.get("type"), str):
+        raise ConfigError(f"optimizer.type: expected a name, such as AdamW, got {str(section.get('type'))[:40]}")
     params = section_of(config["optimizer"], "params")
     _fill(params, TRAINERS_ADAMW, "optimizer.params", changes)
     schedule = {"warmup_min_lr": 0.0, "warmup_max_lr": params.get("lr", 1e-3), "warmup_num_steps": 0}

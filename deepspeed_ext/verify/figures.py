@@ -72,10 +72,11 @@ class Movement:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What is different after resuming: steps whose losses differ, and elements of the final weights."""
+    """What is different after resuming: steps whose losses differ, and elements of the final weights and masters."""
 
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     weights: int = 0
+    masters: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Found:
         found.death = death and Death(**{**death, "error": _failure(death["error"])})
         if resumed:
             losses = {int(step): (pair[0], pair[1]) for step, pair in resumed["losses"].items()}
-            found.resumed = Resumed(losses, resumed["weights"])
+            found.resumed = Resumed(**{**resumed, "losses": losses})
         return found
 
 
@@ -176,7 +177,7 @@ def _worst_resumed(ranks: list[Resumed]) -> Resumed | None:
     losses: dict[int, tuple[float, float]] = {}
     for rank in ranks:
         losses = {**rank.losses, **losses}
-    return Resumed(losses, max(rank.weights for rank in ranks))
+    return Resumed(losses, max(rank.weights for rank in ranks), max(rank.masters for rank in ranks))
 
 
 def _worst_death(ranks: list[Death | None]) -> Death | None:

@@ -12,20 +12,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, BinaryIO
 
 import psutil
 
-from deepspeed_ext.verify.rank import KILLED
+from deepspeed_ext.verify.rank import KILLED, PARENT
 
-__all__ = ["Ended", "Ranks", "START_RANK"]
+__all__ = ["MARK", "PARENT", "START_RANK", "Ended", "Ranks"]
 
-START_RANK = "from deepspeed_ext.verify.rank import main; main()"
+START_RANK = "import sys; sys.path[:1] = filter(None, sys.path[:1]); from deepspeed_ext.verify.rank import main; main()"
+"""Without the working folder in the path, whose files may be named like modules."""
 MARK = "DSEXT_VERIFY_MARK"
 """Variable in the environment of everything that a rank starts."""
 GRACE_SECONDS = 30.0
 """For the other ranks, after one has failed."""
 DEATH_SECONDS = 60.0
 """For all ranks to end, after an optimizer process was killed."""
+END_SECONDS = 10.0
+"""For a process that was killed, on a busy machine."""
 TAIL_CHARACTERS = 2000
 
 
@@ -57,19 +61,25 @@ class Ranks:
     def __init__(self, folder: Path, phase: str, count: int, start: str = START_RANK) -> None:
         self.folder, self.phase, self._mark = folder, phase, uuid.uuid4().hex
         self._logs = [folder / f"{phase}-{rank}.log" for rank in range(count)]
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for rank, path in enumerate(self._logs):
-            with path.open("wb") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", start, str(folder), phase],
-                        env=self._environment(rank, count),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+        self._processes: list[Any] = []
+        try:
+            for rank, path in enumerate(self._logs):
+                with path.open("wb") as log:
+                    self._processes.append(self._process(start, self._environment(rank, count), log))
+        except BaseException:
+            self.close()
+            raise
+
+    def _process(self, start: str, environment: dict[str, str], log: BinaryIO) -> Any:
+        """Start a rank, with `log` as its output."""
+        return subprocess.Popen(
+            [sys.executable, "-c", start, str(self.folder), self.phase],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _environment(self, rank: int, count: int) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
@@ -79,7 +89,8 @@ class Ranks:
         # Found by its folder, also by a Python that was started elsewhere.
         package = str(Path(__file__).resolve().parents[2])
         paths = [package, *filter(None, [environment.get("PYTHONPATH")])]
-        return {**environment, "PYTHONPATH": os.pathsep.join(paths), "DSEXT_VERIFY_PHASE": self.phase, MARK: self._mark}
+        environment |= {"DSEXT_VERIFY_PHASE": self.phase, PARENT: str(os.getpid()), MARK: self._mark}
+        return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
     def __enter__(self) -> Ranks:
         return self
@@ -87,18 +98,26 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pid in [*(process.pid for process in self._processes if process.poll() is None), *self._alive()]:
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks, and all that they have started."""
+        started = self._alive()
+        for pid in [*(process.pid for process in self._processes if process.poll() is None), *started]:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
+        deadline = time.monotonic() + END_SECONDS
+        while set(started) & set(self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _alive(self) -> list[int]:
         """Everything that carries the mark, such as optimizer processes, which have sessions of their own."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process.pid)
         return found
 

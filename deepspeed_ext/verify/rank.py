@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,11 +24,13 @@ from deepspeed_ext.verify.batches import Batches
 from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, write
 
-__all__ = ["CHECKPOINT", "KILLED", "PLAN", "Rank", "result_file", "main"]
+__all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "result_file", "main"]
 
 PR_SET_PDEATHSIG = 1
-PLAN, CHECKPOINT, WEIGHTS, KILLED = "plan.json", "checkpoint", "weights.pt", "killed"
+PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = "plan.json", "checkpoint", "weights.pt", "masters.pt", "killed"
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
+PARENT = "DSEXT_VERIFY_PARENT"
+"""Variable with the id of the process that checks, which no rank outlives."""
 GROUP_TIMEOUT_SECONDS = 600.0
 MOST_MEASURED_INTERVAL = 16
 
@@ -85,9 +87,10 @@ class Rank:
             if accelerator.device_name() != "cpu":
                 accelerator.set_device(int(os.environ["LOCAL_RANK"]))
                 backend = accelerator.communication_backend_name()
+            meeting = str(self.folder / f"rendezvous-{os.environ['DSEXT_VERIFY_PHASE']}")
             torch.distributed.init_process_group(
                 backend,
-                init_method=f"file://{self.folder}/rendezvous-{os.environ['DSEXT_VERIFY_PHASE']}",
+                store=torch.distributed.FileStore(meeting, self.plan.ranks),  # a URL would end at a # of the path
                 rank=self.number,
                 world_size=self.plan.ranks,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
@@ -204,9 +207,11 @@ class Rank:
             import torch
 
             weights = self.weights()
+            masters = self._masters(weights)
             if self.number == 0:
                 torch.save(weights, self.folder / WEIGHTS)
-            self._movements(self._masters(weights))
+                torch.save(masters, self.folder / MASTERS)
+            self._movements(masters)
             if self._runs is not None:
                 self.found.plain_norms = self._runs[0].norms
 
@@ -283,7 +288,9 @@ class Rank:
             rest = range(self.plan.save_after, self.plan.steps)
             pairs = {step: (expected.losses[step], loss) for step, loss in zip(rest, self.found.losses, strict=True)}
             apart = {step: pair for step, pair in pairs.items() if pair[0] != pair[1]}
-            self.found.resumed = Resumed(apart, self._other_weights())
+            weights = self.weights()
+            others = self._others(weights, WEIGHTS), self._others(self._masters(weights), MASTERS)
+            self.found.resumed = Resumed(apart, *others)
 
     def load(self) -> None:
         """Load the checkpoint, as a user's script does."""
@@ -291,13 +298,12 @@ class Rank:
         if path is None:
             raise FileNotFoundError("load_checkpoint found nothing to load")
 
-    def _other_weights(self) -> int:
-        """How many elements of the final weights differ from the uninterrupted run's."""
+    def _others(self, found: dict[str, Any], name: str) -> int:
+        """How many elements differ from those that the uninterrupted run has ended with, in the file `name`."""
         import torch
 
-        weights = self.weights()
-        before = torch.load(self.folder / WEIGHTS)
-        return sum(int((weights[name] != value).sum()) for name, value in before.items())
+        before = torch.load(self.folder / name)
+        return sum(int((found[name] != value).sum()) for name, value in before.items())
 
     def end(self) -> None:
         """End as a script does."""
@@ -315,13 +321,15 @@ def _worker_pid(engine: Any) -> int:
     return int(process.pid)
 
 
-def main(kind: type[Rank] = Rank) -> None:
+def main(kind: Callable[[Path, str], Rank] = Rank) -> None:
     """Run one phase. Arguments of the process: the folder, the phase.
 
     Args:
         kind: a subclass, for tests, that does something wrong.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not os.path.exists(f"/proc/{os.environ[PARENT]}"):  # it ended before the line above ran
+        raise SystemExit("the check has ended before this rank began")
     folder, phase = Path(sys.argv[1]), sys.argv[2]
     rank = kind(folder, phase)
     rank.start()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import deepspeed_ext._first_calls  # noqa: F401 (it is compared with DeepSpeed's, in other threads)
 from deepspeed_ext._config_file import section_of
-from deepspeed_ext._upstream import dist, loss_scaler, schedule_class
+from deepspeed_ext._upstream import GRADIENT_CLIPPING_DEFAULT, dist, loss_scaler, schedule_class
 from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.model import data_of, new_model
 
@@ -99,7 +99,7 @@ class PlainTraining:
         if name := scheduler.get("type"):
             self.scheduler = schedule_class(name)(self.optimizer, **section_of(scheduler, "params"))
         self.scaler = loss_scaler(dtype, section_of(plan.config, "fp16"))
-        self.clip = float(plan.config.get("gradient_clipping") or 0.0)
+        self.clip = float(plan.config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT) or 0.0)
         self.draw = torch.Generator(device=device).manual_seed(1)
 
     def weights(self) -> Weights:

@@ -20,6 +20,7 @@ MEMORY_BYTES = 6 << 30
 
 def main() -> None:
     descriptor, where, folder, seconds = sys.argv[1:]
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path("~/.cache/torch_extensions/fuzz").expanduser()))
     os.environ.update(HOME=folder, XDG_CACHE_HOME=folder, MPLCONFIGDIR=folder, DS_ACCELERATOR="cpu")
     sys.dont_write_bytecode = True
     module, _, name = where.partition(":")
@@ -32,7 +33,7 @@ def main() -> None:
     connection = Connection(int(descriptor))
     for target in targets.values():
         target.prepare()
-    connection.send(list(targets))
+    connection.send({target.name: target.patience for target in targets.values()})
     while (request := connection.recv()) is not None:
         case, runs = request
         connection.send(_answer(targets[case.target], case, runs, Path(folder), float(seconds)))
@@ -49,7 +50,7 @@ def _answer(target: Target, case: Case, runs: bool, folder: Path, seconds: float
     parts = case.parts(target)
     if not runs:
         return [shown.repr(part) for part in parts]
-    faulthandler.dump_traceback_later(0.8 * seconds)
+    faulthandler.dump_traceback_later(0.8 * seconds * target.patience)
     try:
         return run_case(target, parts, folder / "case")
     finally:

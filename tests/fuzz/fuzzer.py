@@ -43,13 +43,14 @@ class Fuzzer:
 
     Args:
         where: ``module:name`` of the targets.
-        case_seconds: a case that takes longer has hung.
+        case_seconds: a case that takes longer has hung; one that trains may take `Target.patience` times as long.
 
     Attributes:
         names: of the targets.
     """
 
     names: list[str]
+    _patience: dict[str, float]
 
     def __init__(self, where: str = ALL, case_seconds: float = CASE_SECONDS) -> None:
         self._where = where
@@ -65,6 +66,11 @@ class Fuzzer:
     def __exit__(self, *error: object) -> None:
         self._stop()
         self._folder.cleanup()
+
+    @property
+    def slow(self) -> set[str]:
+        """Names of targets that train."""
+        return {name for name, patience in self._patience.items() if patience > 1.0}
 
     def find(self, case: Case) -> Found | None:
         """Run `case`; if it fails, what is left of it after shrinking."""
@@ -87,7 +93,7 @@ class Fuzzer:
     def _shrink(self, case: Case, failure: Failure) -> tuple[Case, Failure]:
         """Leave out part after part, as long as what is left fails in the same way."""
         kept = tuple(range(len(self._describe(case))))
-        tries = 5 if failure.kind == HANG else MOST_TRIES
+        tries = 5 if failure.kind == HANG or case.target in self.slow else MOST_TRIES
         for position in kept:
             if tries == 0:
                 break
@@ -102,9 +108,10 @@ class Fuzzer:
         connection = self._connection or self._start()
         try:
             connection.send((case, runs))
-            if connection.poll(self._seconds):
+            seconds = self._seconds * self._patience[case.target]
+            if connection.poll(seconds):
                 return connection.recv()
-            failure = Failure(HANG, f"no end after {self._seconds:g} s")
+            failure = Failure(HANG, f"no end after {seconds:g} s")
         except (EOFError, OSError):
             assert self._child is not None
             failure = Failure(CRASH, f"the process ended with status {self._child.wait(self._seconds)}")
@@ -132,7 +139,8 @@ class Fuzzer:
         try:
             if not self._connection.poll(START_SECONDS):
                 raise TimeoutError
-            self.names = self._connection.recv()
+            self._patience = self._connection.recv()
+            self.names = list(self._patience)
         except (EOFError, OSError) as error:
             raise RuntimeError(f"the fuzzing process did not start: {self._log.read_text(errors='replace')}") from error
         return self._connection

@@ -1,7 +1,7 @@
 """All targets. A new one is added here, and both the unit suite and `make fuzz` run it."""
 
 from deepspeed_ext.zenflow.section import read_section
-from tests.fuzz import command_line, config, launch, sections, trees, tuning
+from tests.fuzz import command_line, config, launch, sections, training, trees, tuning
 from tests.fuzz.target import Target
 
 SECTIONS = sections.target(lambda section: read_section(section, sections.NUMELS))
@@ -12,4 +12,5 @@ TARGETS: tuple[Target, ...] = (
     tuning.TARGET,
     SECTIONS,
     launch.TARGET,
+    training.TARGET,
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +14,24 @@ from deepspeed import comm as dist
 
 from deepspeed_ext._logging import logger
 from deepspeed_ext.zenflow.predictive import guard
-from tests.support.models import SteepRegression
-from tests.support.zenflow import make_engine, train, zenflow_config
+from deepspeed_ext.zenflow.predictive.guard import PredictionErrors
+from deepspeed_ext.zenflow.predictive.probe import Sample
+from deepspeed_ext.zenflow.predictive.schedule import PredictivePlan, PredictiveSchedule
+from tests.support.compare import allow_fp16
+from tests.support.models import SteepRegression, batches
+from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
-__all__ = ["Steep", "heard", "probing", "steep_config", "train_steeply"]
+__all__ = [
+    "Run",
+    "Steep",
+    "guarded_config",
+    "heard",
+    "large_errors",
+    "probing",
+    "run_guarded",
+    "steep_config",
+    "train_steeply",
+]
 
 
 @contextmanager
@@ -83,3 +97,101 @@ def train_steeply(config: dict[str, Any], steps: int, every: int = 4, calm: int 
             errors.append(figures["zenflow_prediction_error"])
         engine.destroy()
     return Steep(losses, errors, figures["zenflow_guard_trips"], figures["zenflow_guard_synchronous"], log)
+
+
+def large_errors(last_update: int, prediction: float, rank: int | None) -> Callable[[Sample], PredictionErrors]:
+    """Instead of `Sample.errors`: large up to an update, on one rank (None: on all), then small."""
+
+    def errors(sample: Sample) -> PredictionErrors:
+        is_large = sample.steps[-1].step <= last_update and rank in (None, dist.get_rank())
+        return PredictionErrors(prediction if is_large else 0.1, rounding=0.1, update=1.0)
+
+    return errors
+
+
+@dataclass
+class Run:
+    """What a guarded training left behind; the lists have an entry for each optimizer step.
+
+    Attributes:
+        losses: of each micro-step.
+        overflowed: whether the step was left out.
+        sources: how its weights were computed; empty if it was left out.
+        synchronous, trips: the guard's state after it.
+        probes: results of the worker that were compared with their prediction.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    overflowed: list[bool] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    synchronous: list[bool] = field(default_factory=list)
+    trips: list[int] = field(default_factory=list)
+    probes: int = 0
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def applied(self) -> list[tuple[str, bool, int]]:
+        """What the guard decided in steps that were not left out."""
+        steps = zip(self.overflowed, self.sources, self.synchronous, self.trips, strict=True)
+        return [(source, waits, trips) for left_out, source, waits, trips in steps if not left_out]
+
+
+def guarded_config(stage: int, dtype: torch.dtype, accumulation: int = 1, **zenflow: Any) -> dict[str, Any]:
+    """A config in which steps are handed over two at a time; in fp16 the loss scale changes on the way."""
+    zenflow = {"update_interval": 2, "full_warm_up_rounds": 2, **zenflow}
+    config = zenflow_config(stage, dtype, accumulation, **zenflow)
+    if dtype == torch.float16:
+        config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 1}
+    return config
+
+
+def run_guarded(
+    config: dict[str, Any],
+    first: int,
+    last: int,
+    overflowing: tuple[int, ...] = (),
+    large_until: int = 0,
+    load: str = "",
+    save: str = "",
+    probe: tuple[int, int] = (1, 2),
+) -> Run:
+    """Body of a rank: optimizer steps `first` to `last` (exclusive, from 0) of a run whose errors are made up.
+
+    Args:
+        overflowing: steps in which the loss of the last rank is infinite.
+        large_until: the update up to which the last rank's errors are large; 0: errors are what they are.
+        load: folder of the checkpoint to begin from.
+        save: folder of the checkpoint to write at the end.
+        probe: arguments of `probing`.
+    """
+    allow_fp16()
+    run, owner = Run(), dist.get_world_size() - 1
+    measure = large_errors(large_until, 5.0, owner) if large_until else Sample.errors
+
+    def counted(sample: Sample) -> PredictionErrors:
+        run.probes += 1
+        return measure(sample)
+
+    def advance(schedule: PredictiveSchedule, plan: PredictivePlan) -> None:
+        run.sources.append(plan.source.value)
+        advance_as_usual(schedule, plan)
+
+    advance_as_usual = PredictiveSchedule.advance
+    with probing(*probe), patch.object(Sample, "errors", counted), patch.object(PredictiveSchedule, "advance", advance):
+        engine = make_engine(config)
+        if load:
+            engine.load_checkpoint(load, tag="t")
+        schedule, each = engine.optimizer.zenflow_adam.rule.schedule, engine.gradient_accumulation_steps()
+        data = batches(last * each, dist.get_rank())
+        for step in range(first, last):
+            times = float("inf") if step in overflowing and dist.get_rank() == owner else 1.0
+            run.losses += train(engine, data[step * each : (step + 1) * each], times)
+            guard_state = schedule.state.guard
+            run.overflowed.append(bool(engine.optimizer.overflow) if config["fp16"]["enabled"] else False)
+            run.sources += [""] if run.overflowed[-1] else []
+            run.synchronous.append(guard_state.synchronous)
+            run.trips.append(guard_state.trips)
+        if save:
+            engine.save_checkpoint(save, tag="t")
+        run.weights = weights_of(engine)
+        engine.destroy()
+    return run

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -110,6 +111,12 @@ class ForkedRank:
         if self._exit_code is None:
             self.send_signal(signal.SIGKILL)
 
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        with suppress(TimeoutError):
+            return self.wait(0.0)
+        return None
+
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, negative for a signal.
 
@@ -134,6 +141,7 @@ class Nursery:
     """
 
     def __init__(self, device: str = "cpu") -> None:
+        self._alone = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         environment["TORCH_WARM_POOL"] = "0"  # else torch starts a thread when it is imported, if there is Triton
@@ -162,8 +170,9 @@ class Nursery:
         self.ask(("load", modules))
 
     def ask(self, order: tuple[str, Any], fds: tuple[int, ...] = ()) -> Any:
-        socket.send_fds(self._socket, [pickle.dumps(order)], fds)
-        answer = self._socket.recv(_MOST_BYTES)
+        with self._alone:
+            socket.send_fds(self._socket, [pickle.dumps(order)], fds)
+            answer = self._socket.recv(_MOST_BYTES)
         if not answer:
             raise RuntimeError(f"the process that forks ranks has ended with {self._process.wait(timeout=10)}")
         return pickle.loads(answer)

@@ -17,7 +17,7 @@ from tests.fuzz.target import Case, Target
 from tests.fuzz.targets import TARGETS
 
 SEED = 20261122
-CASES = {"config": 300, "tuning": 100, "command-line": 60, "trees": 40, "launch": 500}
+CASES = {"config": 300, "tuning": 100, "command-line": 60, "trees": 40, "launch": 500, "training": 4}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,9 @@ def fuzzer() -> Iterator[Fuzzer]:
         yield fuzzer
 
 
-@pytest.mark.parametrize("name", [target.name for target in TARGETS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each.name, marks=pytest.mark.full) if each.trains else each.name for each in TARGETS]
+)
 def test_no_case_fails(name: str, fuzzer: Fuzzer) -> None:
     for number in range(CASES.get(name, 100)):
         found = fuzzer.find(Case(name, SEED, number))

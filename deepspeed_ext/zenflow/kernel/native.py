@@ -187,12 +187,16 @@ class NativeKernel:
         self._library.dsext_first_touch(address, nbytes, self._threads)
 
     def pin(self, cpus: Sequence[int]) -> None:
-        """Bind each thread to one of ``cpus``, in order; the calling thread to the first.
+        """Bind each thread to one of ``cpus``, in order; the calling thread to the first. Where a limit leaves fewer
+        threads, the calling thread has the places of the missing ones, too; it stays on the first.
 
         Raises:
             OSError: the system refuses it.
         """
         numbers = (ctypes.c_int32 * self._threads)()
         self._library.dsext_thread_ids(numbers, self._threads)
+        first: dict[int, int] = {}
         for number, cpu in zip(numbers, cpus, strict=False):
+            first.setdefault(number, cpu)
+        for number, cpu in first.items():
             os.sched_setaffinity(number, {cpu})

@@ -8,8 +8,8 @@
 
 #include <atomic>
 #include <climits>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace {
@@ -45,7 +45,7 @@ class Pool {
             for (; started_ < wanted; ++started_) {
                 std::thread([this, index = started_ + 1, turn = turn_.load()] { serve(index, turn); }).detach();
             }
-        } catch (const std::system_error &) {  // a limit on threads
+        } catch (const std::exception &) {  // a limit on threads, or no memory for one
         }
     }
 

@@ -95,6 +95,7 @@ def test_a_resumed_run_must_be_equal() -> None:
     assert failed(checks) == ["resume"]
     assert "2 of 5 losses differ, first at step 8: 7.3, uninterrupted 7" in checks["resume"].detail
     assert failed(verdicts(plan(), good(), Found(resumed=Resumed({}, 5)))) == ["resume"]
+    assert failed(verdicts(plan(), good(), Found(resumed=Resumed({}, 0, 5)))) == ["resume"]
     broken = Found(stage="resume", failure=Failure("resume", ("KeyError",), "'step'"))
     assert "KeyError: 'step'" in verdicts(plan(), good(), broken)["resume"].detail
 

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from deepspeed_ext import cli
-from deepspeed_ext.verify import command, processes, rank
+from deepspeed_ext.verify import command, processes
 from deepspeed_ext.verify.checks import Check
-from tests.support import verify_faults
 from tests.support.paths import ROOT
+from tests.support.verify_faults import DROPPED, KINDS, Fault
+from tests.support.verify_runs import ForkedRanks, left_behind
 from tests.support.zenflow import zenflow_config
 
 pytestmark = pytest.mark.cpu(reason="the ranks of a check are started by the package, with the CPU's accelerator")
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.cpu(reason="the ranks of a check are started by the pac
 RIGHT = dict.fromkeys(("initialize", "losses", "gradients", "resume", "worker's death"), "PASS")
 
 
-def run(config: dict[str, Any], fault: type[rank.Rank] | None = None, **how: Any) -> dict[str, Check]:
+def run(config: dict[str, Any], fault: Fault | None = None, **how: Any) -> dict[str, Check]:
     """The checks of a config on two ranks, by name."""
-    start = processes.START_RANK if fault is None else verify_faults.start(fault)
-    outcome = command.verify(config, 2, start=start, limit_seconds=240.0, **how)
-    assert marked_processes() == []
+    start = (fault or Fault()).as_json()
+    outcome = command.verify(config, 2, start=start, kind=ForkedRanks, **{"limit_seconds": 240.0, **how})
+    assert left_behind() == []
     return {check.name: check for check in outcome.checks}
 
 
@@ -36,52 +36,37 @@ def statuses(checks: dict[str, Check]) -> dict[str, str]:
     return {name: check.status for name, check in checks.items()}
 
 
-def marked_processes() -> list[int]:
-    """Everything that a check has started and that is still there."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if processes.MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
 @pytest.mark.full
 def test_zenflow_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    checks = run(zenflow_config(2, update_interval=1, lr=3e-3), steps=8)
+    outcome = command.verify(zenflow_config(2, update_interval=1, lr=3e-3), 2, steps=8, limit_seconds=240.0)
+    checks = {check.name: check for check in outcome.checks}
     assert statuses(checks) == RIGHT, checks
     assert list(tmp_path.iterdir()) == []
 
 
 def test_three_faults_fail_three_checks() -> None:
     """A gradient that is lost once, moments that are not loaded, and a worker's death that nobody notices."""
-    checks = run(zenflow_config(2, overlap_step=False, lr=3e-3), verify_faults.Several, steps=8)
+    kinds = ("gradient of a step", "no optimizer state", "worker unnoticed")
+    checks = run(zenflow_config(2, overlap_step=False, lr=3e-3), Fault(kinds, step=2), steps=8)
     assert statuses(checks) == {**RIGHT, "gradients": "FAIL", "resume": "FAIL", "worker's death": "FAIL"}, checks
     assert checks["gradients"].detail.startswith("1 of ")
-    assert verify_faults.DROPPED in checks["gradients"].detail
+    assert DROPPED in checks["gradients"].detail
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("fault", "fails"),
-    [
-        (verify_faults.ScramblesWeights, {"initialize", "losses", "gradients"}),
-        (verify_faults.DropsAGradient, {"gradients"}),
-        (verify_faults.DoublesGradients, {"gradients"}),
-        (verify_faults.ForgetsMoments, {"resume"}),
-        (verify_faults.TrainsWithoutWorker, {"worker's death"}),
-        (verify_faults.HangsWithoutWorker, {"worker's death"}),
-    ],
-)
-def test_each_fault_fails_its_check(fault: type[rank.Rank], fails: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_fault_fails_its_check(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "DEATH_SECONDS", 5.0)
     config = zenflow_config(2, overlap_step=False, lr=3e-3)
-    found = {name for name, status in statuses(run(config, fault)).items() if status == "FAIL"}
-    # In plain training the reference's weights are those that are scrambled, so everything differs from there on.
-    assert fails & {"initialize", "gradients", "resume", "worker's death"} <= found <= fails
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 3e-3}}
+    config |= {"scheduler": scheduler} if kind == "the schedule" else {}
+    limit = 40.0 if kind == "hangs" else 240.0
+    checks = run(config, Fault((kind,), step=2), limit_seconds=limit)
+    found = {name for name, status in statuses(checks).items() if status == "FAIL"}
+    # Plain training begins with the model's own weights, so after another start everything differs.
+    assert found & KINDS[kind]
+    assert found <= KINDS[kind] | {"losses", "gradients"}
 
 
 @pytest.mark.full
@@ -141,4 +126,4 @@ def test_a_config_that_deepspeed_refuses_is_one_line_and_status_2(tmp_path: Path
 def test_ranks_that_do_not_end_are_ended() -> None:
     outcome = command.verify(zenflow_config(2), 1, limit_seconds=0.5)
     assert [check.status for check in outcome.checks] == ["FAIL", *["SKIPPED"] * 4]
-    assert marked_processes() == []
+    assert left_behind() == []

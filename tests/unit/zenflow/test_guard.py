@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,11 +11,19 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.predictive.probe import Sample
 from deepspeed_ext.zenflow.predictive.schedule import WeightSource
 from deepspeed_ext.zenflow.worker import link
-from tests.support.guarded import heard, probing, steep_config, train_steeply
+from tests.support.guarded import (
+    Run,
+    guarded_config,
+    heard,
+    large_errors,
+    probing,
+    run_guarded,
+    steep_config,
+    train_steeply,
+)
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes, resume_from_each, train_and_save
@@ -48,16 +55,6 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
 
 
 # -- errors that a test makes up ------------------------------------------------------------------------------------
-
-
-def large_errors(last_update: int, prediction: float, rank: int | None) -> Callable[[Sample], PredictionErrors]:
-    """Instead of `Sample.errors`: large up to an update, on one rank (None: on all), then small."""
-
-    def errors(sample: Sample) -> PredictionErrors:
-        is_large = sample.steps[-1].step <= last_update and rank in (None, dist.get_rank())
-        return PredictionErrors(prediction if is_large else 0.1, rounding=0.1, update=1.0)
-
-    return errors
 
 
 def follow(config: dict[str, Any], prediction: float, rank: int) -> tuple[list[str], list[tuple[str, str]]]:
@@ -116,6 +113,104 @@ def test_resume_with_the_guard_on_and_before_and_after(stage: int, ranks: int, t
     """From each step of the run above: errors not judged yet, a strike, synchronous steps, and overlapped again."""
     config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
     assert failed_resumes(ranks, config, 5, 10, str(tmp_path), bodies=(save_guarded, resume_guarded)) == []
+
+
+# -- overflow, and what may change on resume -----------------------------------------------------------------------
+
+SETTINGS = [
+    (1, torch.float16, 2),
+    (3, torch.float16, 1),
+    *(
+        pytest.param(*each, marks=pytest.mark.full)
+        for each in ((1, torch.float32, 1), (2, torch.float16, 1), (2, torch.float16, 3), (3, torch.bfloat16, 2))
+    ),
+]
+TRIPPED, OVER = 8, 16
+"""Optimizer steps: in the first the guard has tripped, and steps are not overlapped again; the second is the end."""
+
+
+def run_in(pool: str, ranks: int, *arguments: Any, **how: Any) -> list[Run]:
+    """`run_guarded` on ranks that are all alike: stage 3 replaces functions of torch in its process by others."""
+    return run_ranks(ranks, run_guarded, *arguments, pool=pool, **how)
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, 2), (3, 1), pytest.param(2, 1, marks=pytest.mark.full)])
+def test_an_overflow_at_a_probe_changes_no_decision(stage: int, accumulation: int) -> None:
+    """In fp16, on one of two ranks: before, between and after the two probes that trip the guard, while steps are
+    synchronous, and when they overlap again. Both ranks decide alike."""
+    config, overflowing = guarded_config(stage, torch.float16, accumulation), (1, 4, 6, 7, 10, 13, 17)
+    calm = run_ranks(2, run_guarded, config, 0, OVER, large_until=6)
+    disturbed = run_ranks(2, run_guarded, config, 0, OVER + len(overflowing), overflowing, large_until=6)
+    steps = range(OVER + len(overflowing))
+    for run in disturbed:
+        assert [step for step in steps if run.overflowed[step]] == list(overflowing)
+        assert run.applied() == calm[0].applied() == calm[1].applied()
+        assert run.probes == calm[0].probes
+    assert calm[0].trips[-1] == 1
+    assert {"exact", "drifted", "predicted"} == set(calm[0].sources)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
+def test_in_fp16_a_good_prediction_is_left_alone(stage: int) -> None:
+    """With real errors, overflows and a loss scale that changes: the run is that without a guard, to the bit."""
+    overflowing, ways = (1, 5, 8), []
+    for factor in (3.0, 0.0):
+        config = guarded_config(stage, torch.float16, prediction_error_factor=factor)
+        ways.append(run_ranks(2, run_guarded, config, 0, 14, overflowing))
+    for guarded, free in zip(*ways, strict=True):
+        assert (guarded.losses, guarded.applied()) == (free.losses, free.applied())
+        assert guarded.trips[-1] == 0
+        assert guarded.probes > 2
+        assert sum(guarded.overflowed) == len(overflowing)
+
+
+@pytest.mark.parametrize(("stage", "dtype", "accumulation"), SETTINGS)
+def test_a_run_that_is_interrupted_when_the_guard_has_tripped_goes_on_to_the_bit(
+    stage: int, dtype: torch.dtype, accumulation: int, tmp_path: Path
+) -> None:
+    config, folder, pool = guarded_config(stage, dtype, accumulation), str(tmp_path), f"guard {stage == 3}"
+    whole = run_in(pool, 2, config, 0, OVER, large_until=6)
+    first = run_in(pool, 2, config, 0, TRIPPED, large_until=6, save=folder)
+    second = run_in(pool, 2, config, TRIPPED, OVER, large_until=6, load=folder)
+    for uninterrupted, before, after in zip(whole, first, second, strict=True):
+        assert before.synchronous[-1]
+        assert before.losses + after.losses == uninterrupted.losses
+        assert before.applied() + after.applied() == uninterrupted.applied()
+        assert first_difference(uninterrupted.weights, after.weights, "weights") == ""
+    assert not second[0].synchronous[-1], "steps overlap again at the end"
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 1e6])
+def test_another_factor_on_resume_counts_from_there_on(factor: float, tmp_path: Path) -> None:
+    """0 ends what the guard has begun: the next step but one overlaps. Others keep the state; with 1e6 small errors
+    end it as before; with 1 they are made too large."""
+    folder = str(tmp_path)
+    config = guarded_config(2, torch.bfloat16)
+    run_ranks(2, run_guarded, config, 0, TRIPPED, large_until=6, save=folder)
+    config = guarded_config(2, torch.bfloat16, prediction_error_factor=factor)
+    first, second = run_ranks(2, run_guarded, config, TRIPPED, 14, large_until=100 if factor == 1.0 else 6, load=folder)
+    assert first.applied() == second.applied()
+    assert all(map(math.isfinite, first.losses))
+    exact = [step for step, source in enumerate(first.sources) if source == "exact"]
+    assert exact == {0.0: [0], 1.0: [0, 1, 2, 3, 4, 5], 1e6: [0, 1]}[factor]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage"), [(3, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 2), (2, 3)))]
+)
+def test_a_tripped_run_resumes_on_other_ranks_and_the_guard_begins_anew(ranks: int, stage: int, tmp_path: Path) -> None:
+    """Its state is not carried over, like nothing but p, m, v and the step: it trips again where it has to."""
+    folder, config = str(tmp_path), guarded_config(2, torch.bfloat16)
+    run_ranks(2, run_guarded, config, 0, TRIPPED, large_until=6, save=folder)
+    runs = run_ranks(
+        ranks, run_guarded, guarded_config(stage, torch.bfloat16), TRIPPED, 20, large_until=16, load=folder
+    )
+    first = runs[0]
+    assert all(run.applied() == first.applied() for run in runs)
+    assert first.sources[:2] == ["exact", "exact"]
+    assert first.sources[2] != "exact"
+    assert first.trips[-1] == 1
+    assert first.synchronous[first.trips.index(1)]
 
 
 # -- runs whose prediction is good ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Publish, reference
 from tests.perf import bench_cpu_adam
-from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
+from tests.support.kernels import DTYPES, KERNELS, LIBRARY, array, make_kernel, needs_native
 from tests.support.same import assert_same
 
 
@@ -166,6 +167,29 @@ def test_publishing_again_gives_the_same_bits(kernel: str, publish_dtype: str) -
     problem.published.zero_(), problem.means.zero_()
     make_kernel(kernel).run(replace(full, grads=(), steps=()))
     assert_same(expected, problem.results())
+
+
+@needs_native
+def test_the_l2_term_is_bounded_also_beside_a_nan() -> None:
+    """A NaN in v makes the block's mean NaN: the block's other weights then move by the bound, but up. In other blocks
+    they move down by their own terms, and by the bound where that is smaller."""
+    problem, bound = Problem(96, 0, publish_dtype="float32"), 2e-4
+    problem.p.abs_()
+    problem.p[:2] = torch.tensor([10.0, -10.0])
+    problem.v[40] = torch.nan
+    make_kernel("native").run(problem.make_pass([], (1.0, 0.0, 1e-6, bound)))
+    moved = problem.published - problem.p
+    assert moved.isnan().nonzero().tolist() == [[40]]
+    assert moved[:2].tolist() == pytest.approx([-bound, bound], rel=0.01)
+    assert torch.cat([moved[32:40], moved[41:64]]).tolist() == pytest.approx([bound] * 31, rel=1e-3)
+    assert all(-bound < each < 0 for each in torch.cat([moved[2:32], moved[64:]]).tolist())
+
+
+@needs_native
+def test_no_element_needs_a_call() -> None:
+    """Functions of the C library for minimum and maximum, which keep a loop from using vectors."""
+    content = Path(str(LIBRARY)).read_bytes()
+    assert not [name for name in (b"fminf", b"fmaxf", b"sqrtf") if name in content]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
