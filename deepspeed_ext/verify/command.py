@@ -16,6 +16,7 @@ from typing import Any
 
 from deepspeed_ext._config_file import read_json
 from deepspeed_ext._errors import ConfigError
+from deepspeed_ext._logging import logger
 from deepspeed_ext.affinity import accelerators
 from deepspeed_ext.verify import report
 from deepspeed_ext.verify.checks import Check, check_all
@@ -112,10 +113,12 @@ def verify(
         _require_room(folder, NEEDED_BYTES)
         plan = plan_check(config, ranks, steps, upstream, name)
         (folder / PLAN).write_text(json.dumps(asdict(plan)))
+        logger.info("verify: training %d steps as plain AdamW and as the config says, on %d ranks", plan.steps, ranks)
         found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds)
         _require_accepted(found)
         resumed, after = None, None
         if (folder / CHECKPOINT / "latest").exists() and found.movements:
+            logger.info("verify: resuming from step %d in new processes", plan.save_after)
             resumed, after = _phase(kind(folder, "resume", ranks, start), plan, limit_seconds)
         checks = check_all(plan, found, resumed, ended.why, after.why if after is not None else "")
         if not report.passed(checks):
