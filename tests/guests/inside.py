@@ -9,6 +9,8 @@ import contextlib
 import io
 import json
 import math
+import mmap
+import os
 import platform
 import re
 import subprocess
@@ -29,6 +31,8 @@ from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from tests.guests.hosts import GUESTS, Guest
 
 THREADS = 3
+BUFFER_PAGES = 4096
+PAGES_PER_MIB = (1 << 20) // mmap.PAGESIZE
 TREE = (
     "sys/devices/system/cpu/online",
     "sys/devices/system/cpu/isolated",
@@ -94,27 +98,52 @@ def _start_threads() -> None:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
+def pages_by_node(pid: int) -> dict[str, int]:
+    """The MiB of a process's buffer on each NUMA node, as the kernel reports them."""
+    lines = Path(f"/proc/{pid}/numa_maps").read_text().splitlines()
+    buffer = next(line for line in lines if int((re.findall(r"anon=(\d+)", line) or [0])[0]) >= BUFFER_PAGES)
+    return {f"node {node}": int(pages) // PAGES_PER_MIB for node, pages in re.findall(r"N(\d+)=(\d+)", buffer)}
+
+
 def be_bound(role: str, text: str) -> None:
-    """Body of a process: bind it as its role is bound in training, and say so; it ends with its input."""
-    if role == "pytorch":
+    """Body of a process: bind it as its role is bound in training, and say so; it ends with its input.
+
+    ``moved`` touches its memory first, on the first CPU that it has, as a process that is bound in code after its
+    tensors exist may have done.
+    """
+    if role == "moved":
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        memory = _touched()
+        os.sched_setaffinity(0, parse_cpulist(text))
+    elif role == "pytorch":
         _start_threads()  # as torch's, they are there before the plan is
         confine(parse_cpulist(text))
+        memory = _touched()
     else:
         if problem := WorkerPlacement.parse(text).bind_process():
             raise RuntimeError(problem)
         _start_threads()
+        memory = _touched()
     print("bound", flush=True)
     sys.stdin.read()
+    memory.close()
 
 
-def bound(role: str, text: str) -> list[str]:
-    """What the kernel says of a process that was bound in this role."""
+def _touched() -> mmap.mmap:
+    memory = mmap.mmap(-1, BUFFER_PAGES * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for page in range(BUFFER_PAGES):
+        memory[page * mmap.PAGESIZE] = 1
+    return memory
+
+
+def bound(role: str, text: str) -> tuple[list[str], dict[str, int]]:
+    """What the kernel says of the threads and the memory of a process that was bound in this role."""
     command = [sys.executable, "-m", "tests.guests.inside", "--bind", role, text]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         if process.stdout.readline() != "bound\n":
             raise RuntimeError(f"{' '.join(command)} did not bind itself")
-        return kernel_masks(process.pid)
+        return kernel_masks(process.pid), pages_by_node(process.pid)
 
 
 def look(guest: Guest) -> dict[str, Any]:
@@ -125,15 +154,21 @@ def look(guest: Guest) -> dict[str, Any]:
     split = upstream_split([mask] * len(plan.ranks), physical or 0)
     ranks = []
     for rank, (pytorch, optimizer) in zip(plan.ranks, split, strict=True):
-        placement = WorkerPlacement.of(rank)
+        own, worker = format_cpulist(rank.pytorch), str(WorkerPlacement.of(rank))
+        pytorch_masks, pytorch_memory = bound("pytorch", own)
+        optimizer_masks, optimizer_memory = bound("optimizer", worker)
         ranks.append(
             {
-                "pytorch": format_cpulist(rank.pytorch),
+                "pytorch": own,
                 "optimizer": format_cpulist(rank.optimizer),
-                "kernel says of pytorch": bound("pytorch", format_cpulist(rank.pytorch)),
-                "kernel says of optimizer": bound("optimizer", str(placement)),
+                "kernel says of pytorch": pytorch_masks,
+                "kernel says of optimizer": optimizer_masks,
                 "upstream pytorch": pytorch,
                 "upstream optimizer": optimizer,
+                "nodes": [rank.numa_node, rank.optimizer_node],
+                "MiB of pytorch, touched when bound": pytorch_memory,
+                "MiB of optimizer, touched when bound": optimizer_memory,
+                "MiB of pytorch, touched before": bound("moved", own)[1],
             }
         )
     return {

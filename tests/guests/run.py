@@ -117,7 +117,15 @@ def boot(guest: Guest, kernel: Kernel, archive: Path, folder: Path) -> dict[str,
     offline = " ".join(map(str, guest.offline))
     fields = {"root": ROOT, "python": sys.executable, "name": guest.name, "offline": offline, "cpuset": guest.cpuset}
     (out / "script").write_text(SCRIPT.format(**fields))
-    command = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max", "-nodefaults", "-no-user-config"]
+    command = [
+        "qemu-system-x86_64",
+        "-accel",
+        "tcg,thread=multi",
+        "-cpu",
+        "max,vendor=GenuineIntel",
+        "-nodefaults",
+        "-no-user-config",
+    ]
     command += ["-display", "none", "-no-reboot", "-serial", f"file:{console}", *guest.qemu]
     command += ["-kernel", str(kernel.image), "-initrd", str(archive), "-append", "console=ttyS0 quiet panic=-1"]
     shared = "security_model=none,multidevs=remap"

@@ -1,7 +1,7 @@
 """Core binding: ZeRO-Offload and ZenFlow unbound, bound at launch, in code as DeepSpeed does it, and by ours.
 
     python -m tests.perf.bench_binding [--only offload upstream ours ladder beside tuner] [--ranks 1 2] [--rounds 8]
-                                       [--device cpu|accelerator] [--model linears|0.5b|...] [--millions 8] [--pause]
+                                       [--device cpu|accelerator] [--model linears|0.5b|...] [--fresh] [--pause]
     python -m tests.perf.bench_binding --show [FILE]
 
 - offload, upstream, ours: a training step of ZeRO-Offload, of DeepSpeed's ZenFlow, overlapped, and of ours at interval
@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -99,11 +100,13 @@ def ways_of(part: str, names: Sequence[str] | None) -> list[Way]:
 
 
 @contextlib.contextmanager
-def teams_of(part: str, ranks: int, args: argparse.Namespace, cache: str) -> Iterator[dict[str, Team]]:
-    """One team a way, each complete and warm before the next starts; one that does not start is left out by name."""
+def teams_of(
+    part: str, ways: Sequence[Way], ranks: int, args: argparse.Namespace, cache: str
+) -> Iterator[dict[str, Team]]:
+    """One team a way, each complete and warm before the next starts; without DeepSpeed's launcher if it fails here."""
     where, teams = places(ranks, args.device), {}
     with contextlib.ExitStack() as stack:
-        for way in ways_of(part, args.ways):
+        for way in ways:
             try:
                 team = Team.start(tasks(part, way, where, args), cache)
             except TeamError as error:
@@ -129,18 +132,36 @@ def require_within(team: Team) -> None:
                 raise TeamError(f"{load}, rank {rank}: expected every thread on {cpus}, got {mask_text(strays)}")
 
 
-def measure(part: str, ranks: int, args: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
-    """The rows of one table."""
-    with teams_of(part, ranks, args, cache) as teams:
+def turns_of(
+    part: str, ranks: int, args: argparse.Namespace, cache: str
+) -> Iterator[tuple[Team, dict[tuple[Load, int], Turn]]]:
+    """The turns that count, A B C A B C..., each with its team; with ``--fresh`` every turn has a new one."""
+    ways = ways_of(part, args.ways)
+    size = (args.steps, 0.0) if part != "beside" else (1, args.seconds)
+    if args.fresh:
+        by_name = {way.name: way for way in ways}
+        for _, name in report.alternate(list(by_name), args.rounds, warm_up=0):
+            with teams_of(part, [by_name[name]], ranks, args, cache) as teams:
+                for team in teams.values():
+                    yield team, team.turn(*size)
+        return
+    with teams_of(part, ways, ranks, args, cache) as teams:
         if args.pause:
             input("everything is started and warm: Enter begins the turns\n")
-        taken: dict[str, list[dict[tuple[Load, int], Turn]]] = {name: [] for name in teams}
         for turn, name in report.alternate(list(teams), args.rounds):
-            alone = (args.steps, 0.0) if part != "beside" else (1, args.seconds)
-            answers = teams[name].turn(*alone)
+            answers = teams[name].turn(*size)
             if turn >= 0:
-                taken[name].append(answers)
-        return rows_of(part, ranks, teams, taken)
+                yield teams[name], answers
+
+
+def measure(part: str, ranks: int, args: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
+    """The rows of one table."""
+    teams: dict[str, Team] = {}
+    taken: dict[str, list[dict[tuple[Load, int], Turn]]] = {}
+    for team, answers in turns_of(part, ranks, args, cache):
+        teams[team.way.name] = team
+        taken.setdefault(team.way.name, []).append(answers)
+    return rows_of(part, ranks, teams, taken)
 
 
 def rows_of(
@@ -265,6 +286,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--millions", type=float, default=8, help="million parameters of the linears (default 8)")
     parser.add_argument("--elements", type=int, default=16 << 20, help="that the optimizer of beside updates")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
+    parser.add_argument("--fresh", action="store_true", help="new processes for each turn: where not all fit in memory")
     parser.add_argument("--pause", action="store_true", help="wait for Enter between start and turns of each table")
     parser.add_argument("--show", nargs="?", type=Path, const=report.path_of(NAME), help="print a file's tables")
     return parser
@@ -272,6 +294,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = arguments().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the teams are ended first
     if args.show:
         show(json.loads(args.show.read_text())["rows"])
         return

@@ -20,7 +20,7 @@ import psutil
 
 from deepspeed_ext.host.cpulist import parse_cpulist
 from tests.perf import report
-from tests.perf.binding_ways import Facts, Load, Place, Task, Turn
+from tests.perf.binding_ways import Facts, Load, Place, Task, Turn, Way
 
 TIMEOUT_SECONDS = 240.0
 END_SECONDS = 10.0
@@ -44,6 +44,11 @@ class Team:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     connections: dict[tuple[Load, int], Connection] = field(default_factory=dict)
     facts: dict[tuple[Load, int], Facts] = field(default_factory=dict)
+
+    @property
+    def way(self) -> Way:
+        """How all of its processes are placed."""
+        return self.tasks[0].way
 
     @classmethod
     def start(cls, tasks: Sequence[Task], cache: str) -> Team:
@@ -104,7 +109,7 @@ class Team:
         ended = [process.args for process in self.processes if process.poll() is not None]
         if ended or time.monotonic() > deadline:
             what = f"ended: {ended[0]}" if ended else f"does not answer within {TIMEOUT_SECONDS:.0f} s"
-            raise TeamError(f"{self.tasks[0].way.name}, a process {what}\n{self._log_end()}")
+            raise TeamError(f"{self.way.name}, a process {what}\n{self._log_end()}")
 
     def _log_end(self) -> str:
         return (self.folder / "log").read_text(errors="replace")[-2000:]
@@ -116,7 +121,7 @@ class Team:
         try:
             return self.connections[key].recv()
         except EOFError:
-            raise TeamError(f"{self.tasks[0].way.name}, {key} has ended\n{self._log_end()}") from None
+            raise TeamError(f"{self.way.name}, {key} has ended\n{self._log_end()}") from None
 
     def turn(self, count: int, seconds: float) -> dict[tuple[Load, int], Turn]:
         """What each process reports of at least `count` steps in at least `seconds`, all at once."""
