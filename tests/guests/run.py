@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,12 @@ def show(found: dict[str, Any]) -> bool:
             right &= set(masks) == {rank[role]}
             told = f"{len(masks)} threads on {masks[0]}" if len(set(masks)) == 1 else ", ".join(masks)
             print(f"| {number} | {role} | {rank[role]} | {told} | {rank[f'upstream {role}'] or 'none'} |")
+    print("\n| rank | nodes of the plan | pytorch's memory, touched before it was bound | after | optimizer's, after |")
+    print("| --- | --- | --- | --- | --- |")
+    for number, rank in enumerate(found["ranks"]):
+        ways = ("pytorch, touched before", "pytorch, touched when bound", "optimizer, touched when bound")
+        cells = [", ".join(f"{mib} MiB on {node}" for node, mib in rank[f"MiB of {way}"].items()) for way in ways]
+        print(f"| {number} | {' and '.join(map(str, rank['nodes']))} | {' | '.join(cells)} |")
     print(
         "\nevery thread is where the plan wants it" if right else "\nFAIL: threads are outside of the plan", flush=True
     )
@@ -169,6 +176,7 @@ def main() -> int:
     parser.add_argument("--kernel-package", type=Path, help="Debian package of a kernel (default: this machine's)")
     parser.add_argument("--keep", type=Path, help="folder for what the guests have found")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the guest is ended first
     if names := missing():
         print(f"SKIPPED: not installed: {', '.join(names)} (Debian: qemu-system-x86, busybox-static, kmod)")
         return EXIT_SKIPPED

@@ -7,7 +7,7 @@
 - offload, upstream, ours: a training step of ZeRO-Offload, of DeepSpeed's ZenFlow, overlapped, and of ours at interval
   1, for each number of ranks. Beside them runs plain ZeRO; practicality is its step over that of the row.
 - ladder: what the launcher does and binding in code does not, one mechanism at a time: ZeRO-Offload on the largest
-  number of ranks.
+  number of ranks, with plain ZeRO.
 - beside: the same for an optimizer and a launch-bound training step, each in a process of its own.
 - tuner: what the tuner chooses, against every number of cores that it could have chosen.
 
@@ -96,7 +96,7 @@ def ways_of(part: str, names: Sequence[str] | None) -> list[Way]:
     if part in ("ours", "upstream"):  # ours finds a tuning result by itself; DeepSpeed's cannot
         ways = tuple(way for way in ways if not way.tuned or part == "ours")
     chosen = [way for way in ways if not names or way.name in names]
-    return [ZERO, *chosen] if part in ("offload", "upstream", "ours") else chosen
+    return chosen if part == "beside" else [ZERO, *chosen]
 
 
 @contextlib.contextmanager
@@ -245,11 +245,11 @@ def spread(value: dict[str, float]) -> str:
     return f"{value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})"
 
 
-TIMES = {"way": "", "step ms": spread, "ratio": ".2f", "practicality": ".2f"}
-EVIDENCE = {
+COLUMNS = {
     "way": "",
     "step ms": spread,
     "ratio": ".2f",
+    "practicality": ".2f",
     "involuntary": ".1f",
     "migrations": ".1f",
     "queued_ms": ".1f",
@@ -267,9 +267,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             print(f"\nThe tuner against every possible choice\n\n{report.table(chosen, TUNER)}", flush=True)
             continue
         print(f"\n{TITLES[part]}{f', the {process} process' if process else ''}, {ranks} rank(s)")
-        if part not in ("ladder", "beside"):
-            print(f"\n{report.table(chosen, TIMES)}")
-        print(f"\n{report.table(chosen, EVIDENCE)}", flush=True)
+        print(f"\n{report.table(chosen, COLUMNS)}", flush=True)
 
 
 def arguments() -> argparse.ArgumentParser:
