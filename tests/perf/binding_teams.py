@@ -108,7 +108,7 @@ class Team:
     def _require_alive(self, deadline: float) -> None:
         ended = [process.args for process in self.processes if process.poll() is not None]
         if ended or time.monotonic() > deadline:
-            what = f"ended: {ended[0]}" if ended else f"does not answer within {TIMEOUT_SECONDS:.0f} s"
+            what = f"ended: {ended[0]!r}" if ended else f"does not answer within {TIMEOUT_SECONDS:.0f} s"
             raise TeamError(f"{self.way.name}, a process {what}\n{self._log_end()}")
 
     def _log_end(self) -> str:
