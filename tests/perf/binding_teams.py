@@ -37,6 +37,7 @@ class Team:
 
     Attributes:
         facts: of each process, by load and rank.
+        ports: of the process groups that DeepSpeed's launcher makes.
     """
 
     tasks: tuple[Task, ...]
@@ -44,6 +45,7 @@ class Team:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     connections: dict[tuple[Load, int], Connection] = field(default_factory=dict)
     facts: dict[tuple[Load, int], Facts] = field(default_factory=dict)
+    ports: list[str] = field(default_factory=list)
 
     @property
     def way(self) -> Way:
@@ -82,9 +84,12 @@ class Team:
             path = self.folder / f"{task.load}.task"
             path.write_bytes(pickle.dumps(task))
             for rank in [0] if task.way.launcher == "deepspeed" else range(len(task.places)):
+                words = command(task, rank, path)
+                if "--master_port" in words:
+                    self.ports.append(words[words.index("--master_port") + 1])
                 with open(self.folder / "log", "ab") as log:
                     process = subprocess.Popen(
-                        command(task, rank, path),
+                        words,
                         env=environment(task, rank) | ({"DSEXT_CACHE_DIR": cache} if task.way.tuned else {}),
                         cwd=report.ROOT,
                         stdin=subprocess.DEVNULL,
@@ -144,6 +149,9 @@ class Team:
                 if member.is_running():
                     member.kill()
             process.wait()
+        for port in self.ports:  # DeepSpeed's operator for all-reduce on the host leaves its buffers behind
+            for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+                path.unlink(missing_ok=True)
         shutil.rmtree(self.folder)
 
 
