@@ -1,143 +1,213 @@
-"""Core binding: unbound, bound by the launcher, by DeepSpeed's own code, and by ours, side by side in one run.
+"""Core binding: ZeRO-Offload and ZenFlow unbound, bound at launch, in code as DeepSpeed does it, and by ours.
 
-    python -m tests.perf.bench_binding [--rounds 9] [--only beside|offload|tuner]
+    python -m tests.perf.bench_binding [--only offload upstream ours ladder beside tuner] [--ranks 1 2] [--rounds 8]
+                                       [--device cpu|accelerator] [--model linears|0.5b|...] [--fresh] [--pause]
+    python -m tests.perf.bench_binding --show [FILE]
 
-- beside: CPU Adam in a process of its own and a launch-bound training step, at the same time, as ZenFlow runs them;
-- offload: the training step of ZeRO-2 with CPU offload, on two ranks;
+- offload, upstream, ours: a training step of ZeRO-Offload, of DeepSpeed's ZenFlow, overlapped, and of ours at interval
+  1, for each number of ranks. Beside them runs plain ZeRO; practicality is its step over that of the row.
+- ladder: what the launcher does and binding in code does not, one mechanism at a time: ZeRO-Offload on the largest
+  number of ranks, with plain ZeRO.
+- beside: the same for an optimizer and a launch-bound training step, each in a process of its own.
 - tuner: what the tuner chooses, against every number of cores that it could have chosen.
 
-All four ways get the same CPUs. They alternate A B C D A B C D...; each number is a median over the rounds' medians.
-"unbound" leaves the thread count to torch, as a script started by hand does; "launcher" is taskset and
-OMP_NUM_THREADS in the command; "upstream" moves the main thread after torch is imported, as DeepSpeed 0.19.8 does.
+All ways get the same CPUs and take turns, A B C A B C...; a number is the median of the turns' means. Beside the time
+stand the switches and moves of threads that the kernel counted, and the mask of every thread. Each row is kept in
+``outputs/bench/binding.json`` as soon as its table is complete, and later runs add to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.affinity.host_facts import read_host
-from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
+from deepspeed_ext.affinity.plan import PlanRequest, plan_host
 from deepspeed_ext.host.cpulist import format_cpulist
 from deepspeed_ext.tuning.tuner import Tuner, TuneSettings, local_host
 from tests.perf import report
+from tests.perf.binding_teams import Team, TeamError
+from tests.perf.binding_ways import LADDER, OURS, STUDY, TASKSET, UNBOUND, ZENFLOW_STUDY, Load, Place, Task, Turn, Way
+from tests.perf.language_model import SHAPES
+from tests.perf.threads import mask_text
 
-WAYS = ("unbound", "launcher", "upstream", "ours")
-RANKS_OF_OFFLOAD = 2
-ANSWER_TIMEOUT_SECONDS = 180
+NAME = "binding"
+PARTS = ("offload", "upstream", "ours", "ladder", "beside", "tuner")
+TITLES = {
+    "offload": "ZeRO-Offload",
+    "upstream": "DeepSpeed's ZenFlow, overlapped",
+    "ours": "ZenFlow of deepspeed_ext, interval 1",
+    "ladder": "One mechanism at a time: ZeRO-Offload",
+    "beside": "One mechanism at a time: an optimizer and a training process",
+}
+INTERVAL = 16  # DeepSpeed's ZenFlow updates in the fourth of its steps, and selects in the sixteenth
+WARM_UP = 28  # five intervals of 4 are synchronous, two more settle
+BESIDE_SECONDS = 1.0
+ZERO = replace(TASKSET, name="plain ZeRO, taskset")
 
 
-@dataclass
-class Process:
-    """A bound process that takes steps on request."""
-
-    connection: Connection
-    process: subprocess.Popen[bytes]
-
-    @classmethod
-    def start(cls, way: str, cpus: Sequence[int], load: str, rank: int, ranks: int, folder: str) -> Process:
-        ours, theirs = Pipe()
-        arguments = [str(theirs.fileno()), way, format_cpulist(cpus), load, str(rank), str(ranks), folder]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("OMP_")}
-        environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
-        environment |= {"DSEXT_LOG_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}
-        prefix = []
-        if way == "launcher":
-            prefix = ["taskset", "-c", format_cpulist(cpus)]
-            environment["OMP_NUM_THREADS"] = str(len(cpus))
-        process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.perf.binding_worker", *arguments],
-            env=environment,
-            cwd=report.ROOT,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+def places(ranks: int, device: str) -> tuple[Place, ...]:
+    """Where each rank belongs, by our plan: as a whole, and divided into training and optimizer."""
+    nodes = [rank.accelerator_node for rank in local_host(ranks, None, None).ranks] if device != "cpu" else None
+    host = read_host("/", None, nodes or [None] * ranks)
+    whole = plan_host(host.topology, host.ranks, PlanRequest(separate=False)).ranks
+    split = plan_host(host.topology, host.ranks).ranks
+    return tuple(
+        Place(
+            format_cpulist(all_of.pytorch),
+            all_of.pytorch_threads,
+            format_cpulist(part.pytorch),
+            part.pytorch_threads,
+            format_cpulist(part.optimizer),
         )
-        theirs.close()
-        return cls(ours, process)
-
-    def receive(self) -> Any:
-        if not self.connection.poll(ANSWER_TIMEOUT_SECONDS):
-            raise TimeoutError(f"{' '.join(map(str, self.process.args))} does not answer")  # type: ignore[arg-type]
-        return self.connection.recv()
+        for all_of, part in zip(whole, split, strict=True)
+    )
 
 
-@dataclass
-class Team:
-    """The processes of one way."""
-
-    processes: list[Process] = field(default_factory=list)
-
-    def turn(self, steps: int, seconds: float) -> list[float]:
-        """Median step of each process, all running at once for ``seconds``, with at least ``steps``."""
-        for process in self.processes:
-            process.connection.send((steps, seconds))
-        return [statistics.median(process.receive()) for process in self.processes]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.connection.close()
-            process.process.kill()
-            process.process.wait()
+def tasks(part: str, way: Way, where: Sequence[Place], args: argparse.Namespace) -> list[Task]:
+    """The tasks of a team."""
+    common = {"device": args.device, "model": args.model, "millions": args.millions, "elements": args.elements}
+    if part == "beside":
+        loads: tuple[Load, ...] = ("training", "optimizer")
+        return [Task("", "", way, load, tuple(where[:1]), **common) for load in loads]
+    load: Any = "zero" if way is ZERO else "offload" if part == "ladder" else part
+    if load in ("zero", "offload"):  # nothing runs beside the training: it has all cores of the rank
+        where = [replace(p, training=p.rank, training_cores=p.cores, optimizer="") for p in where]
+    warm_up = min(WARM_UP, args.warm_up) if load == "upstream" else min(4, args.warm_up)
+    return [Task("", "", way, load, tuple(where), warm_up=warm_up, **common)]
 
 
-def start_teams(load: str, plan: HostPlan) -> dict[str, Team]:
-    """One team a way; each is complete and warmed up before the next starts."""
-    teams: dict[str, Team] = {}
-    for way in WAYS:
-        with tempfile.TemporaryDirectory() as folder:
-            rendezvous = f"{folder}/rendezvous"
-            if load == "beside":
-                loads = [("adam", plan.ranks[0].optimizer), ("training", plan.ranks[0].pytorch)]
-                team = Team([Process.start(way, cpus, load, 0, 1, rendezvous) for load, cpus in loads])
-            else:
-                ranks = list(plan.ranks)
-                team = Team(
-                    [
-                        Process.start(way, rank.pytorch, "offload", rank.local_rank, len(ranks), rendezvous)
-                        for rank in ranks
-                    ]
-                )
-            teams[way] = team
-            for process in team.processes:
-                process.receive()
-    return teams
+def ways_of(part: str, names: Sequence[str] | None) -> list[Way]:
+    """The ways that are compared in a part; of plain ZeRO-Offload, which has no split, there is nothing to tune."""
+    ways = {"offload": STUDY, "ladder": LADDER, "beside": LADDER}.get(part, ZENFLOW_STUDY)
+    if part == "beside":
+        ways = tuple(way for way in ways if way.launcher != "deepspeed")
+    if part in ("ours", "upstream"):  # ours finds a tuning result by itself; DeepSpeed's cannot
+        ways = tuple(way for way in ways if not way.tuned or part == "ours")
+    chosen = [way for way in ways if not names or way.name in names]
+    return chosen if part == "beside" else [ZERO, *chosen]
 
 
-def measure(load: str, plan: HostPlan, rounds: int) -> dict[str, list[list[float]]]:
-    """For each way the medians of each round: one number a process."""
-    teams = start_teams(load, plan)
-    turns: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    try:
-        for turn, way in report.alternate(WAYS, rounds):
-            medians = teams[way].turn(5, 1.0) if load == "beside" else teams[way].turn(6, 0.0)
+@contextlib.contextmanager
+def teams_of(
+    part: str, ways: Sequence[Way], ranks: int, args: argparse.Namespace, cache: str
+) -> Iterator[dict[str, Team]]:
+    """One team a way, each complete and warm before the next starts; without DeepSpeed's launcher if it fails here."""
+    where, teams = places(ranks, args.device), {}
+    with contextlib.ExitStack() as stack:
+        for way in ways:
+            try:
+                team = Team.start(tasks(part, way, where, args), cache)
+            except TeamError as error:
+                if way.launcher != "deepspeed":
+                    raise
+                print(f"SKIPPED {error}", flush=True)
+                continue
+            teams[way.name] = stack.enter_context(contextlib.closing(team))
+            if way is OURS:
+                require_within(team)
+        yield teams
+
+
+def require_within(team: Team) -> None:
+    """Raise `TeamError` if a thread of a team that ours has bound may run outside of its rank's part."""
+    for (load, rank), facts in team.facts.items():
+        place = team.tasks[0].places[rank]
+        roles = [(place.optimizer if load == "optimizer" else place.training, facts.threads)]
+        if facts.worker is not None:
+            roles.append((place.optimizer, facts.worker))
+        for cpus, masks in roles:
+            if strays := {mask: number for mask, number in masks.items() if mask != cpus}:
+                raise TeamError(f"{load}, rank {rank}: expected every thread on {cpus}, got {mask_text(strays)}")
+
+
+def turns_of(
+    part: str, ranks: int, args: argparse.Namespace, cache: str
+) -> Iterator[tuple[Team, dict[tuple[Load, int], Turn]]]:
+    """The turns that count, A B C A B C..., each with its team; with ``--fresh`` every turn has a new one."""
+    ways = ways_of(part, args.ways)
+    size = (args.steps, 0.0) if part != "beside" else (1, args.seconds)
+    if args.fresh:
+        by_name = {way.name: way for way in ways}
+        for _, name in report.alternate(list(by_name), args.rounds, warm_up=0):
+            with teams_of(part, [by_name[name]], ranks, args, cache) as teams:
+                for team in teams.values():
+                    yield team, team.turn(*size)
+        return
+    with teams_of(part, ways, ranks, args, cache) as teams:
+        if args.pause:
+            input("everything is started and warm: Enter begins the turns\n")
+        for turn, name in report.alternate(list(teams), args.rounds):
+            answers = teams[name].turn(*size)
             if turn >= 0:
-                turns[way].append(medians)
-    finally:
-        for team in teams.values():
-            team.close()
-    return turns
+                yield teams[name], answers
 
 
-def rows_of(turns: dict[str, list[list[float]]], columns: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a way: the summary of each column in milliseconds, and its ratio to unbound."""
+def measure(part: str, ranks: int, args: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
+    """The rows of one table."""
+    teams: dict[str, Team] = {}
+    taken: dict[str, list[dict[tuple[Load, int], Turn]]] = {}
+    for team, answers in turns_of(part, ranks, args, cache):
+        teams[team.way.name] = team
+        taken.setdefault(team.way.name, []).append(answers)
+    return rows_of(part, ranks, teams, taken)
+
+
+def rows_of(
+    part: str,
+    ranks: int,
+    teams: dict[str, Team],
+    taken: dict[str, list[dict[tuple[Load, int], Turn]]],
+) -> list[dict[str, Any]]:
+    """A row a way; of "beside", one for each of its two processes."""
     rows: list[dict[str, Any]] = []
-    for way in WAYS:
-        row: dict[str, Any] = {"way": way}
-        for name, pick in columns.items():
-            row[f"{name} ms"] = report.summary([1e3 * pick(medians) for medians in turns[way]])
-            base = rows[0][f"{name} ms"]["median"] if rows else row[f"{name} ms"]["median"]
-            row[f"{name} ratio"] = row[f"{name} ms"]["median"] / base
-        rows.append(row)
+    loads = ("training", "optimizer") if part == "beside" else ("",)
+    for load in loads:
+        first = len(rows)
+        for name, team in teams.items():
+            keys = [key for key in team.facts if key[0] == load or not load]
+            turns = [[answers[key] for key in keys] for answers in taken[name]]
+            row = {"row": f"{part} {load} {ranks} {name}", "part": part, "ranks": ranks, "process": load, "way": name}
+            row |= figures(turns)
+            row |= {"pool": team.facts[keys[0]].pool, "threads": " / ".join(told(team, key) for key in keys)}
+            rows.append(row)
+        compare(rows[first:])
     return rows
+
+
+def figures(turns: Sequence[Sequence[Turn]]) -> dict[str, Any]:
+    """Of each turn the slowest rank's step, and the sums of all ranks' counts; then over the turns."""
+    counts = {
+        name: statistics.median(sum(getattr(turn, name) for turn in ranks) for ranks in turns)
+        for name in ("involuntary", "migrations", "queued_ms")
+    }
+    return {"step ms": report.summary([1e3 * max(turn.seconds for turn in ranks) for ranks in turns]), **counts}
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> None:
+    """Add the ratio to the unbound row, and practicality where plain ZeRO was measured."""
+    medians = {row["way"]: row["step ms"]["median"] for row in rows}
+    for row in rows:
+        own = medians[row["way"]]
+        row["ratio"] = own / medians[UNBOUND.name] if UNBOUND.name in medians else None
+        row["practicality"] = medians[ZERO.name] / own if ZERO.name in medians else None
+
+
+def told(team: Team, key: tuple[Load, int]) -> str:
+    """Every thread of a process by its mask, and of its optimizer process."""
+    facts = team.facts[key]
+    return mask_text(facts.threads) + (f" + worker {mask_text(facts.worker)}" if facts.worker is not None else "")
 
 
 def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
@@ -151,6 +221,8 @@ def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
     best = max(point.gb_per_s for point in points)
     return [
         {
+            "row": f"tuner {point.cores}",
+            "part": "tuner",
             "optimizer cores": point.cores,
             "GB/s": point.gb_per_s,
             "of the best": point.gb_per_s / best,
@@ -160,45 +232,84 @@ def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
     ]
 
 
+def tune(ranks: int, cache: str) -> str:
+    """Fill the cache with what ``deepspeed-ext tune`` finds; returns what it says."""
+    command = [sys.executable, "-m", "deepspeed_ext.cli", "tune", "--quick", "--ranks", str(ranks)]
+    environment = os.environ | {"DSEXT_CACHE_DIR": cache}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return (done.stdout + done.stderr).strip()
+
+
 def spread(value: dict[str, float]) -> str:
     """Median and extremes of a cell."""
     return f"{value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})"
 
 
-def show(title: str, rows: list[dict[str, Any]], columns: dict[str, Any]) -> None:
-    print(f"\n{title}\n\n{report.table(rows, columns)}", flush=True)
+COLUMNS = {
+    "way": "",
+    "step ms": spread,
+    "ratio": ".2f",
+    "practicality": ".2f",
+    "involuntary": ".1f",
+    "migrations": ".1f",
+    "queued_ms": ".1f",
+    "pool": "",
+    "threads": "",
+}
+TUNER = {"optimizer cores": "", "GB/s": ".1f", "of the best": ".3f", "chosen": ""}
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the tables of the rows."""
+    for part, ranks, process in dict.fromkeys((row["part"], row.get("ranks"), row.get("process")) for row in rows):
+        chosen = [row for row in rows if (row["part"], row.get("ranks"), row.get("process")) == (part, ranks, process)]
+        if part == "tuner":
+            print(f"\nThe tuner against every possible choice\n\n{report.table(chosen, TUNER)}", flush=True)
+            continue
+        print(f"\n{TITLES[part]}{f', the {process} process' if process else ''}, {ranks} rank(s)")
+        print(f"\n{report.table(chosen, COLUMNS)}", flush=True)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS}")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="numbers of ranks (default 1 2)")
+    parser.add_argument("--rounds", type=int, default=8, help="turns that each way takes (default 8)")
+    parser.add_argument("--steps", type=int, default=INTERVAL, help=f"steps a turn (default {INTERVAL})")
+    parser.add_argument("--seconds", type=float, default=BESIDE_SECONDS, help="of a turn of beside")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help=f"most steps before the turns (default {WARM_UP})")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="names of ways (default: all)")
+    parser.add_argument("--model", choices=("linears", *SHAPES), default="linears", help="what is trained")
+    parser.add_argument("--millions", type=float, default=8, help="million parameters of the linears (default 8)")
+    parser.add_argument("--elements", type=int, default=16 << 20, help="that the optimizer of beside updates")
+    parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
+    parser.add_argument("--fresh", action="store_true", help="new processes for each turn: where not all fit in memory")
+    parser.add_argument("--pause", action="store_true", help="wait for Enter between start and turns of each table")
+    parser.add_argument("--show", nargs="?", type=Path, const=report.path_of(NAME), help="print a file's tables")
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=("beside", "offload", "tuner"))
-    args, _ = parser.parse_known_args()
-    wanted = [args.only] if args.only else ["beside", "offload", "tuner"]
-    results: list[dict[str, Any]] = []
-    if "beside" in wanted:
-        host = read_host("/")
-        turns = measure("beside", plan_host(host.topology, host.ranks), args.rounds)
-        rows = rows_of(turns, {"adam": lambda medians: medians[0], "training": lambda medians: medians[1]})
-        cells = {"way": "", "adam ms": spread, "adam ratio": ".3f", "training ms": spread, "training ratio": ".3f"}
-        show("CPU Adam beside a launch-bound training step", rows, cells)
-        results += [{"load": "beside", **row} for row in rows]
-    if "offload" in wanted:
-        host = read_host("/", None, [None] * RANKS_OF_OFFLOAD)
-        plan = plan_host(host.topology, host.ranks, PlanRequest(separate=False))
-        rows = rows_of(measure("offload", plan, args.rounds), {"step": max})
-        show(
-            f"ZeRO-2 with CPU offload, {RANKS_OF_OFFLOAD} ranks",
-            rows,
-            {"way": "", "step ms": spread, "step ratio": ".3f"},
-        )
-        results += [{"load": "offload", **row} for row in rows]
-    if "tuner" in wanted:
-        rows = tuner_rows(TuneSettings.for_host(1, quick=False))
-        cells = {"optimizer cores": "", "GB/s": ".1f", "of the best": ".3f", "chosen": ""}
-        show("The tuner against every possible choice", rows, cells)
-        results += [{"load": "tuner", **row} for row in rows]
-    print(f"\nwritten to {report.write('binding', vars(args), results)}")
+    args = arguments().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the teams are ended first
+    if args.show:
+        show(json.loads(args.show.read_text())["rows"])
+        return
+    settings = {name: value for name, value in vars(args).items() if name not in ("show", "pause")}
+    for part in args.only:
+        numbers = {"tuner": [1], "beside": [1], "ladder": [max(args.ranks)]}.get(part, args.ranks)
+        for ranks in numbers:
+            with tempfile.TemporaryDirectory(prefix="dsext-cache-") as cache:
+                if part == "ours":
+                    print(tune(ranks, cache), flush=True)
+                is_tuner = part == "tuner"
+                found = (
+                    tuner_rows(TuneSettings.for_host(1, quick=False)) if is_tuner else measure(part, ranks, args, cache)
+                )
+            show(found)
+            report.merge(NAME, settings, found, key="row")
+    print(f"\nkept in {report.path_of(NAME)}")
 
 
 if __name__ == "__main__":

@@ -1,121 +1,168 @@
-"""One process of `tests.perf.bench_binding`: bound in one of four ways, it takes steps when told to.
+"""One process of `tests.perf.bench_binding`: bound in one of the ways, it takes steps when told to.
 
-``binding_worker FD WAY CPUS LOAD RANK RANKS FOLDER``; ways that a launcher is responsible for are already in effect.
+``LOCAL_RANK=R binding_worker [--local_rank=R] TASK``; TASK is a file. What a launcher is responsible for is in effect.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
+import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
 
 from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.host.cpulist import parse_cpulist
 from deepspeed_ext.tuning.measuring_process import optimizer_step, training_step
-
-ADAM_ELEMENTS = 16 << 20
-OFFLOAD_WIDTH, OFFLOAD_LAYERS, OFFLOAD_BATCH = 1024, 8, 8
-
-Step = Callable[[], None]
+from tests.perf import threads
+from tests.perf.binding_ways import Facts, Task, Turn, Way
 
 
-def bind_as_upstream_does(cpus: frozenset[int]) -> None:
-    """DeepSpeed 0.19.8: after torch has started its threads, move the main thread and export a thread count."""
-    import psutil
+@dataclass
+class Subject:
+    """What takes steps.
+
+    Attributes:
+        synchronize: returns when the device has done its work.
+        refresh: binds threads that started late; for deepspeed_ext's binding outside of its own engines.
+        worker: process id of its optimizer process, if it has one.
+    """
+
+    step: Callable[[], None]
+    synchronize: Callable[[], None] = lambda: None
+    refresh: Callable[[], None] = lambda: None
+    worker: Callable[[], int | None] = lambda: None
+
+
+def place(way: Way, cpus: str, cores: int) -> None:
+    """Bind this process as `way` says, once torch's pool has started."""
     import torch
 
-    torch.zeros(1 << 20).add_(1)
-    psutil.Process().cpu_affinity(sorted(cpus))
-    os.environ["OMP_NUM_THREADS"] = str(len(cpus))
+    from deepspeed_ext.affinity.openmp import ThreadCount, start_pool
+    from deepspeed_ext.affinity.thread_masks import confine
+
+    start_pool(torch.get_num_threads())
+    if way.masks == "main":  # as DeepSpeed 0.19.8 does it
+        psutil.Process().cpu_affinity(sorted(parse_cpulist(cpus)))
+        os.environ["OMP_NUM_THREADS"] = str(cores)
+    elif way.masks == "all":
+        confine(parse_cpulist(cpus))
+    if way.pool:
+        ThreadCount.change(cores)
 
 
-def bind_trainer(rank: int, *, separate: bool) -> None:
-    """Ours: all ranks agree on a plan and every thread is confined to it."""
+def confine_by_package(rank: int, *, separate: bool) -> Callable[[], None]:
+    """Ours, without an engine of ours; returns what is to be called after the first step."""
     import torch
+    from deepspeed.accelerator import get_accelerator
 
     from deepspeed_ext._agreement import RankGroup
     from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.config import CoreBindingConfig
 
-    is_group = torch.distributed.is_initialized()
-    ranks = RankGroup.of(None, torch.device("cpu")) if is_group else RankGroup.alone()
-    binding = CoreBinding.start(CoreBindingConfig(use_tuning_result=False), ranks, local_rank=rank, separate=separate)
-    if not binding.verify().ok:
-        raise RuntimeError(f"threads outside their set: {binding.verify()}")
+    device = torch.device(get_accelerator().current_device_name())
+    ranks = RankGroup.of(None, device) if torch.distributed.is_initialized() else RankGroup.alone()
+    config = CoreBindingConfig(use_tuning_result=False)
+    binding = CoreBinding.start(config, ranks, local_rank=rank, separate=separate)
+
+    def refresh() -> None:
+        if binding.plan is None or not (found := binding.refresh()).ok:
+            raise RuntimeError(f"not bound: {found if binding.plan else 'no plan'}")
+
+    return refresh
 
 
-def offloaded_step(rank: int, ranks: int, folder: str, bind: Callable[[], None]) -> Step:
-    """A training step of ZeRO-2 with the optimizer offloaded to the CPU, on the CPU accelerator."""
-    import deepspeed
-    import torch
-    from torch import nn
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}", rank=rank, world_size=ranks)
-    deepspeed.init_distributed(dist_backend="gloo")
-    bind()
-    layers = [nn.Sequential(nn.Linear(OFFLOAD_WIDTH, OFFLOAD_WIDTH), nn.ReLU()) for _ in range(OFFLOAD_LAYERS)]
-    model = nn.Sequential(*layers)
-    config = {
-        "train_micro_batch_size_per_gpu": OFFLOAD_BATCH,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    }
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    batch = torch.randn(OFFLOAD_BATCH, OFFLOAD_WIDTH, dtype=torch.bfloat16)
-
-    def step() -> None:
-        engine.backward(engine(batch).float().square().mean())
-        engine.step()
-
-    return step
-
-
-def make_step(way: str, cpus: frozenset[int], load: str, rank: int, ranks: int, folder: str) -> Step:
-    if load == "adam":
-        if way == "ours":
+def single(task: Task, rank: int) -> Subject:
+    """An optimizer or a launch-bound training step in a process of its own, without an engine."""
+    way, at = task.way, task.places[rank]
+    if task.load == "optimizer":
+        cpus = parse_cpulist(at.optimizer)
+        if way.package:
             WorkerPlacement(cpus).bind_process()
-        elif way == "upstream":
-            bind_as_upstream_does(cpus)
-        return partial(optimizer_step("torch-fused-adamw", ADAM_ELEMENTS), len(cpus))
+        elif way.early:
+            place(way, at.optimizer, len(cpus))
+        return Subject(partial(optimizer_step("torch-fused-adamw", task.elements), len(cpus)))
+    if way.early:
+        place(way, at.training, at.training_cores)
+    step = partial(training_step(rank), at.training_cores)
+    return Subject(step, refresh=confine_by_package(rank, separate=True) if way.package else lambda: None)
 
-    def bind() -> None:
-        if way == "upstream":
-            bind_as_upstream_does(cpus)
-        elif way == "ours":
-            bind_trainer(rank, separate=load == "training")
 
-    if load == "offload":
-        return offloaded_step(rank, ranks, folder, bind)
-    step = training_step(rank)
-    bind()
-    return partial(step, len(cpus))
+def start(task: Task, rank: int) -> Subject:
+    """Everything up to the end of the warm-up."""
+    way, at = task.way, task.places[rank]
+    if task.load in ("optimizer", "training"):
+        subject = single(task, rank)
+    else:
+        from tests.perf import binding_engine
+
+        subject = binding_engine.start(task, rank)
+    subject.step()
+    is_upstreams_own = task.load == "upstream" and way.masks == "main"
+    if (way.masks != "none" or way.pool) and not way.early and not is_upstreams_own:
+        if task.load == "optimizer":
+            place(way, at.optimizer, len(parse_cpulist(at.optimizer)))
+        else:
+            place(way, at.training, at.training_cores)
+        if (worker := subject.worker()) is not None:
+            psutil.Process(worker).cpu_affinity(sorted(parse_cpulist(at.optimizer)))
+    for _ in range(task.warm_up - 1):
+        subject.step()
+    subject.refresh()
+    subject.synchronize()
+    return subject
+
+
+def turn(subject: Subject, count: int, seconds: float) -> Turn:
+    """At least `count` steps, for at least `seconds`."""
+    worker = subject.worker()
+    pids = [os.getpid(), *([worker] if worker is not None else [])]
+    before, taken = threads.read(pids), 0
+    begin = time.perf_counter()
+    while taken < count or time.perf_counter() < begin + seconds:
+        subject.step()
+        taken += 1
+    subject.synchronize()
+    each = (time.perf_counter() - begin) / taken
+    counts = threads.between(before, threads.read(pids)).each(taken)
+    return Turn(each, counts.involuntary, counts.migrations, counts.queued_ms)
+
+
+def facts(subject: Subject) -> Facts:
+    """Where this process's threads are."""
+    import torch
+
+    worker = subject.worker()
+    by_mask = None if worker is None else threads.by_mask(worker)
+    return Facts(torch.get_num_threads(), threads.by_mask(os.getpid()), by_mask)
 
 
 def main() -> None:
     initial_mask.record()
-    descriptor, way, cpus, load, rank, ranks, folder = sys.argv[1:]
-    connection = Connection(int(descriptor))
-    step = make_step(way, parse_cpulist(cpus), load, int(rank), int(ranks), folder)
-    for _ in range(3):
-        step()
-    connection.send("ready")
+    task: Task = pickle.loads(Path(sys.argv[-1]).read_bytes())
+    rank = int(os.environ["LOCAL_RANK"])
+    with socket.socket(socket.AF_UNIX) as orders:
+        orders.connect(task.address)
+        connection = Connection(orders.detach())
+    connection.send((task.load, rank))
+    subject = start(task, rank)
+    connection.send(facts(subject))
     while True:
         try:
-            count, seconds = connection.recv()
+            connection.send(turn(subject, *connection.recv()))
         except (EOFError, ConnectionError):
-            os._exit(0)  # leave no time to a process group that waits for its peers
-        taken: list[float] = []
-        deadline = time.perf_counter() + seconds
-        while len(taken) < count or time.perf_counter() < deadline:
-            start = time.perf_counter()
-            step()
-            taken.append(time.perf_counter() - start)
-        connection.send(taken)
+            break
+    for child in psutil.Process().children(recursive=True):  # DeepSpeed's ZenFlow leaves its process behind
+        child.kill()
+    os._exit(0)  # leave no time to a process group that waits for its peers
 
 
 if __name__ == "__main__":
