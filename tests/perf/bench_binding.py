@@ -1,6 +1,6 @@
 """Core binding: unbound, bound by the launcher, by DeepSpeed's own code, and by ours, side by side in one run.
 
-    python -m tests.perf.bench_binding [--rounds 9] [--only beside|offload|tuner]
+    python -m tests.perf.bench_binding [--rounds 9] [--only beside offload tuner]
 
 - beside: CPU Adam in a process of its own and a launch-bound training step, at the same time, as ZenFlow runs them;
 - offload: the training step of ZeRO-2 with CPU offload, on two ranks;
@@ -140,6 +140,24 @@ def rows_of(turns: dict[str, list[list[float]]], columns: dict[str, Any]) -> lis
     return rows
 
 
+def comparisons_of(
+    what: str, turns: dict[str, list[list[float]]], columns: dict[str, Any], cores: int
+) -> list[report.Comparison]:
+    """Ours beside each of the other ways; all have `cores` cores, and but for "unbound" a thread for each."""
+    return [
+        report.compare(
+            what,
+            way,
+            f"{name}, ms",
+            [1e3 * pick(medians) for medians in turns["ours"]],
+            [1e3 * pick(medians) for medians in turns[way]],
+            (f"{cores} a process", "as torch chooses" if way == "unbound" else f"{cores} a process"),
+        )
+        for name, pick in columns.items()
+        for way in WAYS[:-1]
+    ]
+
+
 def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
     """Each number of cores there is, and whether it is the tuner's choice."""
     with Tuner(local_host(1, None, None), settings) as tuner:
@@ -160,45 +178,51 @@ def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
     ]
 
 
-def spread(value: dict[str, float]) -> str:
-    """Median and extremes of a cell."""
-    return f"{value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})"
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}\n\n{report.table(rows, dict.fromkeys(rows[0], report.shown))}", flush=True)
 
 
-def show(title: str, rows: list[dict[str, Any]], columns: dict[str, Any]) -> None:
-    print(f"\n{title}\n\n{report.table(rows, columns)}", flush=True)
+def beside(rounds: int) -> tuple[list[dict[str, Any]], list[report.Comparison]]:
+    """CPU Adam and a training step at the same time."""
+    host = read_host("/")
+    plan = plan_host(host.topology, host.ranks)
+    turns = measure("beside", plan, rounds)
+    columns = {"adam": lambda medians: medians[0], "training": lambda medians: medians[1]}
+    rows = rows_of(turns, columns)
+    show("CPU Adam beside a launch-bound training step", rows)
+    what = "core binding, CPU Adam beside a launch-bound training step"
+    return rows, comparisons_of(what, turns, columns, len(plan.ranks[0].pytorch))
+
+
+def offload(rounds: int) -> tuple[list[dict[str, Any]], list[report.Comparison]]:
+    """The training step of ranks that share the cores."""
+    host = read_host("/", None, [None] * RANKS_OF_OFFLOAD)
+    plan = plan_host(host.topology, host.ranks, PlanRequest(separate=False))
+    turns = measure("offload", plan, rounds)
+    rows = rows_of(turns, {"step": max})
+    show(f"ZeRO-2 with CPU offload, {RANKS_OF_OFFLOAD} ranks", rows)
+    what = f"core binding, step of ZeRO-2 with CPU offload, {RANKS_OF_OFFLOAD} ranks"
+    return rows, comparisons_of(what, turns, {"step": max}, len(plan.ranks[0].pytorch))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=("beside", "offload", "tuner"))
-    args, _ = parser.parse_known_args()
-    wanted = [args.only] if args.only else ["beside", "offload", "tuner"]
+    loads = ("beside", "offload", "tuner")
+    parser.add_argument("--only", nargs="+", choices=loads, default=loads)
+    args = parser.parse_args()
     results: list[dict[str, Any]] = []
-    if "beside" in wanted:
-        host = read_host("/")
-        turns = measure("beside", plan_host(host.topology, host.ranks), args.rounds)
-        rows = rows_of(turns, {"adam": lambda medians: medians[0], "training": lambda medians: medians[1]})
-        cells = {"way": "", "adam ms": spread, "adam ratio": ".3f", "training ms": spread, "training ratio": ".3f"}
-        show("CPU Adam beside a launch-bound training step", rows, cells)
-        results += [{"load": "beside", **row} for row in rows]
-    if "offload" in wanted:
-        host = read_host("/", None, [None] * RANKS_OF_OFFLOAD)
-        plan = plan_host(host.topology, host.ranks, PlanRequest(separate=False))
-        rows = rows_of(measure("offload", plan, args.rounds), {"step": max})
-        show(
-            f"ZeRO-2 with CPU offload, {RANKS_OF_OFFLOAD} ranks",
-            rows,
-            {"way": "", "step ms": spread, "step ratio": ".3f"},
-        )
-        results += [{"load": "offload", **row} for row in rows]
-    if "tuner" in wanted:
+    comparisons: list[report.Comparison] = []
+    for name, load in {"beside": beside, "offload": offload}.items():
+        if name in args.only:
+            rows, found = load(args.rounds)
+            results += [{"load": name, **row} for row in rows]
+            comparisons += found
+    if "tuner" in args.only:
         rows = tuner_rows(TuneSettings.for_host(1, quick=False))
-        cells = {"optimizer cores": "", "GB/s": ".1f", "of the best": ".3f", "chosen": ""}
-        show("The tuner against every possible choice", rows, cells)
+        show("The tuner against every possible choice", rows)
         results += [{"load": "tuner", **row} for row in rows]
-    print(f"\nwritten to {report.write('binding', vars(args), results)}")
+    print(f"\nwritten to {report.write('binding', vars(args), results, comparisons)}")
 
 
 if __name__ == "__main__":

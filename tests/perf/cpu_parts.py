@@ -1,0 +1,109 @@
+"""The parts of `make bench`: all that a machine without an accelerator can measure."""
+
+from __future__ import annotations
+
+import shlex
+
+from tests.perf.part import OUT, Part
+
+LIMIT_OVER_USUAL = 5
+"""A part may take this many times as long as on two quiet cores, and is ended then."""
+
+
+def _part(name: str, module: str, real: str, toy: str, usual: float, result: str) -> Part:
+    limit = max(120.0, LIMIT_OVER_USUAL * usual)
+    return Part(name, module, tuple(shlex.split(real)), tuple(shlex.split(toy)), limit, result, result, usual)
+
+
+def parts() -> list[Part]:
+    """All of them; `usual` are seconds on two quiet cores."""
+    startup = "--ranks 2 --stages 1 2 --offload no yes"
+    gather = "tests.perf.bench_gather"
+    adam = "--deepspeed"
+    rows = "--rows adamw upstream predictive --rates 0.001"
+    runs = "ZeRO ZeRO-Offload 'predictive, interval 1' 'predictive, interval 2' 'selective, interval 2'"
+    return [
+        _part(
+            "startup",
+            "tests.perf.bench_startup",
+            f"{startup} --millions 64 --repeats 5",
+            f"{startup} --millions 1 --repeats 1",
+            180,
+            "startup",
+        ),
+        _part(
+            "breakdown",
+            "tests.perf.startup_breakdown",
+            "--millions 64 --ranks 2 --repeats 2",
+            "--millions 1 --ranks 1 --repeats 1 --only 'upstream: ZeRO-2' 'ours: ZeRO-2, tier host'",
+            180,
+            "startup_breakdown",
+        ),
+        _part(
+            "gather",
+            gather,
+            "--ranks 2 3 --sizes tiny small medium large --repeats 12 --steps 1",
+            "--ranks 2 --sizes tiny --repeats 1 --steps 1",
+            150,
+            "gather",
+        ),
+        _part(
+            "step",
+            "tests.perf.bench_offload_step",
+            "--millions 16 --turns 5 --steps 6",
+            "--millions 2.2 --turns 1 --steps 2 --no-memory",
+            150,
+            "offload_step",
+        ),
+        _part(
+            "hidden-transfers",
+            "tests.simulated.overlap",
+            "--quick --links 0.1 0.4 0.8 1.0 1.5",
+            "--quick --links 0.4",
+            60,
+            "overlap",
+        ),
+        _part(
+            "cpu-adam",
+            "tests.perf.bench_cpu_adam",
+            f"{adam} --repeats 9",
+            f"{adam} --repeats 1 --numel 65536 50017",
+            90,
+            "cpu_adam",
+        ),
+        _part(
+            "save",
+            "tests.perf.bench_save",
+            "--millions 8 32 --turns 3 --steps 6",
+            "--millions 1 --turns 1 --steps 2 --device-ms 10",
+            120,
+            "save",
+        ),
+        _part("estimate", "tests.perf.bench_estimate", "--repeats 15", "--numel 65536 --repeats 1", 60, "estimate"),
+        _part(
+            "binding",
+            "tests.perf.bench_binding",
+            "--rounds 5 --only beside offload",
+            "--rounds 1 --only beside",
+            100,
+            "binding",
+        ),
+        _part("tune", "deepspeed_ext.cli", f"tune --quick --output {OUT}/tune.json", "--version", 20, "tune"),
+        _part(
+            "convergence",
+            "tests.perf.bench_convergence",
+            f"{rows} --seeds 2 --steps 200",
+            "--rows adamw --quick",
+            120,
+            "convergence_losses",
+        ),
+        _part(
+            "memory-plan",
+            "tests.perf.memory_plan",
+            f"--stages 2 3 --accumulation 1 --ways {runs}",
+            "--stages 2 --accumulation 1 --ways ZeRO",
+            60,
+            "memory_plan",
+        ),
+        _part("scale", "tests.perf.scale", "--ranks 8 64 1024", "--ranks 8 --only agreement", 30, "scale"),
+    ]
