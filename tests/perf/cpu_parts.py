@@ -18,8 +18,7 @@ def _part(name: str, module: str, real: str, toy: str, usual: float, result: str
 def parts() -> list[Part]:
     """All of them; `usual` are seconds on two quiet cores."""
     startup = "--ranks 2 --stages 1 2 --offload no yes"
-    gather = "tests.perf.bench_gather"
-    adam = "--deepspeed"
+    tune = f"tune --quick --output {OUT}/tune.json"
     rows = "--rows adamw upstream predictive --rates 0.001"
     runs = "ZeRO ZeRO-Offload 'predictive, interval 1' 'predictive, interval 2' 'selective, interval 2'"
     return [
@@ -41,7 +40,7 @@ def parts() -> list[Part]:
         ),
         _part(
             "gather",
-            gather,
+            "tests.perf.bench_gather",
             "--ranks 2 3 --sizes tiny small medium large --repeats 12 --steps 1",
             "--ranks 2 --sizes tiny --repeats 1 --steps 1",
             150,
@@ -66,8 +65,8 @@ def parts() -> list[Part]:
         _part(
             "cpu-adam",
             "tests.perf.bench_cpu_adam",
-            f"{adam} --repeats 9",
-            f"{adam} --repeats 1 --numel 65536 50017",
+            "--deepspeed --repeats 9",
+            "--deepspeed --repeats 1 --numel 65536 50017",
             90,
             "cpu_adam",
         ),
@@ -88,7 +87,7 @@ def parts() -> list[Part]:
             100,
             "binding",
         ),
-        _part("tune", "deepspeed_ext.cli", f"tune --quick --output {OUT}/tune.json", "--version", 20, "tune"),
+        _part("tune", "deepspeed_ext.cli", tune, f"{tune} --elements 65536", 20, "tune"),
         _part(
             "convergence",
             "tests.perf.bench_convergence",

@@ -49,12 +49,13 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of a part: `state` is "done", "failed", "overran" or "left out"."""
+    """What became of a part at a commit: `state` is "done", "failed", "overran" or "left out"."""
 
     part: str
     state: str
     seconds: float = 0.0
     output: str = ""
+    commit: str = ""
 
     @property
     def is_bad(self) -> bool:

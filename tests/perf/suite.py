@@ -8,7 +8,7 @@ runs; when the budget is spent the rest is left out, and said so. A name picks a
 After every part, everything so far is in one file: outcomes, the ends of outputs and the results; what it held of other
 parts stays. Of ``--on gpu`` it is ``gpu.json`` beside the parts' own files, in ``outputs/bench`` or in the folder that
 the variable OUT names. Of ``--on cpu`` it is ``benchmarks/cpu.json``, from which `make bench-report` makes a page.
-``--resume`` leaves out what is done in that file. ``--toy`` runs every part at sizes of no meaning.
+``--resume`` leaves out what is done in that file at this commit. ``--toy`` runs every part at sizes of no meaning.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Record:
             self.outcomes = {row["part"]: Outcome(**row) for row in kept["rows"]}
             self.results = kept["settings"]["results"]
 
-    def is_done(self, part: Part) -> bool:
-        """Whether this run or an earlier one has done it."""
-        return part.name in self.outcomes and self.outcomes[part.name].state == "done"
+    def is_done(self, part: Part, commit: str) -> bool:
+        """Whether this run or an earlier one of the same commit has done it."""
+        outcome = self.outcomes.get(part.name)
+        return outcome is not None and (outcome.state, outcome.commit) == ("done", commit)
 
     def add(self, outcome: Outcome, result: str, settings: dict[str, Any], newer_than: float) -> None:
         """Keep it with the result that its part has written since `newer_than`, and write everything."""
@@ -95,7 +96,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="*", default=[], help="names or beginnings of names (default: all)")
     parser.add_argument("--budget", type=float, default=0, help="seconds for everything (default: no limit)")
     parser.add_argument("--list", action="store_true", help="only list the parts and their limits")
-    parser.add_argument("--resume", action="store_true", help="leave out what the file of results says is done")
+    parser.add_argument("--resume", action="store_true", help="leave out what is done at this commit")
     parser.add_argument("--toy", action="store_true", help="sizes of no meaning, to try the suite itself")
     parser.add_argument("--device", choices=("cpu", "accelerator"), help="of --on gpu (default accelerator)")
     return parser
@@ -131,22 +132,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
     """Run the parts one after the other; 0 if all are done."""
     record, deadline = record_of(args), time.monotonic() + (args.budget or float("inf"))
-    ahead = [part for part in chosen if not (args.resume and record.is_done(part))]
+    commit = report.commit()
+    ahead = [part for part in chosen if not (args.resume and record.is_done(part, commit))]
     for number, part in enumerate(ahead):
         left = deadline - time.monotonic()
         begin = time.time()
         if left < LEAST_SECONDS:
-            outcome = Outcome(part.name, "left out")
+            outcome = Outcome(part.name, "left out", commit=commit)
         else:
             print(f"[{number + 1}/{len(ahead)}] {part.name} ...{_to_go(ahead[number:], args.toy)}", flush=True)
             outcome = run(part, args.device, args.toy, min(part.limit, left))
+            outcome.commit = commit
             print(f"{outcome.output}\n{part.name}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
             if args.on == "cpu" and not outcome.is_bad:
                 outcome.output = ""  # its results say the same, and the file is committed
         record.add(outcome, part.result_of(args.toy), vars(args), begin)
     print(summary(record, chosen, args.toy))
     print(f"\nwritten to {record.path}")
-    return int(any(not record.is_done(part) for part in chosen))
+    return int(any(not record.is_done(part, commit) for part in chosen))
 
 
 def _to_go(ahead: Sequence[Part], toy: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from tests.perf import bandwidth, bench_offload_step, bench_startup, gpu_parts, sides, suite
 from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
-from tests.perf.part import Part
+from tests.perf.part import OUT, Part
+from tests.support.pages import Block, failures
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tools import offline, wheels
@@ -87,11 +89,20 @@ def test_names_pick_a_part_and_all_below_it() -> None:
 
 
 def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
+    blocks = []
+    for part in (part for parts in suite.PARTS.values() for part in parts()):
+        for arguments in {part.arguments, part.toy}:
+            words = [argument.replace(OUT, "outputs") for argument in arguments]
+            text = shlex.join(["python", "-m", part.module, *words])
+            blocks.append(Block(part.name, 0, "bash", text, False))
+    (found,) = run_ranks(1, failures, blocks, pool="pages")
+    assert not found, "\n".join(found)
+
+
+def test_parts_of_one_way_to_train_measure_one() -> None:
     for part in gpu_parts.parts():
         if part.module == "tests.perf.bench_offload_step":
-            for arguments in (part.arguments, part.toy):
-                args = bench_offload_step.arguments().parse_args([*arguments, "--device", "cpu"])
-                assert len(args.only) == 1
+            assert len(bench_offload_step.arguments().parse_args(part.arguments).only) == 1
 
 
 # -- what the parts measure -----------------------------------------------------------------------------------------
