@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +80,8 @@ SECTIONS: dict[str, Section] = {
     ),
     "startup_breakdown": Section(
         "Where the seconds of a start go",
-        "From `import torch` to the end of the first step, each start in processes of its own.",
+        "From `import torch` to the end of the first step, each start in processes of its own. Upstream's ZenFlow "
+        "starts its process at its first update, which comes later.",
         "flattening.md#where-the-seconds-go",
         _rows,
     ),
@@ -183,7 +183,7 @@ def _section(section: Section, name: str, result: dict[str, Any]) -> str:
     if section.lab:
         parts[-1] += f" More in the [lab](lab/{section.lab})."
     if "provenance" in result:
-        parts.append(f"```bash\n{command_of(result['provenance']['command'])}\n```")
+        parts.append(f"```bash\n{result['provenance']['command']}\n```")
     else:
         parts.append("```bash\ndeepspeed-ext tune --quick\n```")
     if comparisons:
@@ -194,11 +194,6 @@ def _section(section: Section, name: str, result: dict[str, Any]) -> str:
     if is_drawn(comparisons):
         parts.append(f"![Ratios of the table above, with their smallest and largest]({figure_of(name).name})")
     return "\n\n".join(parts)
-
-
-def command_of(command: str) -> str:
-    """A command as it was given, in words that a shell reads."""
-    return command if "'" in command else " ".join(map(shlex.quote, command.split(" ")))
 
 
 def _states(kept: dict[str, Any]) -> str:

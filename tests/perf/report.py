@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -135,7 +136,7 @@ def provenance() -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.get_device_module(accelerator).get_device_name() if accelerator is not None else "none"
     return {
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
         "versions": {name: version(name) for name in ("torch", "deepspeed")}

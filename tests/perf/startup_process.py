@@ -28,6 +28,7 @@ PHASES = (
     "init_distributed",
     "operators",
     IMPORTS,
+    "check of DeepSpeed's members",
     INITIALIZE,
     "model: dtype and broadcast",
     "core plan",
@@ -37,7 +38,7 @@ PHASES = (
     "optimizer process",
     "first step",
 )
-"""In the order of the table. Upstream's ZenFlow starts its process in the first step, ours in `initialize`."""
+"""In the order of the table. Upstream's ZenFlow starts its process at its first update, ours in `initialize`."""
 OUTSIDE = PHASES[:4]
 """What comes before `deepspeed.initialize`; "operators" may be loaded before it or within."""
 
@@ -109,6 +110,7 @@ def watched() -> list[tuple[Any, str, str]]:
     from deepspeed.runtime.zenflow import zenflow_utils
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    from deepspeed_ext import _upstream
     from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.zero import zenflow_stage_1_and_2
     from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
@@ -117,6 +119,7 @@ def watched() -> list[tuple[Any, str, str]]:
     return [
         (OpBuilder, "load", "operators"),
         (sides, "initialize", INITIALIZE),
+        (_upstream, "check", "check of DeepSpeed's members"),
         (DeepSpeedEngine, "_configure_distributed_model", "model: dtype and broadcast"),
         (CoreBinding, "start", "core plan"),
         (zenflow_utils, "_compute_zf_pt_affinity", "core plan"),

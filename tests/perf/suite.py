@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -102,6 +103,10 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def _ended(*signal_and_frame: Any) -> None:
+    sys.exit("error: the suite was ended; what is measured is kept, and --resume goes on")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every part that was asked for is done."""
     args = arguments().parse_args(argv)
@@ -126,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.on == "gpu" and args.device == "cpu" and not args.toy:
         print("error: real sizes are for an accelerator: add --toy to --device cpu", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, _ended)  # so that the part that runs ends as well
     return measure(chosen, args)
 
 
