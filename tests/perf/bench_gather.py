@@ -244,7 +244,8 @@ def main() -> None:
         "gathers": "d",
     }
     print(report.table(rows, columns))
-    print(f"\nwritten to {report.write('gather', vars(args), rows, comparisons)}")
+    name = "gather_large" if args.sizes == ["large"] else "gather"
+    print(f"\nwritten to {report.write(name, vars(args), rows, comparisons)}")
 
 
 if __name__ == "__main__":

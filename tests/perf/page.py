@@ -86,6 +86,11 @@ SECTIONS: dict[str, Section] = {
         _rows,
     ),
     "gather": Section("ZeRO-3 gather", "What does a gather into each parameter cost in time and memory?", "gather.md"),
+    "gather_large": Section(
+        "ZeRO-3 gather, large parameters",
+        "The same for weights of 64 MiB, fewer turns.",
+        "gather.md",
+    ),
     "offload_step": Section(
         "Offloaded step",
         "Does the trainer wait for the optimizer, and how much memory does it take?",
