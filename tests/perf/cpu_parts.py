@@ -61,7 +61,7 @@ def parts() -> list[Part]:
         _part(
             "step",
             "tests.perf.bench_offload_step",
-            "--millions 16 --turns 5 --steps 6",
+            "--millions 16 --turns 3 --steps 6 --no-memory",
             "--millions 2.2 --turns 1 --steps 2 --no-memory",
             150,
             "offload_step",
@@ -69,7 +69,7 @@ def parts() -> list[Part]:
         _part(
             "hidden-transfers",
             "tests.simulated.overlap",
-            "--quick --links 0.1 0.4 0.8 1.0 1.5",
+            "--quick --links 0.1 0.4 1.0 1.5",
             "--quick --links 0.4",
             60,
             "overlap",
@@ -77,7 +77,7 @@ def parts() -> list[Part]:
         _part(
             "cpu-adam",
             "tests.perf.bench_cpu_adam",
-            "--deepspeed --repeats 9",
+            "--deepspeed --repeats 5 --numel 16777216 62219904 50000017",
             "--deepspeed --repeats 1 --numel 65536 50017",
             90,
             "cpu_adam",
@@ -85,16 +85,23 @@ def parts() -> list[Part]:
         _part(
             "save",
             "tests.perf.bench_save",
-            "--millions 32 --turns 3 --steps 6",
+            "--millions 32 --turns 3 --steps 4",
             "--millions 1 --turns 1 --steps 2 --device-ms 10",
             120,
             "save",
         ),
-        _part("estimate", "tests.perf.bench_estimate", "--repeats 15", "--numel 65536 --repeats 1", 60, "estimate"),
+        _part(
+            "estimate",
+            "tests.perf.bench_estimate",
+            "--numel 15554976 --repeats 9",
+            "--numel 65536 --repeats 1",
+            40,
+            "estimate",
+        ),
         _part(
             "binding",
             "tests.perf.bench_binding",
-            "--rounds 5 --only beside offload",
+            "--rounds 3 --only beside offload",
             "--rounds 1 --only beside",
             100,
             "binding",
@@ -103,7 +110,7 @@ def parts() -> list[Part]:
         _part(
             "convergence",
             "tests.perf.bench_convergence",
-            f"{rows} --seeds 2 --steps 150",
+            f"{rows} --seeds 1 --steps 150",
             "--rows adamw --quick",
             120,
             "convergence_losses",

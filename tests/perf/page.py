@@ -188,7 +188,9 @@ def _section(section: Section, name: str, result: dict[str, Any]) -> str:
     if section.lab:
         parts[-1] += f" More in the [lab](lab/{section.lab})."
     if "provenance" in result:
-        parts.append(f"```bash\n{result['provenance']['command']}\n```")
+        made = result["provenance"]
+        parts.append(f"{made['date']}, commit {made['commit']}, load average at the start {made['load_at_start']:.1f}.")
+        parts.append(f"```bash\n{made['command']}\n```")
     else:
         parts.append("```bash\ndeepspeed-ext tune --quick\n```")
     if comparisons:
