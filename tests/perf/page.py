@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.perf import report
-from tests.perf.suite import KEPT
+from tests.perf.cpu_parts import KEPT, parts
 
 PAGE = report.ROOT / "docs" / "benchmarks.md"
 LEAST_DRAWN = 3
@@ -135,10 +135,10 @@ def markdown(kept: dict[str, Any]) -> str:
     """The page."""
     results = {name: found for name in SECTIONS if (found := kept["settings"]["results"].get(name))}
     comparisons = [one for result in results.values() for one in result.get("comparisons", [])]
-    parts = [_head(kept, results), f"## All comparisons\n\n{_summary(comparisons)}"]
-    parts += [_section(SECTIONS[name], name, result) for name, result in results.items()]
-    parts.append(f"## The parts of this run\n\n{_states(kept)}")
-    return "\n\n".join(parts) + "\n"
+    blocks = [_head(kept, results), f"## All comparisons\n\n{_summary(comparisons)}"]
+    blocks += [_section(SECTIONS[name], name, result) for name, result in results.items()]
+    blocks.append(f"## The parts of this run\n\n{_states(kept)}")
+    return "\n\n".join(blocks) + "\n"
 
 
 def _head(kept: dict[str, Any], results: dict[str, Any]) -> str:
@@ -184,29 +184,37 @@ def _summary(comparisons: Sequence[dict[str, Any]]) -> str:
 def _section(section: Section, name: str, result: dict[str, Any]) -> str:
     comparisons = result.get("comparisons", [])
     simulated = any(one["simulation"] for one in comparisons)
-    parts = [f"## {section.title}", section.text + (" **A simulation** where a row says so." if simulated else "")]
+    blocks = [f"## {section.title}", section.text + (" **A simulation** where a row says so." if simulated else "")]
     if section.lab:
-        parts[-1] += f" More in the [lab](lab/{section.lab})."
+        blocks[-1] += f" More in the [lab](lab/{section.lab})."
     if "provenance" in result:
         made = result["provenance"]
-        parts.append(f"{made['date']}, commit {made['commit']}, load average at the start {made['load_at_start']:.1f}.")
-        parts.append(f"```bash\n{made['command']}\n```")
+        blocks.append(
+            f"{made['date']}, commit {made['commit']}, load average at the start {made['load_at_start']:.1f}."
+        )
+        blocks.append(f"```bash\n{made['command']}\n```")
     else:
-        parts.append("```bash\ndeepspeed-ext tune --quick\n```")
+        blocks.append("```bash\ndeepspeed-ext tune --quick\n```")
     if comparisons:
-        parts.append(report.comparison_table(comparisons))
+        blocks.append(report.comparison_table(comparisons))
     if section.details is not None:
         rows = section.details(result)
-        parts.append(report.table(rows, dict.fromkeys(rows[0], report.shown)))
+        blocks.append(report.table(rows, dict.fromkeys(rows[0], report.shown)))
     if is_drawn(comparisons):
-        parts.append(f"![Ratios of the table above, with their smallest and largest]({figure_of(name).name})")
-    return "\n\n".join(parts)
+        blocks.append(f"![Ratios of the table above, with their smallest and largest]({figure_of(name).name})")
+    return "\n\n".join(blocks)
 
 
 def _states(kept: dict[str, Any]) -> str:
-    rows = [{"part": row["part"], "state": row["state"], "seconds": f"{row['seconds']:.0f}"} for row in kept["rows"]]
-    total = sum(row["seconds"] for row in kept["rows"])
-    return f"{report.table(rows, dict.fromkeys(rows[0], str))}\n\nAll parts together: {total / 60:.1f} minutes."
+    measured = {row["part"]: row for row in kept["rows"]}
+    rows = []
+    for part in parts():
+        row = measured.get(part.name)
+        state, seconds = ("not measured yet", "") if row is None else (row["state"], f"{row['seconds']:.0f}")
+        rows.append({"part": part.name, "state": state, "seconds": seconds})
+    total = sum(measured[part.name]["seconds"] for part in parts() if part.name in measured)
+    table = report.table(rows, dict.fromkeys(rows[0], str))
+    return f"{table}\n\nAll parts that were measured, together: {total / 60:.1f} minutes."
 
 
 def is_drawn(comparisons: Sequence[dict[str, Any]]) -> bool:

@@ -17,8 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 LOAD_AT_START = os.getloadavg()[0]
 MOST_NESTED = 4
@@ -133,6 +131,8 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
 
 def provenance() -> dict[str, Any]:
     """Versions, hardware, commit, command and date."""
+    import torch  # what only reads results does without
+
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.get_device_module(accelerator).get_device_name() if accelerator is not None else "none"
     return {

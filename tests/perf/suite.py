@@ -26,12 +26,11 @@ from typing import Any
 import torch
 
 from tests.perf import cpu_parts, gpu_parts, report
+from tests.perf.cpu_parts import KEPT
 from tests.perf.part import Outcome, Part, run
 
 LEAST_SECONDS = 20.0
 PARTS = {"gpu": gpu_parts.parts, "cpu": cpu_parts.parts}
-KEPT = report.ROOT / "benchmarks" / "cpu.json"
-"""The measurements that docs/benchmarks.md is made from."""
 
 
 class Record:
