@@ -17,8 +17,9 @@ usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; 
 RANKS ?= $(shell $(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)')
 # The interpreter of `make test-gpu` and `make bench-gpu`: PYTHON if it was given, .venv's if there is one, else python3.
 GPU_PYTHON = $(if $(filter-out file undefined,$(PYTHON_ORIGIN)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
-# Of `make bench-gpu`: which parts (all), seconds for all of them, and what else `python -m tests.perf.suite` takes.
+# Of `make bench` and `make bench-gpu`: which parts (all); ARGS is what else `python -m tests.perf.suite` takes.
 PARTS ?=
+# Of `make bench-gpu`: seconds for all of them.
 BUDGET ?= 570
 # Of `make offline-wheels`: the Python of the machine that they are for.
 PYTHON_VERSION ?= 3.12
@@ -61,7 +62,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
 .PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-python test-this-python \
-	test-trainers test-package check format soak fuzz bench bench-gpu wheel offline-wheels docs docs-site clean
+	test-trainers test-package check format soak fuzz bench bench-report bench-gpu wheel offline-wheels docs docs-site clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -129,8 +130,11 @@ soak: $(VENV)/.stamp-operators  ## train with faults at random times for SOAK_MI
 fuzz: $(VENV)/.stamp-operators  ## try invented configs, command lines, hosts and files for FUZZ_MINUTES (ARGS="--seed 7 --target trees")
 	python -m tests.fuzz.run --minutes $(FUZZ_MINUTES) $(ARGS)
 
-bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed, side by side
-	for file in tests/perf/bench_*.py; do python -m "tests.perf.$$(basename "$$file" .py)" $(ARGS); done
+bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without an accelerator (PARTS="startup gather" ARGS=--resume)
+	python -m tests.perf.suite --on cpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)
+
+bench-report: $(VENV)/.stamp-dev  ## write docs/benchmarks.md and its figures from what `make bench` has measured
+	python -m tests.perf.page
 
 bench-gpu:  ## measure all that needs a GPU, without network (PARTS="startup step/1.5b" BUDGET=570)
 	@python=$$($(GPU_PYTHON) tools/offline.py); \

@@ -192,7 +192,8 @@ def figures(turns: Sequence[Sequence[Turn]]) -> dict[str, Any]:
         name: statistics.median(sum(getattr(turn, name) for turn in ranks) for ranks in turns)
         for name in ("involuntary", "migrations", "queued_ms")
     }
-    return {"step ms": report.summary([1e3 * max(turn.seconds for turn in ranks) for ranks in turns]), **counts}
+    slowest = [1e3 * max(turn.seconds for turn in ranks) for ranks in turns]
+    return {"step ms": report.summary(slowest), "turns ms": slowest, **counts}
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> None:
@@ -202,6 +203,19 @@ def compare(rows: Sequence[dict[str, Any]]) -> None:
         own = medians[row["way"]]
         row["ratio"] = own / medians[UNBOUND.name] if UNBOUND.name in medians else None
         row["practicality"] = medians[ZERO.name] / own if ZERO.name in medians else None
+
+
+def beside_ours(rows: Sequence[dict[str, Any]]) -> list[report.Comparison]:
+    """Ours beside each other way of its table, turn by turn; the threads are those of a process."""
+    found = []
+    for ours in (row for row in rows if row["way"] == OURS.name):
+        process = f", the {ours['process']} process" if ours["process"] else ""
+        subject = f"core binding: {TITLES[ours['part']]}{process}, {ours['ranks']} rank(s)"
+        for row in rows:
+            if row["process"] == ours["process"] and row["way"] not in (OURS.name, ZERO.name):
+                turns, pools = (ours["turns ms"], row["turns ms"]), (ours["pool"], row["pool"])
+                found.append(report.compare(subject, row["way"], "step, ms", *turns, pools))
+    return found
 
 
 def told(team: Team, key: tuple[Load, int]) -> str:
@@ -284,6 +298,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--millions", type=float, default=8, help="million parameters of the linears (default 8)")
     parser.add_argument("--elements", type=int, default=16 << 20, help="that the optimizer of beside updates")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
+    parser.add_argument("--anew", action="store_true", help="forget what earlier runs have kept")
     parser.add_argument("--fresh", action="store_true", help="new processes for each turn: where not all fit in memory")
     parser.add_argument("--pause", action="store_true", help="wait for Enter between start and turns of each table")
     parser.add_argument("--show", nargs="?", type=Path, const=report.path_of(NAME), help="print a file's tables")
@@ -296,6 +311,8 @@ def main() -> None:
     if args.show:
         show(json.loads(args.show.read_text())["rows"])
         return
+    if args.anew:
+        report.path_of(NAME).unlink(missing_ok=True)
     settings = {name: value for name, value in vars(args).items() if name not in ("show", "pause")}
     for part in args.only:
         numbers = {"tuner": [1], "beside": [1], "ladder": [max(args.ranks)]}.get(part, args.ranks)
@@ -308,7 +325,7 @@ def main() -> None:
                     tuner_rows(TuneSettings.for_host(1, quick=False)) if is_tuner else measure(part, ranks, args, cache)
                 )
             show(found)
-            report.merge(NAME, settings, found, key="row")
+            report.merge(NAME, settings, found, "row", [] if is_tuner else beside_ours(found))
     print(f"\nkept in {report.path_of(NAME)}")
 
 

@@ -8,6 +8,7 @@ A small Llama learns to continue bytes of Python source (tests/perf/language_mod
 for each row, learning rate and seed of the data. The table at the end holds the means over seeds against what the
 project demands of itself; the JSON file holds every training: losses, seconds, seed, commit. It is written after each
 of them, and ``--reuse`` takes from it what has been trained before, so that rows may be measured one after the other.
+A second file, ``*_losses.json``, holds the table of losses alone, and how far each row is from AdamW's.
 """
 
 from __future__ import annotations
@@ -18,61 +19,37 @@ import operator
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tests.perf import report, sides
-from tests.perf.language_model import Corpus
+from tests.perf.convergence_rows import (
+    LARGE_RATES,
+    LEARNING_RATES,
+    NAME,
+    OURS,
+    QUICK,
+    ROWS,
+    SELECTIVE_LIMITS,
+    TUNED_SIDES,
+    Scale,
+    base_of,
+    plain,
+    stage_seeds,
+    stages_of,
+    tuned,
+)
 from tests.perf.sides import Side
 from tests.perf.training import Training, changed_by_initialize, train, untrained
 from tests.support.ranks import RankError, run_ranks
 
-NAME = "convergence"
-LEARNING_RATES = (5e-4, 1e-3)
-LARGE_RATES = (3e-4,)
 WINDOW = 50
-BASE_RATE = 1e-3
-TUNING_RATE = 3e-5
-STAGE_RATE = 5e-4
 TIMEOUT_SECONDS = 3000.0
 
-ROWS: dict[str, tuple[Side, ...]] = {
-    "adamw": (sides.ADAMW,),
-    "accumulation": (sides.ACCUMULATION,),
-    "upstream": (sides.UPSTREAM_SEQUENTIAL, sides.UPSTREAM_OVERLAPPED),
-    "predictive": (sides.PREDICTIVE_1, sides.PREDICTIVE_4),
-    "published": (sides.PREDICTIVE_1_FP32, sides.PREDICTIVE_4_FP32),
-    "selective": (sides.SELECTIVE_4, sides.SELECTIVE_4_LAG, sides.SELECTIVE_2),
-}
-SELECTIVE_LIMITS = ((sides.SELECTIVE_4, 2.10), (sides.SELECTIVE_4_LAG, 2.19), (sides.SELECTIVE_2, 2.03))
-OURS = (sides.PREDICTIVE_1, sides.PREDICTIVE_4, sides.SELECTIVE_4, sides.SELECTIVE_4_LAG)
-TUNED_SIDES = (
-    sides.ADAMW,
-    sides.ACCUMULATION,
-    sides.UPSTREAM_SEQUENTIAL,
-    sides.UPSTREAM_OVERLAPPED,
-    sides.PREDICTIVE_1,
-    sides.PREDICTIVE_4,
-)
 OTHER_ROWS = ("weights", "tuning", "stages")
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much is trained."""
-
-    steps: int
-    seeds: int
-    rates: tuple[float, ...] = LEARNING_RATES
-    base_steps: int = 300
-    tuning_steps: int = 100
-    stage_steps: int = 200
-    model: str = "tiny"
-
-
-QUICK = Scale(steps=40, seeds=1, rates=(1e-3,), base_steps=30, tuning_steps=20, stage_steps=20)
 
 
 class Results:
@@ -173,36 +150,6 @@ def make(rows: Sequence[str], scale: Scale, results: Results) -> None:
             for stage in (1, 2, 3):
                 key = {"side": {"name": side.name}, "stage": stage}
                 results.figure("weights changed by initialize", key, changed_by_initialize, side, stage)
-
-
-def plain(side: Side, rate: float, seed: int, scale: Scale) -> Training:
-    """A training from the initial weights."""
-    corpus: Corpus = "standard library" if scale.model == "tiny" else "whole standard library"
-    return Training(side, rate, seed, scale.steps, corpus=corpus, model=scale.model)
-
-
-def stage_seeds(side: Side, scale: Scale) -> range:
-    """Seeds of the comparison between stages: one, but all where the blocks selected depend on who holds them."""
-    return range(scale.seeds if side in (sides.SELECTIVE_4, sides.SELECTIVE_4_LAG) else 1)
-
-
-def stages_of(side: Side, seed: int, scale: Scale) -> list[Training]:
-    """The same training at each stage and number of ranks; AdamW, for comparison, where ranks alone differ."""
-    first = Training(side, STAGE_RATE, seed, scale.stage_steps)
-    stages = (2,) if side == sides.ADAMW else (1, 2, 3)
-    return [replace(first, stage=stage, ranks=ranks) for ranks in (1, 2) for stage in stages]
-
-
-def base_of(seed: int, scale: Scale) -> Training:
-    """AdamW's plain training, of which the weights part of the way are kept for fine-tuning."""
-    path = report.path_of(f"{NAME}_base_{seed}_{scale.base_steps}").with_suffix(".pt")
-    return replace(plain(sides.ADAMW, BASE_RATE, seed, scale), keep=str(path), keep_after=scale.base_steps)
-
-
-def tuned(side: Side, seed: int, scale: Scale) -> Training:
-    """A fine-tuning of the model that AdamW has trained with this seed."""
-    start = base_of(seed, scale).keep
-    return Training(side, TUNING_RATE, seed, scale.tuning_steps, corpus="torch.nn", weight_decay=0.0, start=start)
 
 
 def _tune(seed: int, scale: Scale, results: Results) -> None:
@@ -336,6 +283,23 @@ def losses_table(figures: Metrics, scale: Scale) -> list[dict[str, Any]]:
     return rows
 
 
+def comparisons_of(figures: Metrics, scale: Scale) -> list[report.Comparison]:
+    """Every way to train beside AdamW with the same seeds, and ours beside upstream's ZenFlow."""
+    others = [side for members in ROWS.values() for side in members if side != sides.ADAMW]
+    pairs = [(side, sides.ADAMW) for side in others]
+    pairs += [(side, rival) for side in others if side.extended for rival in ROWS["upstream"]]
+    found = []
+    for (side, rival), rate in product(pairs, scale.rates):
+        ends = [[figures.end(plain(each, rate, seed, scale)) for each in (side, rival)] for seed in figures.seeds]
+        made = [(ours, theirs) for ours, theirs in ends if ours is not None and theirs is not None]
+        if made:
+            what = f"{'' if side.extended else 'not ours: '}loss of {side.name}, lr {rate:g}, {scale.steps} steps"
+            quantity = f"mean loss of the last {min(WINDOW, scale.steps)} steps"
+            mine, other = zip(*made, strict=True)
+            found.append(report.compare(what, rival.name, quantity, mine, other, ("1", "1")))
+    return found
+
+
 def plot(path: str, figures: Metrics, scale: Scale) -> None:
     """Draw the losses of the first seed and the last learning rate by step and by second, smoothed over a window."""
     from matplotlib import pyplot as plt
@@ -397,6 +361,8 @@ def main() -> None:
     if args.plot:
         plot(args.plot, Metrics(results, scale), scale)
     print(f"\nwritten to {report.write(results.name, vars(scale) | {'acceptance': checks}, results.rows)}")
+    figures = Metrics(results, scale)
+    report.write(f"{name}_losses", vars(scale), losses_table(figures, scale), comparisons_of(figures, scale))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """CPU Adam: torch's fused AdamW and the worker's whole pass, in turn on the same threads, over sizes of a partition.
 
-    python -m tests.perf.bench_cpu_adam [--numel 67108864 77238400] [--threads 2] [--repeats 11] [--json out.json]
+    python -m tests.perf.bench_cpu_adam [--numel 67108864 77238400] [--threads 2] [--repeats 11] [--deepspeed]
 
 "fused" is plain ``torch.optim.AdamW(fused=True)``: fp32 gradient in, nothing out. The pass reads a 16-bit gradient and
 writes a 16-bit weight and the block means besides; "interval 4" carries out four steps in one pass, per step. Arrays
 lie where the arena places them; "head to tail" is the placement before, one array behind the other on page boundaries.
 Every contender gets the same number of threads; "cores" is the CPU time that it took per second, to check that.
+
+"GB/s" are the bytes that a contender has to read and write, over its time: 28 an element for a step of Adam (the pass:
+p, m and v in and out, 2 bytes each of gradient and weight; fused: the same with an fp32 gradient and no other weight),
+34 for four steps in one pass, and 8 for the plain copy of an fp32 array, which shows what the memory can do. A copy
+also reads each cache line of its output before it overwrites it, which is not counted.
 """
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ import torch
 from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
 from deepspeed_ext.zenflow.worker.arena import Arena, ArenaLayout, ArraySpec, PlacedArray, plan_layout
 from deepspeed_ext.zenflow.worker.messages import partition_specs
+from tests.perf import report
 
 INTERVAL, BLOCK_SIZE = 4, 32
 SIZES = {
@@ -33,14 +36,21 @@ SIZES = {
     77_234_176: "a multiple of 2^15",
     50_000_017: "odd",
 }
-BASE = "torch fused AdamW"
+BASE, DEEPSPEED, COPY = "torch fused AdamW", "DeepSpeedCPUAdam", "plain copy"
+STATE_BYTES = 24
+"""Of an element: p, m and v, each read and written in fp32."""
 
 
 @dataclass
 class Contender:
-    """What is timed, and its seconds: of the wall and of all CPUs, for each step."""
+    """What is timed, and its seconds: of the wall and of all CPUs, for each step.
+
+    Attributes:
+        nbytes: what a run has to read and write for each element.
+    """
 
     run: Callable[[], object]
+    nbytes: float
     steps: int = 1
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -54,9 +64,14 @@ class Contender:
         self.cpu.append((time.process_time() - cpu) / self.steps)
         assert torch.get_num_threads() == threads, "a contender has changed the threads of the next one"
 
-    def quantile(self, fraction: float) -> float:
-        """Of the wall's seconds."""
-        return sorted(self.wall)[round(fraction * (len(self.wall) - 1))]
+    @property
+    def milliseconds(self) -> list[float]:
+        """Of each step, by the wall's clock."""
+        return [1e3 * seconds for seconds in self.wall]
+
+    def gb_per_s(self, numel: int) -> list[float]:
+        """Bytes over time of each run."""
+        return [self.nbytes * numel / (self.steps * seconds) / 1e9 for seconds in self.wall]
 
     @property
     def cores(self) -> float:
@@ -120,25 +135,35 @@ def _placed_fused_runner(numel: int) -> Callable[[], object]:
     return optimizer.step
 
 
+def _copy_runner(numel: int) -> Callable[[], object]:
+    source = torch.randn(numel)  # zeros would be copied faster
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, Contender]:
     """Everything that is timed at one size."""
     native, reference = load_kernel(library_path(), threads), load_kernel(None, threads)
     spread, tight = _pass_arena(numel, plan_layout), _pass_arena(numel, head_to_tail)
+    step, interval = STATE_BYTES + 2 + 2, STATE_BYTES + 2 * INTERVAL + 2
     found = {
-        BASE: Contender(_optimizer_runner(torch.optim.AdamW, numel, fused=True)),
-        f"{BASE}, placed as the arena does": Contender(_placed_fused_runner(numel)),
-        f"pass, {native.name}": Contender(_pass_runner(native, spread, 1)),
-        f"pass, {native.name}, head to tail": Contender(_pass_runner(native, tight, 1)),
-        f"pass, {native.name}, interval {INTERVAL}": Contender(_pass_runner(native, spread, INTERVAL), INTERVAL),
-        f"pass, {native.name}, interval {INTERVAL}, head to tail": Contender(
-            _pass_runner(native, tight, INTERVAL), INTERVAL
+        COPY: Contender(_copy_runner(numel), 8),
+        BASE: Contender(_optimizer_runner(torch.optim.AdamW, numel, fused=True), STATE_BYTES + 4),
+        f"{BASE}, placed as the arena does": Contender(_placed_fused_runner(numel), STATE_BYTES + 4),
+        f"pass, {native.name}": Contender(_pass_runner(native, spread, 1), step),
+        f"pass, {native.name}, head to tail": Contender(_pass_runner(native, tight, 1), step),
+        f"pass, {native.name}, interval {INTERVAL}": Contender(
+            _pass_runner(native, spread, INTERVAL), interval, INTERVAL
         ),
-        "pass, torch operations": Contender(_pass_runner(reference, spread, 1)),
+        f"pass, {native.name}, interval {INTERVAL}, head to tail": Contender(
+            _pass_runner(native, tight, INTERVAL), interval, INTERVAL
+        ),
+        "pass, torch operations": Contender(_pass_runner(reference, spread, 1), step),
     }
     if deepspeed:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        found["DeepSpeedCPUAdam"] = Contender(_optimizer_runner(DeepSpeedCPUAdam, numel))
+        found[DEEPSPEED] = Contender(_optimizer_runner(DeepSpeedCPUAdam, numel), STATE_BYTES + 4)
     return found
 
 
@@ -152,16 +177,50 @@ def measure(found: dict[str, Contender], threads: int, repeats: int) -> None:
             contender.time(threads)
 
 
-def _print(numel: int, threads: int, found: dict[str, Contender]) -> None:
-    print(
-        f"\n{numel:,} elements ({SIZES.get(numel, 'given')}), {threads} threads each, load {os.getloadavg()[0]:.1f}\n"
-    )
-    print("| | median ms per step | quartiles | cores | ratio |\n|---|---|---|---|---|")
-    base = found[BASE]
-    for name, one in found.items():
-        low, median, high = (1e3 * one.quantile(fraction) for fraction in (0.25, 0.5, 0.75))
-        ratio = statistics.median(a / b for a, b in zip(one.wall, base.wall, strict=True))
-        print(f"| {name} | {median:.1f} | {low:.1f} to {high:.1f} | {one.cores:.2f} | {ratio:.2f} |")
+def rows_of(numel: int, found: dict[str, Contender]) -> list[dict[str, Any]]:
+    """A row a contender."""
+    return [
+        {
+            "elements": numel,
+            "size": SIZES.get(numel, "given"),
+            "contender": name,
+            "ms per step": report.summary(one.milliseconds),
+            "GB/s": report.summary(one.gb_per_s(numel)),
+            "cores": one.cores,
+        }
+        for name, one in found.items()
+    ]
+
+
+def comparisons_of(numel: int, threads: int, found: dict[str, Contender]) -> list[report.Comparison]:
+    """The native pass beside torch's and DeepSpeed's Adam, and everybody's bytes beside those of a copy."""
+    kernel = next(name for name in found if name.startswith("pass, "))
+    passes = {"1": found[kernel], str(INTERVAL): found[f"{kernel}, interval {INTERVAL}"]}
+    size = f"{numel:,} elements ({SIZES.get(numel, 'given')})"
+    comparisons = [
+        report.compare(
+            f"CPU Adam, {size}, interval {interval}",
+            rival,
+            "ms per step",
+            one.milliseconds,
+            found[rival].milliseconds,
+            (threads, threads),
+        )
+        for interval, one in passes.items()
+        for rival in (BASE, DEEPSPEED)
+        if rival in found
+    ]
+    return comparisons + [
+        report.compare(
+            f"bandwidth of CPU Adam, {size}, {name}",
+            COPY,
+            "GB/s",
+            one.gb_per_s(numel),
+            found[COPY].gb_per_s(numel),
+            (threads, threads),
+        )
+        for name, one in {"interval 1": passes["1"], BASE: found[BASE]}.items()
+    ]
 
 
 def main() -> None:
@@ -170,19 +229,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--deepspeed", action="store_true", help="also DeepSpeedCPUAdam (compiles its kernel)")
-    parser.add_argument("--json")
     options = parser.parse_args()
-    print(f"torch {torch.__version__}, {platform.platform()}; ratio: median of the ratios to {BASE}, taken in turn")
-    results = {}
+    rows: list[dict[str, Any]] = []
+    comparisons: list[report.Comparison] = []
     for numel in options.numel:
         found = contenders(numel, options.threads, options.deepspeed)
         measure(found, options.threads, options.repeats)
-        _print(numel, options.threads, found)
-        results[numel] = {name: {"wall": one.wall, "cpu": one.cpu} for name, one in found.items()}
-    if options.json:
-        with open(options.json, "w") as file:
-            result = {"torch": torch.__version__, "machine": platform.platform(), "options": vars(options)}
-            json.dump({**result, "seconds": results}, file, indent=1)
+        rows += rows_of(numel, found)
+        comparisons += comparisons_of(numel, options.threads, found)
+    print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
+    print(f"\nwritten to {report.write('cpu_adam', vars(options), rows, comparisons)}")
 
 
 if __name__ == "__main__":

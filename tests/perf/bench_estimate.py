@@ -12,9 +12,9 @@ the heads of all arrays, which torch allocates here, compete for the same cache 
 
 import argparse
 import os
-import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,6 +24,9 @@ from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.predictive import estimator
 from deepspeed_ext.zenflow.predictive.estimator import Estimator
+from tests.perf import report
+
+PLAIN, COMPILED = "torch operations", "torch.compile"
 
 
 def _contenders(numel: int) -> dict[str, Callable[[], object]]:
@@ -40,8 +43,8 @@ def _contenders(numel: int) -> dict[str, Callable[[], object]]:
         "move": lambda: estimates.move(weights, drift, grad, 0.5, 1e-6, 1e-6),
         "hot step": lambda: hot.step(grad[: rows * 32].view(rows, 32), 0.5, step),
     }.items():
-        contenders[f"{name}, torch operations"] = _from_numel(numel + 1, estimate)
-        contenders[f"{name}, torch.compile"] = _from_numel(0, estimate)
+        contenders[f"{name}, {PLAIN}"] = _from_numel(numel + 1, estimate)
+        contenders[f"{name}, {COMPILED}"] = _from_numel(0, estimate)
     return contenders
 
 
@@ -70,6 +73,22 @@ def _measure(contenders: dict[str, Callable[[], object]], threads: int, repeats:
     return seconds
 
 
+def comparisons_of(numel: int, threads: int, milliseconds: dict[str, list[float]]) -> list[report.Comparison]:
+    """What is compiled beside the same operations one by one."""
+    return [
+        report.compare(
+            f"{name.removesuffix(f', {COMPILED}')} of {numel:,} elements, compiled",
+            PLAIN,
+            "ms",
+            values,
+            milliseconds[name.replace(COMPILED, PLAIN)],
+            (threads, threads),
+        )
+        for name, values in milliseconds.items()
+        if name.endswith(COMPILED)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, nargs="+", default=[1 << 24, 15_554_976])
@@ -77,15 +96,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=31)
     options = parser.parse_args()
 
+    rows: list[dict[str, Any]] = []
+    comparisons: list[report.Comparison] = []
     for numel in options.numel:
         contenders = _contenders(numel)
         for threads in options.threads:
             seconds = _measure(contenders, threads, options.repeats)
-            print(f"{numel} elements, {threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-            print(f"{'':34s} median ms   p90 ms")
-            for name, values in seconds.items():
-                values.sort()
-                print(f"{name:34s} {statistics.median(values) * 1e3:9.1f} {values[int(len(values) * 0.9)] * 1e3:8.1f}")
+            milliseconds = {name: [1e3 * value for value in values] for name, values in seconds.items()}
+            what = {"elements": numel, "threads": threads}
+            rows += [what | {"arithmetic": name, "ms": report.summary(ms)} for name, ms in milliseconds.items()]
+            comparisons += comparisons_of(numel, threads, milliseconds)
+    print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
+    print(f"\nwritten to {report.write('estimate', vars(options), rows, comparisons)}")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ class Measured:
     fetch_ratio: float = 0.0
     forward_peak_bytes: int = 0
     num_gathers: int = 0
+    threads: int = 0
 
 
 def build(width: int, num_blocks: int, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
@@ -171,21 +172,43 @@ def body(size: str, dtype: str, repeats: int, steps: int, min_numel: int | None)
             results[name].step_seconds += seconds
     for name, engine in engines.items():
         measure_memory(engine, batch, results[name])
+        results[name].threads = torch.get_num_threads()
         engine.destroy()
     return results
 
 
-def table_row(name: str, per_rank: list[dict[str, Measured]]) -> dict[str, Any]:
-    """One variant over all ranks: a step lasts as long as its slowest rank."""
+def slowest_steps(name: str, per_rank: list[dict[str, Measured]]) -> list[float]:
+    """Milliseconds of one variant's steps over all ranks: a step lasts as long as its slowest rank."""
     steps = zip(*(ranks[name].step_seconds for ranks in per_rank), strict=True)
+    return [1e3 * max(step) for step in steps]
+
+
+def table_row(name: str, per_rank: list[dict[str, Measured]]) -> dict[str, Any]:
+    """One variant over all ranks."""
     worst = max((ranks[name] for ranks in per_rank), key=lambda measured: measured.forward_peak_bytes)
     return {
         "variant": name,
-        "step ms": report.summary([1e3 * max(step) for step in steps]),
+        "step ms": report.summary(slowest_steps(name, per_rank)),
         "fetch peak / bytes": worst.fetch_ratio,
         "forward peak MiB": worst.forward_peak_bytes / 2**20,
         "gathers": worst.num_gathers,
     }
+
+
+def comparisons_of(num_ranks: int, size: str, per_rank: list[dict[str, Measured]]) -> list[report.Comparison]:
+    """Ours beside both paths of upstream's."""
+    width, num_blocks = SIZES[size]
+    subject = f"ZeRO-3 gather, {num_ranks} ranks, {num_blocks} blocks of {width:,} x {width:,}"
+    quantities = {
+        "step ms": lambda name: slowest_steps(name, per_rank),
+        "peak bytes of a fetch / the gathered bytes": lambda name: [max(rank[name].fetch_ratio for rank in per_rank)],
+    }
+    threads = per_rank[0]["ours"].threads
+    return [
+        report.compare(subject, rival, quantity, values("ours"), values(rival), (threads, per_rank[0][rival].threads))
+        for rival in list(VARIANTS)[:2]
+        for quantity, values in quantities.items()
+    ]
 
 
 def main() -> None:
@@ -200,6 +223,7 @@ def main() -> None:
     args = parser.parse_args()
     ranks_body = importlib.import_module("tests.perf.bench_gather").body  # found by its module's name in the ranks
     rows: list[dict[str, Any]] = []
+    comparisons: list[report.Comparison] = []
     for num_ranks in args.ranks:
         for size in args.sizes:
             arguments = (size, args.dtype, args.repeats, args.steps, args.min_numel)
@@ -208,6 +232,7 @@ def main() -> None:
             for row in group:
                 row["ratio"] = row["step ms"]["median"] / group[0]["step ms"]["median"]
             rows += group
+            comparisons += comparisons_of(num_ranks, size, per_rank)
     columns = {
         "ranks": "d",
         "size": "",
@@ -219,7 +244,8 @@ def main() -> None:
         "gathers": "d",
     }
     print(report.table(rows, columns))
-    print(f"\nwritten to {report.write('gather', vars(args), rows)}")
+    name = "gather_large" if args.sizes == ["large"] else "gather"
+    print(f"\nwritten to {report.write(name, vars(args), rows, comparisons)}")
 
 
 if __name__ == "__main__":

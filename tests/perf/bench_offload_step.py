@@ -22,12 +22,22 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from itertools import product
 from typing import Any
 
 from tests.perf import report, sides
 from tests.perf.language_model import SHAPES
 from tests.perf.sides import Side
-from tests.perf.stepping import StepFigures, Workload, bytes_now, link_bytes, open_bench, steps, use_of_device
+from tests.perf.stepping import (
+    StepFigures,
+    Workload,
+    bytes_now,
+    link_bytes,
+    open_bench,
+    steps,
+    threads,
+    use_of_device,
+)
 from tests.support.ranks import RankPool
 
 SIDES = (
@@ -56,6 +66,14 @@ WARM_UP_STEPS = 28  # five intervals of 4 are synchronous, two more settle
 TIMEOUT_SECONDS = 1200.0
 LONGER, SHORTER = 2.0, 0.25
 WAYS = ("down", "up")
+OURS = (sides.PREDICTIVE_1.name, sides.PREDICTIVE_4.name, sides.SELECTIVE_4_LAG.name)
+RIVALS = (
+    sides.OFFLOAD_DEEPSPEED.name,
+    sides.OFFLOAD_TORCH.name,
+    sides.UPSTREAM_SEQUENTIAL.name,
+    sides.UPSTREAM_OVERLAPPED.name,
+)
+MEMORY = "memory of a rank and bytes over the link a step, by parameter of its partition"
 
 
 class Contestant:
@@ -111,15 +129,39 @@ def memory(side: Side, args: argparse.Namespace) -> dict[str, float | None]:
     return slopes
 
 
-def timings(contestants: Sequence[Contestant], turns: int, count: int, device_seconds: float) -> list[dict[str, Any]]:
-    """Rows of the table for one length of the simulated device; 0: nothing is simulated."""
+def timings(
+    contestants: Sequence[Contestant], turns: int, count: int, device_seconds: float
+) -> tuple[list[dict[str, Any]], list[report.Comparison]]:
+    """Rows of the table for one length of the simulated device (0: nothing is simulated), and ours beside rivals."""
     taken: dict[str, list[StepFigures]] = {contestant.side.name: [] for contestant in contestants}
     by_name = {contestant.side.name: contestant for contestant in contestants}
     for turn, name in report.alternate(list(by_name), turns):
         figures = by_name[name].steps(count, device_seconds)
         if turn >= 0:
             taken[name] += figures
-    return [step_row(by_name[name].side, figures, device_seconds) for name, figures in taken.items()]
+    rows = [step_row(by_name[name].side, figures, device_seconds) for name, figures in taken.items()]
+    medians = {
+        name: [
+            statistics.median(1e3 * f.step for f in figures[at : at + count]) for at in range(0, len(figures), count)
+        ]
+        for name, figures in taken.items()
+    }
+    used = {name: contestant.call(threads)[0] for name, contestant in by_name.items()}
+    simulation = f"a sleep of {1e3 * device_seconds:.0f} ms a step is the device" if device_seconds else ""
+    return rows, compared("offloaded step", "median step of a turn, ms", medians, used, simulation)
+
+
+def compared(
+    what: str, quantity: str, values: dict[str, list[float]], used: dict[str, str], simulation: str = ""
+) -> list[report.Comparison]:
+    """`values` of ours beside those of each rival, by name; `used` are their threads."""
+    return [
+        report.compare(
+            f"{what}, {name}", rival, quantity, values[name], values[rival], (used[name], used[rival]), simulation
+        )
+        for name, rival in product(OURS, RIVALS)
+        if name in values and rival in values
+    ]
 
 
 def step_row(side: Side, figures: Sequence[StepFigures], device_seconds: float) -> dict[str, Any]:
@@ -183,8 +225,11 @@ def worker_seconds(contestants: Sequence[Contestant]) -> float:
     return max(passes, default=0.0)
 
 
-def compare(contestants: Sequence[Contestant], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Tables by title. A real accelerator's own time is taken as it is; the CPU's is made longer by sleeping."""
+def compare(
+    contestants: Sequence[Contestant], args: argparse.Namespace
+) -> dict[str, tuple[list[dict[str, Any]], list[report.Comparison]]]:
+    """Rows and comparisons by title. A real accelerator's own time is taken as it is; the CPU's is made longer by
+    sleeping."""
     if args.device == "accelerator":
         return {"accelerator": timings(contestants, args.turns, args.steps, 0.0)}
     lengths = {"SIMULATED device, given length": [ms / 1e3 for ms in args.device_ms or []]}
@@ -194,13 +239,11 @@ def compare(contestants: Sequence[Contestant], args: argparse.Namespace) -> dict
             "SIMULATED device, longer than the worker": [LONGER * worker],
             "SIMULATED device, shorter than the worker": [SHORTER * worker],
         }
-    tables = {}
-    for title, seconds in lengths.items():
-        for length in seconds:
-            tables[f"{title}: sleeps {1e3 * length:.0f} ms a step"] = timings(
-                contestants, args.turns, args.steps, length
-            )
-    return tables
+    return {
+        f"{title}: sleeps {1e3 * length:.0f} ms a step": timings(contestants, args.turns, args.steps, length)
+        for title, seconds in lengths.items()
+        for length in seconds
+    }
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -223,12 +266,11 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """All tables by title."""
+def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], list[report.Comparison]]:
+    """All tables by title, and ours beside rivals."""
     if args.model:
-        return {f"{args.model}, sequence {sequence_of(args)}": measure_alone(args)}
+        return {f"{args.model}, sequence {sequence_of(args)}": measure_alone(args)}, []
     chosen = [side for side in SIDES if side.name in args.only]
-    tables: dict[str, list[dict[str, Any]]] = {}
     memories: list[dict[str, Any]] = (
         [] if args.no_memory else [{"variant": side.name, **memory(side, args)} for side in chosen]
     )
@@ -237,19 +279,25 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         for side in chosen:
             contestant = Contestant(side, Workload(millions=args.millions, rows=args.rows), args)
             contestants.append(stack.enter_context(closing(contestant)))
-        tables |= compare(contestants, args)
+        timed = compare(contestants, args)
         links = {contestant.side.name: contestant.call(link_bytes, 4)[0] for contestant in contestants}
+        used = {contestant.side.name: contestant.call(threads)[0] for contestant in contestants}
         partition = contestants[0].parameters / args.ranks
+    tables = {title: rows for title, (rows, _) in timed.items()}
+    comparisons = [one for _, found in timed.values() for one in found]
     for row in memories:
         link = links[str(row["variant"])]
         if link is not None:
             row["link down B/parameter"], row["link up B/parameter"] = (moved / partition for moved in link)
     if memories:
-        tables["memory of a rank and bytes over the link a step, by parameter of its partition"] = memories
+        tables[MEMORY] = memories
+        quantity = "host B/parameter"
+        held = {row["variant"]: [row[quantity]] for row in memories}
+        comparisons += compared("host memory of the optimizer", quantity, held, used)
     if args.device == "cpu" and not args.device_ms:
         longer, shorter = list(tables.values())[:2]
         tables["checks (SIMULATED device)"] = checks(longer, shorter)
-    return tables
+    return tables, comparisons
 
 
 def sequence_of(args: argparse.Namespace) -> int:
@@ -297,14 +345,14 @@ def _profiled(use: dict[str, float | None] | None, parameters: int) -> dict[str,
 
 def main() -> None:
     args = arguments().parse_args()
-    tables = measure(args)
+    tables, comparisons = measure(args)
     for title, rows in tables.items():
         names = dict.fromkeys(name for row in rows for name in row)
         print(f"\n{title}\n\n{report.table(rows, {name: show for name in names})}")
     if args.model:  # written row by row
         return
     rows = [{"table": title, **row} for title, rows in tables.items() for row in rows]
-    print(f"\nwritten to {report.write('offload_step', vars(args), rows)}")
+    print(f"\nwritten to {report.write('offload_step', vars(args), rows, comparisons)}")
 
 
 def show(value: Any) -> str:

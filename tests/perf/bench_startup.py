@@ -1,7 +1,7 @@
 """Start-up of the ZeRO-1/2 optimizer: upstream's two paths and each flatten tier, side by side in one run.
 
-    python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--repeats 5] [--offload] [--device cpu|accelerator]
-                                       [--only VARIANT ...]
+    python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--stages 1 2] [--offload no yes] [--repeats 5]
+                                       [--only VARIANT ...] [--device cpu|accelerator]
 
 Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating between variants.
 Peak bytes of accelerator memory, relative to P, the bytes of the parameters: of the whole construction by the
@@ -17,7 +17,9 @@ import argparse
 import functools
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +38,9 @@ from tests.perf import bandwidth, host_peak, report
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
 
-VARIANTS = ("upstream host path", "upstream accelerator path", "accelerator", "distributed", "host")
+HOST_PATH, ACCELERATOR_PATH = "upstream host path", "upstream accelerator path"
+RIVALS = {"accelerator": ACCELERATOR_PATH, "distributed": HOST_PATH, "host": HOST_PATH}
+VARIANTS = (HOST_PATH, ACCELERATOR_PATH, *RIVALS)
 
 
 class Blocks(nn.Module):
@@ -55,8 +59,8 @@ class Blocks(nn.Module):
         )
 
 
-def config(variant: str, offload: bool) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 2}
+def config(variant: str, stage: int, offload: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if not variant.startswith("upstream"):
@@ -116,7 +120,7 @@ class Clock:
         return functools.wraps(original)(method)
 
 
-def one_turn(variant: str, millions: int, offload: bool, metered: bool) -> dict[str, float]:
+def one_turn(variant: str, millions: int, stage: int, offload: bool, metered: bool) -> dict[str, float]:
     model = Blocks(millions)
     clock = Clock(LiveBytes() if metered else None)
     ours = not variant.startswith("upstream")
@@ -126,10 +130,10 @@ def one_turn(variant: str, millions: int, offload: bool, metered: bool) -> dict[
     with ExitStack() as stack:
         for owner, name, wrap in methods:
             stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
-        if variant == "upstream host path":
+        if variant == HOST_PATH:
             stack.enter_context(patch.object(type(get_accelerator()), "available_memory", lambda *_: 0))
         initialize = deepspeed_ext.initialize if ours else deepspeed.initialize
-        engine = initialize(model=model, model_parameters=model.parameters(), config=config(variant, offload))[0]
+        engine = initialize(model=model, model_parameters=model.parameters(), config=config(variant, stage, offload))[0]
     flatten = 0.0
     if ours:
         flatten = engine.optimizer.measurements()["flatten_seconds"]
@@ -150,15 +154,17 @@ def one_turn(variant: str, millions: int, offload: bool, metered: bool) -> dict[
     }
 
 
-def body(variants: list[str], millions: int, offload: bool, repeats: int) -> dict[str, list[dict[str, float]]]:
+def body(
+    variants: list[str], millions: int, stage: int, offload: bool, repeats: int
+) -> dict[str, list[dict[str, float]]]:
     turns: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for turn, variant in report.alternate(variants, repeats):
-        result = one_turn(variant, millions, offload, metered=False)
+        result = one_turn(variant, millions, stage, offload, metered=False)
         if turn >= 0:
-            turns[variant].append(result)
+            turns[variant].append(result | {"threads": torch.get_num_threads()})
     if get_accelerator().device_name() == "cpu":
         for variant in variants:
-            peak = one_turn(variant, millions, offload, metered=True)["peak / P"]
+            peak = one_turn(variant, millions, stage, offload, metered=True)["peak / P"]
             for result in turns[variant]:
                 result["peak / P"] = peak
     return turns
@@ -166,46 +172,70 @@ def body(variants: list[str], millions: int, offload: bool, repeats: int) -> dic
 
 COLUMNS = ("seconds", "cpu seconds", "flatten seconds", "peak / P", "host peak / P", "pinned peak / P")
 SPEEDS = ("GB/s", "flatten GB/s")
+COMPARED = {"seconds": "seconds of the construction", "peak / P": "peak bytes of a group / its flat buffer"}
+Turns = dict[str, list[dict[str, float]]]
 
 
-def main() -> None:
+def slowest_of(ranks: Sequence[Turns]) -> Turns:
+    """Each turn as its slowest rank has seen it."""
+    return {
+        variant: [max(turns, key=lambda r: r["seconds"]) for turns in zip(*(r[variant] for r in ranks), strict=True)]
+        for variant in ranks[0]
+    }
+
+
+def rows_of(turns: Turns, stage: int, offload: bool) -> list[dict[str, Any]]:
+    """A row a variant."""
+    what = {"stage": stage, "offload": "yes" if offload else "no"}
+    return [
+        what
+        | {"variant": variant}
+        | {name: report.summary([result[name] for result in results]) for name in (*COLUMNS, *SPEEDS)}
+        for variant, results in turns.items()
+    ]
+
+
+def comparisons_of(turns: Turns, stage: int, offload: bool) -> list[report.Comparison]:
+    """Each tier beside the path of upstream's for the same amount of free memory."""
+    found = []
+    for tier, rival in RIVALS.items():
+        if tier in turns and rival in turns:
+            subject = f"ZeRO-{stage} start-up{' with CPU offload' if offload else ''}, tier {tier}"
+            threads = turns[tier][0]["threads"], turns[rival][0]["threads"]
+            for name, quantity in COMPARED.items():
+                ours, theirs = ([result[name] for result in turns[variant]] for variant in (tier, rival))
+                found.append(report.compare(subject, rival, quantity, ours, theirs, threads))
+    return found
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, default=64, help="million parameters (default 64)")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2), default=[2])
+    parser.add_argument("--offload", nargs="+", choices=("no", "yes"), default=["no"], help="of the optimizer's state")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--offload", action="store_true", help="with the optimizer offloaded to the CPU")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse_args()
     variants = [v for v in VARIANTS if v in args.only and (v != "distributed" or args.ranks > 1)]
     copies = run_ranks(1, bandwidth.measure, 512 if args.device == "accelerator" else 64, device=args.device)[0]
-    ranks = run_ranks(
-        args.ranks, body, variants, args.millions, args.offload, args.repeats, device=args.device, timeout_seconds=3000
-    )
-    rows = []
-    for variant in variants:
-        slowest = [max(turns, key=lambda r: r["seconds"]) for turns in zip(*(r[variant] for r in ranks), strict=True)]
-        row: dict[str, Any] = {"variant": variant}
-        for name in (*COLUMNS, *SPEEDS):
-            row[name] = report.summary([result[name] for result in slowest])
-        rows.append(row)
-    base = rows[0]["seconds"]["median"]
-    for row in rows:
-        row["ratio"] = row["seconds"]["median"] / base
-
-    def spread(value: dict[str, float]) -> str:
-        return f"{value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})"
-
-    def median(value: dict[str, float]) -> str:
-        return f"{value['median']:.3f}"
-
-    columns: dict[str, Any] = {"variant": "", "seconds": spread, "ratio": ".3f"}
-    columns |= {name: spread if "seconds" in name else median for name in (*COLUMNS[1:], *SPEEDS)}
-    print(report.table(rows, columns))
+    rows: list[dict[str, Any]] = []
+    comparisons: list[report.Comparison] = []
+    for stage, where in product(args.stages, args.offload):
+        what = (variants, args.millions, stage, where == "yes", args.repeats)
+        turns = slowest_of(run_ranks(args.ranks, body, *what, device=args.device, timeout_seconds=3000))
+        rows += rows_of(turns, stage, where == "yes")
+        comparisons += comparisons_of(turns, stage, where == "yes")
+    print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
     print("copies, GB/s: " + ", ".join(f"{name} {speed:.1f}" for name, speed in copies.items()))
     name = "startup" if args.device == "cpu" else f"startup_{args.millions}m_{args.ranks}ranks"
-    name += "_offload" if args.offload and args.device != "cpu" else ""
-    print(f"\nwritten to {report.write(name, vars(args) | {'copies GB/s': copies}, rows)}")
+    print(f"\nwritten to {report.write(name, vars(args) | {'copies GB/s': copies}, rows, comparisons)}")
 
 
 if __name__ == "__main__":

@@ -10,50 +10,75 @@ from __future__ import annotations
 
 import argparse
 from itertools import product
+from typing import Any
 
 from deepspeed_ext.memory.parts import Phase, Place
+from tests.perf import report
 from tests.support.memory_runs import PARAMS, WAYS, compared, memory_config
 from tests.support.ranks import close_pools
 
 TOLERANCE = 0.02
+SIMULATION = "the simulated accelerator's allocator counts the bytes"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), metavar="WAY", help=f"of {list(WAYS)}")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     arguments = parser.parse_args()
     print(f"{PARAMS:,} parameters; planned / measured bytes per parameter")
-    for place in Place:
-        print(f"\n{place.value}\n")
-        print("| stage | run | ranks | micro-steps | " + " | ".join(phase.value for phase in Phase) + " | off by |")
-        print("| --- | --- | --- | --- | " + " | ".join("---" for _ in Phase) + " | --- |")
-        for stage, way, accumulation in product(arguments.stages, arguments.ways, arguments.accumulation):
-            _print_row(stage, way, accumulation, 1 if "selective" in way else arguments.ranks, place)
+    rows = [
+        row
+        for stage, way, accumulation in product(arguments.stages, arguments.ways, arguments.accumulation)
+        for row in rows_of(stage, way, accumulation, 1 if "selective" in way else arguments.ranks)
+    ]
     close_pools()
+    for place in Place:
+        shown = [{**row, **row["phases"]} for row in rows if row["place"] == place.value]
+        columns = dict.fromkeys(("stage", "run", "ranks", "micro-steps", *(phase.value for phase in Phase), "off by"))
+        print(f"\n{place.value}\n\n{report.table(shown, dict.fromkeys(columns, str))}")
+    written = report.write("memory_plan", vars(arguments), [without_values(row) for row in rows], comparisons_of(rows))
+    print(f"\nwritten to {written}")
 
 
-_found: dict[tuple[int, str, int, int], dict[tuple[Place, Phase], tuple[int, int]]] = {}
+def rows_of(stage: int, way: str, accumulation: int, ranks: int) -> list[dict[str, Any]]:
+    """A row for each place: cells by phase, and the planned and the measured bytes of all phases that are large."""
+    found = compared(memory_config(stage, way, accumulation), ranks)
+    rows = []
+    for place in Place:
+        cells, values, worst = {}, [], 0.0
+        for phase in Phase:
+            planned, measured = found[place, phase]
+            is_large = max(planned, measured) > PARAMS // 10  # smaller: constants of a process
+            off = 0.0 if planned == measured else planned / max(1, measured) - 1
+            mark = " !" if abs(off) > TOLERANCE and is_large else ""
+            cells[phase.value] = f"{planned / PARAMS:.3f} / {measured / PARAMS:.3f}{mark}"
+            if is_large:
+                worst = max(worst, off, key=abs)
+                values.append((planned / PARAMS, measured / PARAMS))
+        what = {"place": place.value, "stage": stage, "run": way, "ranks": ranks, "micro-steps": accumulation}
+        rows.append({**what, "phases": cells, "off by": f"{100 * worst:+.1f} %", "values": values})
+    return rows
 
 
-def _print_row(stage: int, way: str, accumulation: int, ranks: int, place: Place) -> None:
-    key = (stage, way, accumulation, ranks)
-    if key not in _found:
-        _found[key] = compared(memory_config(stage, way, accumulation), ranks)
-    cells, worst = [], 0.0
-    for phase in Phase:
-        planned, measured = _found[key][place, phase]
-        off = 0.0 if planned == measured else planned / max(1, measured) - 1
-        if max(planned, measured) > PARAMS // 10:  # smaller: constants of a process
-            worst = max(worst, off, key=abs)
-        mark = " !" if abs(off) > TOLERANCE and max(planned, measured) > PARAMS // 10 else ""
-        cells.append(f"{planned / PARAMS:.3f} / {measured / PARAMS:.3f}{mark}")
-    print(
-        f"| {stage} | {way} | {ranks} | {accumulation} | " + " | ".join(cells) + f" | {100 * worst:+.1f} % |",
-        flush=True,
-    )
+def without_values(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as it is kept."""
+    return {name: value for name, value in row.items() if name not in ("values", "phases")} | row["phases"]
+
+
+def comparisons_of(rows: list[dict[str, Any]]) -> list[report.Comparison]:
+    """Planned beside measured bytes of each place; what varies is the run and its phase, not the turn."""
+    found = []
+    for place in Place:
+        values = [pair for row in rows if row["place"] == place.value for pair in row["values"]]
+        if values:
+            planned, measured = zip(*values, strict=True)
+            subject, rival = f"plan --memory, {place.value}, all runs and phases", "what the simulated run held"
+            what = (subject, rival, "bytes per parameter", planned, measured, ("none", "1"))
+            found.append(report.compare(*what, SIMULATION))
+    return found
 
 
 if __name__ == "__main__":

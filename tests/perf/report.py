@@ -1,22 +1,70 @@
-"""What all benchmarks share: alternation, medians and spread, the table, and a JSON file with its provenance."""
+"""What all benchmarks share: alternation, medians and spread, comparisons, and a JSON file with its provenance."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
+LOAD_AT_START = os.getloadavg()[0]
+MOST_NESTED = 4
+"""Dictionaries within so many others have a line for each key in `compact`."""
+
+Summary = dict[str, float]
+"""What `summary` returns."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours beside another way to do the same, in turns of one run.
+
+    Attributes:
+        subject: what is ours.
+        rival: what it is compared with.
+        quantity: what was measured of both, with its unit.
+        ours, theirs: over the turns.
+        ratio: ours over theirs, each within its turn; None if the rival's was never above 0.
+        threads, rival_threads: of each process of either side.
+        simulation: what was simulated; "": nothing.
+    """
+
+    subject: str
+    rival: str
+    quantity: str
+    ours: Summary
+    theirs: Summary
+    ratio: Summary | None
+    threads: str
+    rival_threads: str
+    simulation: str = ""
+
+
+def compare(
+    subject: str,
+    rival: str,
+    quantity: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    threads: tuple[object, object],
+    simulation: str = "",
+) -> Comparison:
+    """Compare turn by turn: ``ours[i]`` was measured in the same turn as ``theirs[i]``."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b > 0]
+    ratio = summary(ratios) if ratios else None
+    mine, other = map(str, threads)
+    return Comparison(subject, rival, quantity, summary(ours), summary(theirs), ratio, mine, other, simulation)
 
 
 def alternate(variants: Sequence[str], repeats: int, warm_up: int = 1) -> Iterator[tuple[int, str]]:
@@ -26,7 +74,7 @@ def alternate(variants: Sequence[str], repeats: int, warm_up: int = 1) -> Iterat
             yield turn, variant
 
 
-def summary(values: Sequence[float]) -> dict[str, float]:
+def summary(values: Sequence[float]) -> Summary:
     """Median, smallest and largest of `values`, and how many there were."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
 
@@ -43,12 +91,52 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str | Callable[[Any
     return "\n".join(lines)
 
 
+def shown(value: Any) -> str:
+    """A cell: a summary as its median, with smallest and largest if there was more than one value."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        spread = f" ({number(value['min'])} to {number(value['max'])})" if value["min"] != value["max"] else ""
+        return number(value["median"]) + spread
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def number(value: float) -> str:
+    """Three digits, or all digits before the point."""
+    if value == 0:
+        return "0"
+    digits = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{digits}f}"
+
+
+def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    """Comparisons as their JSON has them, in a Markdown table."""
+    rows = []
+    for one in comparisons:
+        sides = (one["threads"], one["rival_threads"])
+        rows.append(
+            {
+                "ours": one["subject"],
+                "beside": one["rival"],
+                "what": one["quantity"],
+                "ratio": one["ratio"],
+                "ours, measured": one["ours"],
+                "the other": one["theirs"],
+                "threads": sides[0] if sides[0] == sides[1] else f"{sides[0]}; other {sides[1]}",
+                "simulated": one["simulation"] or "no",
+            }
+        )
+    return table(rows, dict.fromkeys(rows[0], shown)) if rows else ""
+
+
 def provenance() -> dict[str, Any]:
     """Versions, hardware, commit, command and date."""
+    import torch  # what only reads results does without
+
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.get_device_module(accelerator).get_device_name() if accelerator is not None else "none"
     return {
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
         "versions": {name: version(name) for name in ("torch", "deepspeed")}
@@ -56,6 +144,7 @@ def provenance() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "accelerator": device,
+        "load_at_start": LOAD_AT_START,
         "load_at_end": os.getloadavg()[0],
     }
 
@@ -85,22 +174,59 @@ def path_of(name: str) -> Path:
     return (Path(folder) if folder else ROOT / "outputs" / "bench") / f"{name}.json"
 
 
-def write(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
+def write(
+    name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]], comparisons: Sequence[Comparison] = ()
+) -> Path:
     """Write the result to its place and return the path."""
     path = path_of(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"provenance": provenance(), "settings": settings, "rows": list(rows)}, indent=2) + "\n")
+    result = {"provenance": provenance(), "settings": settings, "rows": list(rows)}
+    result["comparisons"] = [asdict(comparison) for comparison in comparisons]
+    path.write_text(json.dumps(result, indent=2) + "\n")
     return path
 
 
-def merge(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+def compact(value: Any, indent: int = 0) -> str:
+    """`value` as JSON for a repository: a line for each row of a table, and numbers of six digits."""
+    if isinstance(value, dict) and indent < MOST_NESTED:
+        inner = [f"{json.dumps(key)}: {compact(each, indent + 1)}" for key, each in value.items()]
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        inner = [json.dumps(_rounded(each)) for each in value]
+    else:
+        return json.dumps(_rounded(value))
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    edge = " " * indent
+    lines = ",\n".join(f"{edge} {each}" for each in inner)
+    return f"{opening}\n{lines}\n{edge}{closing}" if inner else opening + closing
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def merge(
+    name: str,
+    settings: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    key: str,
+    comparisons: Sequence[Comparison] = (),
+) -> list[dict[str, Any]]:
     """Write `rows` beside those that the file holds from earlier runs, in place of any with the same `key`.
 
-    Each row carries the provenance of its own run. Returns all rows of the file.
+    Each row carries the provenance of its own run; `comparisons` are added to the file's. Returns all rows of the file.
     """
     path, made = path_of(name), provenance()
-    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = json.loads(path.read_text()) if path.exists() else {"rows": []}
     fresh = {row[key] for row in rows}
-    merged = [row for row in kept if row[key] not in fresh] + [{**row, "made": made} for row in rows]
-    write(name, settings, merged)
+    merged = [row for row in kept["rows"] if row[key] not in fresh] + [{**row, "made": made} for row in rows]
+    known = {(one.subject, one.rival, one.quantity): one for one in map(_comparison, kept.get("comparisons", []))}
+    write(name, settings, merged, [*(known | {(c.subject, c.rival, c.quantity): c for c in comparisons}).values()])
     return merged
+
+
+def _comparison(stored: dict[str, Any]) -> Comparison:
+    return Comparison(**stored)

@@ -1,6 +1,6 @@
 """Rehearses the scale of the package: one rank's planning and exchange among 8 to 8,192 ranks, all others made up.
 
-    python -m tests.perf.scale [--ranks 8 64 1024 8192] [--only TEXT] [--plot docs/lab/scale.svg] [--json FILE]
+    python -m tests.perf.scale [--ranks 8 64 1024 8192] [--only TEXT] [--plot docs/lab/scale.svg]
 
 Prints a table for `docs/lab/scale.md`. Seconds are one thread's CPU time without the made-up collectives, the median of
 several runs; bytes are what arrives at one rank; memory is the peak of Python's allocations (`tracemalloc`).
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 
 from deepspeed_ext._logging import logger
+from tests.perf import report
 from tests.perf.scale_systems import SYSTEMS, System
 from tests.support.rehearsed_ranks import rehearsed_ranks
 
@@ -127,17 +127,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--only", default="", help="systems whose name contains this")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     systems = [system for system in SYSTEMS if arguments.only in system.name]
     found = {system.name: [measure(system, size) for size in arguments.ranks] for system in systems}
-    print(table(found, {system.name: system.when for system in systems}))
+    whens = {system.name: system.when for system in systems}
+    print(table(found, whens))
     if arguments.plot:
         plot(found, arguments.plot)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({name: [asdict(each) for each in row] for name, row in found.items()}))
+    rows = [{"what": name, "when": whens[name], **asdict(each)} for name, row in found.items() for each in row]
+    settings = {"ranks": arguments.ranks, "simulation": "one real rank, all others made up"}
+    print(f"\nwritten to {report.write('scale', settings, rows)}")
 
 
 if __name__ == "__main__":

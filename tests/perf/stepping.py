@@ -179,6 +179,15 @@ def steps(count: int, device_seconds: float) -> list[StepFigures]:
     return [_bench.step() for _ in range(count)]
 
 
+def threads() -> str:
+    """Body of a rank: the trainer's threads, and the cores of the optimizer's process, which has a thread for each."""
+    assert _bench is not None
+    adam = getattr(_bench.engine.optimizer, "zenflow_adam", None)
+    process = getattr(_bench.engine.optimizer, "process", None) if adam is None else adam.link.process
+    own = str(torch.get_num_threads())
+    return own if process is None else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"
+
+
 def bytes_now() -> dict[str, float | None]:
     """Body of a rank: memory that the engine takes between two steps, in bytes.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import product
@@ -22,6 +23,7 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
+from tests.perf import report
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -148,42 +150,84 @@ def _while_computing(spans: list[Any]) -> list[Any]:
     return [replace(span, end_us=min(span.end_us, end)) for span in spans if span.begin_us < end]
 
 
+def inside_and_beside(quick: bool, traces: Path | None) -> list[dict[str, Any]]:
+    """A row for each way to train, with copies inside of the step and beside the next one."""
+    ways = list(product((2, 3), (1, 2), (1, 4)))[: 1 if quick else None]
+    rows = []
+    for (stage, ranks, accumulation), hidden in product(ways, (False, True)):
+        way = Way(stage, ranks, accumulation, hidden)
+        (found,) = figures(way, [(LINK, WORKER)])
+        rows.append({"way": str(way), "step / step alone": found["step"], "idle": found["idle"]})
+        rows[-1]["exposed copies / step"] = found["exposed"]
+        if traces:
+            _write_trace(found["spans"], traces / f"{str(way).replace(', ', '_').replace(' ', '-')}.json")
+    return rows
+
+
+def beside_zero() -> list[dict[str, Any]]:
+    """A row for each stage: how long a step of plain ZeRO takes, over one with hidden transfers."""
+    rows = []
+    for stage in (2, 3):
+        zero, ours = (figures(Way(stage, 1, 1, hidden), [(LINK, WORKER)])[0]["us"] for hidden in (None, True))
+        rows.append({"stage": stage, "step of ZeRO / step with hidden transfers": zero / ours})
+    return rows
+
+
+def slower_links(links: Sequence[float]) -> list[dict[str, Any]]:
+    """A row for each share of a step that copies take each way: steps over a step alone, and what the engine says."""
+    rows = []
+    for link in links:
+        inside, beside = (
+            figures(Way(2, 1, 1, hidden, LONG_LAYERS, LONG_CHUNKS), [(link, WORKER)])[0] for hidden in (False, True)
+        )
+        expected = max(1.0, link * UP_OVER_DOWN + (link + WORKER) / LONG_CHUNKS)
+        row = {"link": link, "inside": inside["step"], "beside": beside["step"], "expected": expected}
+        rows.append({**row, "waits, by metrics": beside["said"]})
+    return rows
+
+
+def comparisons_of(tables: Sequence[Sequence[dict[str, Any]]]) -> list[report.Comparison]:
+    """Transfers beside the next step, against those inside of it and against plain ZeRO. Nothing varies in it."""
+    ways, zero, links = tables
+    threads, quantity = ("a model of time", "a model of time"), "step / step without optimizer"
+    simulation = "accelerator, link and worker have a model of time"
+    found = []
+    for inside, beside in zip(ways[::2], ways[1::2], strict=True):
+        what = f"hidden transfers, {beside['way'].removesuffix(', beside the next step')}, link {LINK} of a step"
+        values = [beside["step / step alone"]], [inside["step / step alone"]]
+        found.append(report.compare(what, "transfers inside of the step", quantity, *values, threads, simulation))
+    for row in links:
+        what = f"hidden transfers, link {row['link']} of a step"
+        values = [row["beside"]], [row["inside"]]
+        found.append(report.compare(what, "transfers inside of the step", quantity, *values, threads, simulation))
+    for row in zero:
+        ratio = row["step of ZeRO / step with hidden transfers"]
+        what = f"hidden transfers, stage {row['stage']}, link {LINK} of a step"
+        found.append(report.compare(what, "plain ZeRO", "step / step of ZeRO", [1 / ratio], [1.0], threads, simulation))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="folder for Chrome traces of both ways")
-    parser.add_argument("--quick", action="store_true", help="stage 2, one rank, only")
+    parser.add_argument("--quick", action="store_true", help="of the first table, stage 2 and one rank only")
+    parser.add_argument("--links", type=float, nargs="+", default=list(SLOWER), help="of the last table")
     arguments = parser.parse_args()
     print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
-    print("| way | step / step alone | idle | exposed copies / step |")
-    print("| --- | --- | --- | --- |")
-    ways = list(product((2, 3), (1, 2), (1, 4)))[: 1 if arguments.quick else None]
-    for (stage, ranks, accumulation), hidden in product(ways, (False, True)):
-        way = Way(stage, ranks, accumulation, hidden)
-        (row,) = figures(way, [(LINK, WORKER)])
-        print(
-            f"| {way} | {row['step']:.3f} | {row['idle']:.1%} | {row['exposed']:.3f} |",
-            flush=True,
-        )
-        if arguments.traces:
-            _write_trace(row["spans"], arguments.traces / f"{str(way).replace(', ', '_').replace(' ', '-')}.json")
-    print("\n| stage | step of ZeRO / step with hidden transfers |\n| --- | --- |")
-    for stage in (2, 3):
-        zero, ours = (figures(Way(stage, 1, 1, hidden), [(LINK, WORKER)])[0]["us"] for hidden in (None, True))
-        print(f"| {stage} | {zero / ours:.3f} |", flush=True)
-    print("\n| link, of a step each way | step / step alone, inside | beside | expected beside | waits, by metrics |")
-    print("| --- | --- | --- | --- | --- |")
-    both = [Way(2, 1, 1, hidden, LONG_LAYERS, LONG_CHUNKS) for hidden in (False, True)]
-    rows = []
-    for link in SLOWER:
-        inside, beside = (figures(way, [(link, WORKER)])[0] for way in both)
-        expected = max(1.0, link * UP_OVER_DOWN + (link + WORKER) / LONG_CHUNKS)
-        rows.append({"link": link, "inside": inside["step"], "beside": beside["step"], "expected": expected})
-        print(
-            f"| {link} | {inside['step']:.3f} | {beside['step']:.3f} | {expected:.3f} | {beside['said']:.3f} |",
-            flush=True,
-        )
+    tables = []
+    ways = partial(inside_and_beside, arguments.quick, arguments.traces)
+    for make in (ways, beside_zero, partial(slower_links, arguments.links)):
+        tables.append(make())
+        print(f"\n{report.table(tables[-1], dict.fromkeys(tables[-1][0], _cell))}", flush=True)
     if arguments.traces:
-        (arguments.traces / "slower_links.json").write_text(json.dumps(rows))
+        (arguments.traces / "slower_links.json").write_text(json.dumps(tables[-1]))
+    rows = [row for table in tables for row in table]
+    settings = {"quick": arguments.quick, "links": arguments.links}
+    print(f"\nwritten to {report.write('overlap', settings, rows, comparisons_of(tables))}")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _write_trace(spans: list[Any], path: Path) -> None:

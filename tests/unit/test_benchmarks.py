@@ -91,16 +91,21 @@ def test_acceptance_compares_with_adamw() -> None:
 
 
 def test_offloaded_step_is_measured_and_labelled() -> None:
-    command = ["--millions", "2.2", "--turns", "1", "--steps", "2", "--no-memory"]
-    args = bench_offload_step.arguments().parse_args([*command, "--only", "predictive, interval 1"])
-    tables = bench_offload_step.measure(args)
+    command = ["--millions", "2.2", "--turns", "1", "--steps", "2", "--no-memory", "--only"]
+    only = [sides.PREDICTIVE_1.name, sides.OFFLOAD_TORCH.name]
+    args = bench_offload_step.arguments().parse_args([*command, *only])
+    tables, comparisons = bench_offload_step.measure(args)
     timed = {title: rows for title, rows in tables.items() if "sleeps" in title}
     assert len(timed) == 2
     assert all(title.startswith("SIMULATED") for title in timed)
     for rows in timed.values():
-        assert [row["variant"] for row in rows] == ["predictive, interval 1"]
-        assert rows[0]["median ms"] > rows[0]["simulated device ms"] > 0
-        assert rows[0]["worker ms a step"] > 0
+        theirs, ours = rows
+        assert [theirs["variant"], ours["variant"]] == [sides.OFFLOAD_TORCH.name, sides.PREDICTIVE_1.name]
+        assert ours["median ms"] > ours["simulated device ms"] > 0
+        assert ours["worker ms a step"] > 0
+    assert [(one.rival, one.ours["count"]) for one in comparisons] == [(sides.OFFLOAD_TORCH.name, 1)] * 2
+    assert all("a sleep of" in one.simulation for one in comparisons)
+    assert all("in its process" in one.threads and "in its process" not in one.rival_threads for one in comparisons)
     assert {row["must"].split()[0] for row in tables["checks (SIMULATED device)"]} == {"wait", "no", "mean"}
 
 

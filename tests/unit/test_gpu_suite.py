@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.perf import bandwidth, bench_offload_step, bench_startup, sides, suite
+from tests.perf import bandwidth, bench_offload_step, bench_startup, gpu_parts, sides, suite
 from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
-from tests.perf.suite import Part
+from tests.perf.part import OUT, Part
+from tests.support.pages import Block, failures
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tools import offline, wheels
@@ -78,20 +80,29 @@ def test_without_an_accelerator_nothing_is_measured(
 
 
 def test_names_pick_a_part_and_all_below_it() -> None:
-    names = [part.name for part in suite.parts()]
+    names = [part.name for part in gpu_parts.parts()]
     assert len(names) == len(set(names))
-    below = [part.name for part in suite.parts() if part.is_in(["step/1.5b/2048"])]
+    below = [part.name for part in gpu_parts.parts() if part.is_in(["step/1.5b/2048"])]
     assert len(below) == len(bench_offload_step.ALONE_SIDES)
     assert all(name.startswith("step/1.5b/2048/") for name in below)
-    assert not any(part.is_in(["step/1.5b/204"]) for part in suite.parts())
+    assert not any(part.is_in(["step/1.5b/204"]) for part in gpu_parts.parts())
 
 
 def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
-    for part in suite.parts():
+    blocks = []
+    for part in (part for parts in suite.PARTS.values() for part in parts()):
+        for arguments in {part.arguments, part.toy}:
+            words = [argument.replace(OUT, "outputs") for argument in arguments]
+            text = shlex.join(["python", "-m", part.module, *words])
+            blocks.append(Block(part.name, 0, "bash", text, False))
+    (found,) = run_ranks(1, failures, blocks, pool="pages")
+    assert not found, "\n".join(found)
+
+
+def test_parts_of_one_way_to_train_measure_one() -> None:
+    for part in gpu_parts.parts():
         if part.module == "tests.perf.bench_offload_step":
-            for arguments in (part.arguments, part.toy):
-                args = bench_offload_step.arguments().parse_args([*arguments, "--device", "cpu"])
-                assert len(args.only) == 1
+            assert len(bench_offload_step.arguments().parse_args(part.arguments).only) == 1
 
 
 # -- what the parts measure -----------------------------------------------------------------------------------------
@@ -101,7 +112,8 @@ def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
 def test_a_decoder_is_measured_one_way_after_the_other_and_rows_add_up(tmp_path: Path) -> None:
     def measured(side: sides.Side) -> list[dict[str, Any]]:
         command = ["--model", "toy", "--sequence", "16", "--turns", "1", "--steps", "2", "--only", side.name]
-        (rows,) = bench_offload_step.measure(bench_offload_step.arguments().parse_args(command)).values()
+        tables, _ = bench_offload_step.measure(bench_offload_step.arguments().parse_args(command))
+        (rows,) = tables.values()
         return rows
 
     (first,) = measured(sides.ZERO)
@@ -117,7 +129,7 @@ def test_a_decoder_is_measured_one_way_after_the_other_and_rows_add_up(tmp_path:
 
 def test_startup_gives_time_and_memory_of_both_sides() -> None:
     variants = ["upstream host path", "host"]
-    (found,) = run_ranks(1, bench_startup.body, variants, 1, False, 1)
+    (found,) = run_ranks(1, bench_startup.body, variants, 1, 2, False, 1)
     for name in variants:
         (result,) = found[name]
         assert result["seconds"] > 0

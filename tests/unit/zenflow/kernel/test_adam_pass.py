@@ -257,9 +257,9 @@ def test_the_benchmark_gives_every_contender_its_threads() -> None:
     before, seen = torch.get_num_threads(), []
     try:
         found = bench_cpu_adam.contenders(5000, threads=2)
-        found["last"] = bench_cpu_adam.Contender(lambda: seen.append(torch.get_num_threads()))
+        found["last"] = bench_cpu_adam.Contender(lambda: seen.append(torch.get_num_threads()), 0)
         bench_cpu_adam.measure(found, threads=2, repeats=2)
-        greedy = bench_cpu_adam.Contender(lambda: torch.set_num_threads(1))
+        greedy = bench_cpu_adam.Contender(lambda: torch.set_num_threads(1), 0)
         with pytest.raises(AssertionError, match="threads"):
             greedy.time(threads=2)
     finally:

@@ -1,0 +1,139 @@
+"""The parts of `make bench`: all that a machine without an accelerator can measure."""
+
+from __future__ import annotations
+
+import shlex
+
+from tests.perf import report
+from tests.perf.part import OUT, Part
+
+KEPT = report.ROOT / "benchmarks" / "cpu.json"
+"""What they have measured, from which docs/benchmarks.md is made."""
+LIMIT_OVER_USUAL = 5
+"""A part may take this many times as long as on two quiet cores, and is ended then."""
+
+
+def _part(name: str, module: str, real: str, toy: str, usual: float, result: str, toy_result: str = "") -> Part:
+    limit = max(120.0, LIMIT_OVER_USUAL * usual)
+    words, toy_words = tuple(shlex.split(real)), tuple(shlex.split(toy))
+    return Part(name, module, words, toy_words, limit, result, toy_result or result, usual)
+
+
+def parts() -> list[Part]:
+    """All of them; `usual` are seconds on two quiet cores, estimated for what the page has not measured yet."""
+    startup = "--ranks 2 --stages 1 2 --offload no yes"
+    tune = f"tune --quick --output {OUT}/tune.json"
+    ways = (
+        "unbound",
+        "taskset, OMP_NUM_THREADS",
+        "upstream, in code",
+        "main thread (upstream's call)",
+        "ours, all threads",
+    )
+    binding = f"--anew --ways {shlex.join(ways)}"
+    rows = "--rows adamw upstream predictive --rates 0.001"
+    runs = "ZeRO ZeRO-Offload 'predictive, interval 1' 'predictive, interval 2' 'selective, interval 2'"
+    return [
+        # A lock that a killed process has left would stop all that loads operators; this removes it.
+        _part("operators", "tools.build_operators", "", "", 10, ""),
+        _part(
+            "startup",
+            "tests.perf.bench_startup",
+            f"{startup} --millions 64 --repeats 5",
+            f"{startup} --millions 1 --repeats 1",
+            200,
+            "startup",
+        ),
+        _part(
+            "breakdown",
+            "tests.perf.startup_breakdown",
+            "--millions 64 --ranks 2 --repeats 2",
+            "--millions 1 --ranks 1 --repeats 1 --only 'upstream: ZeRO-2' 'ours: ZeRO-2, tier host'",
+            190,
+            "startup_breakdown",
+        ),
+        _part(
+            "gather/small",
+            "tests.perf.bench_gather",
+            "--ranks 2 3 --sizes tiny small medium --repeats 12 --steps 1",
+            "--ranks 2 --sizes tiny --repeats 1 --steps 1",
+            140,
+            "gather",
+        ),
+        _part(
+            "gather/large",
+            "tests.perf.bench_gather",
+            "--ranks 2 --sizes large --repeats 4 --steps 1",
+            "--ranks 2 --sizes tiny --repeats 1 --steps 1",
+            75,
+            "gather_large",
+            "gather",
+        ),
+        _part(
+            "step",
+            "tests.perf.bench_offload_step",
+            "--millions 16 --turns 3 --steps 6 --no-memory",
+            "--millions 2.2 --turns 1 --steps 2 --no-memory",
+            150,
+            "offload_step",
+        ),
+        _part(
+            "hidden-transfers",
+            "tests.simulated.overlap",
+            "--quick --links 0.1 0.4 1.0 1.5",
+            "--quick --links 0.4",
+            60,
+            "overlap",
+        ),
+        _part(
+            "cpu-adam",
+            "tests.perf.bench_cpu_adam",
+            "--deepspeed --repeats 5 --numel 16777216 62219904 50000017",
+            "--deepspeed --repeats 1 --numel 65536 50017",
+            90,
+            "cpu_adam",
+        ),
+        _part(
+            "save",
+            "tests.perf.bench_save",
+            "--millions 32 --turns 3 --steps 4",
+            "--millions 1 --turns 1 --steps 2 --device-ms 10",
+            120,
+            "save",
+        ),
+        _part(
+            "estimate",
+            "tests.perf.bench_estimate",
+            "--numel 15554976 --repeats 9",
+            "--numel 65536 --repeats 1",
+            40,
+            "estimate",
+        ),
+        _part(
+            "binding",
+            "tests.perf.bench_binding",
+            f"{binding} --rounds 3 --only beside offload --ranks 2",
+            f"{binding} --rounds 1 --only beside --seconds 0.1 --elements 65536",
+            100,
+            "binding",
+        ),
+        _part("tune", "deepspeed_ext.cli", tune, f"{tune} --elements 65536", 20, "tune"),
+        _part(
+            "convergence",
+            "tests.perf.bench_convergence",
+            f"{rows} --seeds 1 --steps 150",
+            "--rows adamw --quick",
+            120,
+            "convergence_losses",
+            "convergence_quick_losses",
+        ),
+        _part(
+            "memory-plan",
+            "tests.perf.memory_plan",
+            f"--stages 2 3 --accumulation 1 --ways {runs}",
+            "--stages 2 --accumulation 1 --ways ZeRO",
+            60,
+            "memory_plan",
+        ),
+        _part("scale", "tests.perf.scale", "--ranks 8 64 1024", "--ranks 8 --only agreement", 30, "scale"),
+    ]

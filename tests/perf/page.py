@@ -1,0 +1,276 @@
+"""Write docs/benchmarks.md and its figures from what `make bench` has measured: `make bench-report`.
+
+python -m tests.perf.page
+
+The page is made from benchmarks/cpu.json alone; a test compares the two. Each figure holds the digest of its numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.perf import report
+from tests.perf.cpu_parts import KEPT, parts
+
+PAGE = report.ROOT / "docs" / "benchmarks.md"
+LEAST_DRAWN = 3
+"""Comparisons with a spread; fewer have no figure."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page says about one result.
+
+    Attributes:
+        title, text: heading and the question that it answers.
+        lab: the page of the lab that goes further; "": none.
+        details: makes the rows of a second table out of the result; None: there is none.
+    """
+
+    title: str
+    text: str
+    lab: str = ""
+    details: Callable[[dict[str, Any]], Rows] | None = None
+
+
+def _rows(result: dict[str, Any]) -> Rows:
+    return result["rows"]
+
+
+def _points(result: dict[str, Any]) -> Rows:
+    names = {"cores": "cores", "gb_per_s": "GB/s a rank", "spread": "spread", "noise": "noise"}
+    found = [{text: point.get(name) for name, text in names.items()} for point in result["points"]]
+    return [row | {"chosen": "yes" if row["cores"] == result["opt_cores_per_rank"] else ""} for row in found]
+
+
+def _bandwidth(result: dict[str, Any]) -> Rows:
+    names = ("elements", "size", "contender", "ms per step", "GB/s", "cores")
+    return [{name: row[name] for name in names} for row in result["rows"]]
+
+
+def _of_each_system(result: dict[str, Any]) -> Rows:
+    """The rehearsal's rows, a line a system, with what changes between the fewest and the most ranks."""
+    systems: dict[str, Rows] = {}
+    for row in result["rows"]:
+        systems.setdefault(row["what"], []).append(row)
+    found = []
+    for what, rows in systems.items():
+        first, last = rows[0], rows[-1]
+        row = {"what": what, "when": first["when"]}
+        for name, quantity, factor in (("ms", "seconds", 1e3), ("bytes received", "received", 1.0)):
+            for one in dict.fromkeys((first["ranks"], last["ranks"])):
+                value = next(r for r in rows if r["ranks"] == one)[quantity] * factor
+                row[f"{name}, {one:,} ranks"] = report.number(value)
+        found.append(row)
+    return found
+
+
+SECTIONS: dict[str, Section] = {
+    "startup": Section(
+        "Start-up of ZeRO-1/2",
+        "What does each flattening tier cost in time, and how much memory does it need at the peak?",
+        "flattening.md",
+    ),
+    "startup_breakdown": Section(
+        "Where the seconds of a start go",
+        "From `import torch` to the end of the first step, each start in processes of its own. Upstream's ZenFlow "
+        "starts its process at its first update, which comes later.",
+        "flattening.md#where-the-seconds-go",
+        _rows,
+    ),
+    "gather": Section("ZeRO-3 gather", "What does a gather into each parameter cost in time and memory?", "gather.md"),
+    "gather_large": Section(
+        "ZeRO-3 gather, large parameters",
+        "The same for weights of 64 MiB, fewer turns.",
+        "gather.md",
+    ),
+    "offload_step": Section(
+        "Offloaded step",
+        "Does the trainer wait for the optimizer, and how much memory does it take?",
+        "zenflow_step.md",
+    ),
+    "overlap": Section(
+        "Hidden transfers", "How much of the optimizer's transfers does a step hide?", "hidden_transfers.md"
+    ),
+    "cpu_adam": Section(
+        "CPU Adam",
+        "How fast is the worker's pass, and is it bound by memory? GB/s are bytes that have to be read and written.",
+        "cpu_adam.md",
+        _bandwidth,
+    ),
+    "save": Section("Saving", "How long does training stand still for a checkpoint?", "async_save.md"),
+    "estimate": Section(
+        "Elementwise arithmetic", "What does compiling it bring where the CPU computes it?", "zenflow_estimate.md"
+    ),
+    "binding": Section("Core binding", "What does binding change, beside other ways to bind?", "core_binding.md"),
+    "tune": Section(
+        "`deepspeed-ext tune --quick`",
+        "How many cores does the optimizer need? On two cores there is one split to choose from.",
+        "core_binding.md#tuner",
+        _points,
+    ),
+    "convergence_losses": Section(
+        "Convergence", "Does a short training reach AdamW's loss?", "zenflow_convergence.md", _rows
+    ),
+    "memory_plan": Section(
+        "Memory before a run", "How far is `deepspeed-ext plan --memory` from what runs hold?", "memory_plan.md"
+    ),
+    "scale": Section(
+        "Many ranks",
+        "What does one rank compute and receive among many? **A rehearsal**: one real rank, all others made up.",
+        "scale.md",
+        _of_each_system,
+    ),
+}
+
+
+def markdown(kept: dict[str, Any]) -> str:
+    """The page."""
+    results = {name: found for name in SECTIONS if (found := kept["settings"]["results"].get(name))}
+    comparisons = [one for result in results.values() for one in result.get("comparisons", [])]
+    blocks = [_head(kept, results), f"## All comparisons\n\n{_summary(comparisons)}"]
+    blocks += [_section(SECTIONS[name], name, result) for name, result in results.items()]
+    blocks.append(f"## The parts of this run\n\n{_states(kept)}")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _head(kept: dict[str, Any], results: dict[str, Any]) -> str:
+    made = kept["provenance"]
+    found = [result["provenance"] for result in results.values() if "provenance" in result]
+    dates, commits = (", ".join(sorted({one[name] for one in found})) for name in ("date", "commit"))
+    loads = [one["load_at_start"] for one in found]
+    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items() if number != "none")
+    return f"""# Benchmarks
+
+<!-- This page is written by `make bench-report` from benchmarks/cpu.json; do not edit it. -->
+
+Ours beside DeepSpeed and other rivals, all that a machine without an accelerator can measure, in one command:
+
+```bash
+make bench          # measures, and writes benchmarks/cpu.json
+make bench-report   # makes this page and its figures from that file
+```
+
+- {made["cpu"]}, {made["cores"]} cores, accelerator: {made["accelerator"]}; {versions}; {dates}, commit {commits}.
+- Load average when a part began: {min(loads):.1f} to {max(loads):.1f}, which includes the part before it.
+- Variants take turns (A B A B); a ratio is that of both sides in the same turn. Cells hold the median over turns, with
+  smallest and largest in brackets. Below 1 ours is less, which is better but for GB/s.
+- *Threads* are those of one process of either side. Where nothing varies between turns, there is one number.
+- Rows with an entry under *simulated* are **simulations**, and no measurement of a device.
+- Times do not carry over to other machines. **Nothing here is a GPU's**; [what will be measured there](lab/gpu.md)."""
+
+
+def _summary(comparisons: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        {
+            "ours": one["subject"],
+            "beside": one["rival"],
+            "what": one["quantity"],
+            "ratio": one["ratio"],
+            "simulation": "yes" if one["simulation"] else "",
+        }
+        for one in comparisons
+    ]
+    return report.table(rows, dict.fromkeys(rows[0], report.shown))
+
+
+def _section(section: Section, name: str, result: dict[str, Any]) -> str:
+    comparisons = result.get("comparisons", [])
+    simulated = any(one["simulation"] for one in comparisons)
+    blocks = [f"## {section.title}", section.text + (" **A simulation** where a row says so." if simulated else "")]
+    if section.lab:
+        blocks[-1] += f" More in the [lab](lab/{section.lab})."
+    if "provenance" in result:
+        made = result["provenance"]
+        blocks.append(
+            f"{made['date']}, commit {made['commit']}, load average at the start {made['load_at_start']:.1f}."
+        )
+        blocks.append(f"```bash\n{made['command']}\n```")
+    else:
+        blocks.append("```bash\ndeepspeed-ext tune --quick\n```")
+    if comparisons:
+        blocks.append(report.comparison_table(comparisons))
+    if section.details is not None:
+        rows = section.details(result)
+        blocks.append(report.table(rows, dict.fromkeys(rows[0], report.shown)))
+    if is_drawn(comparisons):
+        blocks.append(f"![Ratios of the table above, with their smallest and largest]({figure_of(name).name})")
+    return "\n\n".join(blocks)
+
+
+def _states(kept: dict[str, Any]) -> str:
+    measured = {row["part"]: row for row in kept["rows"]}
+    rows = []
+    for part in parts():
+        row = measured.get(part.name)
+        state, seconds = ("not measured yet", "") if row is None else (row["state"], f"{row['seconds']:.0f}")
+        rows.append({"part": part.name, "state": state, "seconds": seconds})
+    total = sum(measured[part.name]["seconds"] for part in parts() if part.name in measured)
+    table = report.table(rows, dict.fromkeys(rows[0], str))
+    return f"{table}\n\nAll parts that were measured, together: {total / 60:.1f} minutes."
+
+
+def is_drawn(comparisons: Sequence[dict[str, Any]]) -> bool:
+    """Whether a result has a figure: some of its ratios differ between turns."""
+    return sum(one["ratio"] is not None and one["ratio"]["count"] > 1 for one in comparisons) >= LEAST_DRAWN
+
+
+def figure_of(name: str) -> Path:
+    """Where the figure of a result is."""
+    return PAGE.with_name(f"benchmarks_{name}.svg")
+
+
+def digest(comparisons: Sequence[dict[str, Any]]) -> str:
+    """What a figure of these comparisons holds, so that it can be told from an older one."""
+    return hashlib.sha256(json.dumps(comparisons, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw(name: str, comparisons: Sequence[dict[str, Any]]) -> None:
+    """Draw the ratios with their spread, one a line; simulations are hollow."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    shown = [one for one in comparisons if one["ratio"] is not None]
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 7}):
+        figure = Figure(figsize=(10, 0.8 + 0.22 * len(shown)), layout="constrained")
+        axes = figure.subplots()
+        for at, one in enumerate(reversed(shown)):
+            ratio, color = one["ratio"], "C1" if one["simulation"] else "C0"
+            axes.plot((ratio["min"], ratio["max"]), (at, at), color=color, linewidth=1.5)
+            axes.plot(
+                ratio["median"],
+                at,
+                "o",
+                color=color,
+                markersize=4,
+                markerfacecolor="white" if one["simulation"] else color,
+            )
+        labels = [f"{one['subject']} / {one['rival']}: {one['quantity']}" for one in reversed(shown)]
+        axes.set_yticks(range(len(shown)), labels)
+        axes.axvline(1.0, color="black", linewidth=0.7)
+        axes.set_xlabel("ours / other, median with smallest and largest of the turns; hollow: a simulation")
+        axes.set_xlim(left=0)
+        axes.grid(axis="x", alpha=0.3)
+        metadata = {"Date": None, "Creator": None, "Description": digest(comparisons)}
+        figure.savefig(figure_of(name), format="svg", metadata=metadata)
+
+
+def main() -> None:
+    kept = json.loads(KEPT.read_text())
+    for name in SECTIONS:
+        comparisons = kept["settings"]["results"].get(name, {}).get("comparisons", [])
+        if is_drawn(comparisons):
+            draw(name, comparisons)
+    PAGE.write_text(markdown(kept))
+    print(f"written to {PAGE.relative_to(report.ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
