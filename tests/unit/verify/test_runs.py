@@ -64,9 +64,9 @@ def test_each_fault_fails_its_check(kind: str, monkeypatch: pytest.MonkeyPatch) 
     limit = 40.0 if kind == "hangs" else 240.0
     checks = run(config, Fault((kind,), step=2), limit_seconds=limit)
     found = {name for name, status in statuses(checks).items() if status == "FAIL"}
-    # Plain training begins with the model's own weights, so after another start everything differs.
     assert found & KINDS[kind]
-    assert found <= KINDS[kind] | {"losses", "gradients"}
+    if KINDS[kind] in ({"resume"}, {"worker's death"}):  # others change what follows, too
+        assert found == KINDS[kind]
 
 
 @pytest.mark.full

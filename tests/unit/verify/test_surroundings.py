@@ -150,7 +150,7 @@ def test_a_rank_that_starts_after_its_check_has_ended_ends(tmp_path: Path) -> No
 
 
 def test_ranks_that_have_started_end_if_another_cannot_start(tmp_path: Path) -> None:
-    started = []
+    started: list[subprocess.Popen[bytes]] = []
 
     class Second(processes.Ranks):
         def _process(self, start: str, environment: dict[str, str], log: object) -> object:
