@@ -330,8 +330,12 @@ def _assigned_by(owner: Any, wanted: set[str]) -> set[str]:
         classes = [each for each in inside if inspect.isclass(each)]
         functions = [each for each in inside if inspect.isfunction(each)]
     functions += [each for a_class in classes for each in vars(a_class).values() if inspect.isfunction(each)]
-    codes = [_undecorated(function).__code__ for function in functions]
-    return {name for code in codes for name in _stores(code, wanted, to_self=inspect.isclass(owner))}
+    found: set[str] = set()
+    for function in functions:
+        if found == wanted:
+            break
+        found.update(_stores(_undecorated(function).__code__, wanted - found, to_self=inspect.isclass(owner)))
+    return found
 
 
 def _stores(code: CodeType, wanted: set[str], to_self: bool) -> Iterator[str]:
