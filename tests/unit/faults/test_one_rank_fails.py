@@ -33,6 +33,7 @@ CANNOT_BE_AGREED_ON = {
         "_entry.py:",
         "_contract.py:",
         "_upstream.py:check",
+        "host/build_locks.py:",
         "_upstream.py:entry_swaps",
         "_upstream.py:_optional",
         "_upstream.py:pipeline_topology",
