@@ -47,11 +47,14 @@ def draw() -> list[Path]:
             losses = result["losses"]
             smooth = _smooth(losses)
             first = len(losses) - len(smooth) + 1
-            axes[0].plot(range(first, len(losses) + 1)[::THINNED], smooth[::THINNED], label=rule, linewidth=1)
+            steps = range(first, len(losses) + 1)[::THINNED]
+            (line,) = axes[0].plot(steps, smooth[::THINNED], label=rule, linewidth=1)
             ends = range(SECONDS_EVERY, len(losses) + 1, SECONDS_EVERY)
-            axes[1].plot(result["seconds"], [smooth[end - first] for end in ends if end >= first], linewidth=1)
+            if result.get("clock") == "CPU":
+                points = [(second, smooth[end - first]) for second, end in zip(result["seconds"], ends, strict=True)]
+                axes[1].plot(*zip(*points, strict=True), linewidth=1, color=line.get_color())
         axes[0].set(xlabel="step", ylabel=f"loss, mean of {WINDOW} steps", title=f"{task}, {setting}, seed 0")
-        axes[1].set(xlabel="second", title="a shared core: times of different rows do not compare")
+        axes[1].set(xlabel="second of one CPU", title="every rule on one thread, one after the other")
         axes[0].legend(fontsize=8)
         path = page().parent / f"numerics_{task}_{setting}.svg"
         figure.savefig(path, metadata={"Date": None})

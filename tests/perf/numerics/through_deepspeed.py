@@ -96,6 +96,7 @@ def upstream_result(row: Row) -> dict[str, Any]:
         "diverged": False,
         "losses": [round(loss, 5) for loss in run.losses],
         "seconds": run.seconds,
+        "clock": "wall",
         "held_out_before": round(before, 5),
         "held_out": round(after, 5),
         "overflows": 0,

@@ -149,12 +149,15 @@ class Training:
         return sum(losses) / len(losses)
 
     def run(self, deadline: float = math.inf) -> None:
-        """Train until done, or until `deadline` of `time.monotonic`."""
-        begin, progress = time.monotonic(), self.progress
+        """Train until done, or until `deadline` of `time.monotonic`.
+
+        Seconds are of the CPU, so what else runs on the machine does not count.
+        """
+        begin, progress = time.process_time(), self.progress
         before = progress.spent
         while not self.is_done and time.monotonic() < deadline:
             loss = self.step()
-            progress.spent = before + time.monotonic() - begin
+            progress.spent = before + time.process_time() - begin
             if not math.isfinite(loss):
                 progress.diverged = True
                 return
@@ -175,6 +178,7 @@ class Training:
             "diverged": progress.diverged,
             "losses": [round(loss, 5) for loss in progress.losses],
             "seconds": progress.seconds,
+            "clock": "CPU",
             "held_out_before": round(start, 5),
             "held_out": round(held_out, 5) if math.isfinite(held_out) else None,
             "overflows": progress.loss_scale.overflows,
