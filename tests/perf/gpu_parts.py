@@ -65,7 +65,7 @@ def step_tables(results: dict[str, Any]) -> list[str]:
     """A table for each model and sequence whose steps were measured."""
     blocks = []
     for name, kept in results.items():
-        rows = kept["rows"] if name.startswith("offload_step") else []
+        rows = kept["rows"] if name.startswith("offload_step_") else []
         if rows:
             zero = next((row["median ms"] for row in rows if row["variant"] == "ZeRO"), None)
             shown = [row | {"practicality": None if zero is None else zero / row["median ms"]} for row in rows]
