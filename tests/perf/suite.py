@@ -148,10 +148,13 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
             print(f"[{number + 1}/{len(ahead)}] {part.name} ...{_to_go(ahead[number:], args.toy)}", flush=True)
             outcome = run(part, args.device, args.toy, min(part.limit, left))
             outcome.commit = commit
+            if outcome.state == "overran" and left < part.limit:
+                outcome.state = "left out"  # the budget ended it, not its own limit
             print(f"{outcome.output}\n{part.name}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
             if args.on == "cpu" and not outcome.is_bad:
                 outcome.output = ""  # its results say the same, and the file is committed
-        record.add(outcome, part.result_of(args.toy), vars(args), begin)
+        result = "" if outcome.state == "left out" else part.result_of(args.toy)
+        record.add(outcome, result, vars(args), begin)
     print(summary(record, chosen, args.toy))
     print(f"\nwritten to {record.path}")
     return int(any(not record.is_done(part, commit) for part in chosen))
