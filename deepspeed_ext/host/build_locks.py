@@ -16,14 +16,22 @@ BETWEEN_COMPILERS_SECONDS = 60
 
 def operator_folder() -> Path:
     """The folder in which torch compiles operators, one folder an operator."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # a user may have no home
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
 
 
 def abandoned() -> list[Path]:
-    """Locks of builds that no process of this host works on; a build of another host that shares the folder is one."""
+    """Locks of builds that no process of this host works on; a build of another host that shares the folder is one.
+
+    Empty if the folder or the processes cannot be read: no start may fail for a warning.
+    """
     now = time.time()
-    locks = [path for path in operator_folder().glob("**/lock") if _age(path, now) > BETWEEN_COMPILERS_SECONDS]
-    return [path for path in locks if path.parent.resolve() not in _working_folders()]
+    try:
+        locks = [path for path in operator_folder().glob("**/lock") if _age(path, now) > BETWEEN_COMPILERS_SECONDS]
+        busy = _working_folders() if locks else set()
+        return [path for path in locks if path.parent.resolve() not in busy]
+    except (OSError, psutil.Error):
+        return []
 
 
 def _age(path: Path, now: float) -> float:

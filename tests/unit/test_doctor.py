@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import deepspeed_ext
@@ -16,6 +17,7 @@ from deepspeed_ext import cli, doctor, shared_buffers
 from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._errors import UpstreamError
 from deepspeed_ext._logging import logger
+from deepspeed_ext.host import build_locks
 from deepspeed_ext.zenflow.kernel import build
 from tests.support.paths import ROOT
 
@@ -115,6 +117,29 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert doctor.check_operator_cache().status == "ok", "somebody builds it"
         compiler.kill()
     assert doctor.check_operator_cache().status == "problem"
+
+
+@pytest.mark.parametrize("error", [PermissionError("denied"), psutil.AccessDenied(1)])
+def test_a_host_that_cannot_be_read_starts_all_the_same(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where torch then compiles
+    lock = tmp_path / "torch_extensions/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    assert build_locks.abandoned() == [lock]
+
+    def refused(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil, "process_iter", refused)
+    assert build_locks.abandoned() == []
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a container's user without an entry
+    assert build_locks.abandoned() == []
 
 
 def test_an_old_build_lock_is_named_before_deepspeed_waits_for_it(
