@@ -18,13 +18,14 @@ Importing this package imports neither torch nor DeepSpeed; the functions below 
 
 from typing import Any
 
+from deepspeed_ext import errors
 from deepspeed_ext._version import __version__
 from deepspeed_ext.affinity import initial_mask
 
 # Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts from.
 initial_mask.record()
 
-__all__ = ["__version__", "disable", "enable", "initialize"]
+__all__ = ["__version__", "disable", "enable", "errors", "initialize"]
 
 
 def enable() -> None:

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from deepspeed_ext import _errors
-from deepspeed_ext._errors import DeepSpeedExtError, PlanMismatchError, RankError
+from deepspeed_ext import errors
 from deepspeed_ext._upstream import dist
+from deepspeed_ext.errors import DeepSpeedExtError, PlanMismatchError, RankError
 from deepspeed_ext.host.cpulist import format_cpulist
 
 __all__ = [
@@ -218,7 +218,7 @@ def raise_together(
     ]
     if sum(len(on_ranks) for _, on_ranks in found) < ranks.size:
         texts.append("further ranks have others")
-    raise agreed(getattr(_errors, told[0][0].kind)("; ".join(texts)), ranks) from error
+    raise agreed(getattr(errors, told[0][0].kind)("; ".join(texts)), ranks) from error
 
 
 def agreed(error: Failure, ranks: RankGroup) -> Failure:

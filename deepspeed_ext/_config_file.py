@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 
 __all__ = ["count_in", "read_json", "section_of"]
 

@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 
 __all__ = ["OutputFile"]
 

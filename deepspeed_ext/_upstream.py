@@ -54,8 +54,8 @@ from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  #
 from deepspeed.utils.timer import ThroughputTimer
 
 from deepspeed_ext._contract import broken
-from deepspeed_ext._errors import UpstreamError
 from deepspeed_ext._logging import warn_once
+from deepspeed_ext.errors import UpstreamError
 
 __all__ = [
     "GRADIENT_CLIPPING_DEFAULT",

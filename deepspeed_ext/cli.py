@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from deepspeed_ext._errors import ConfigError, DeepSpeedExtError, UnsupportedError
 from deepspeed_ext._version import __version__
+from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 
 __all__ = ["main"]
 

@@ -108,10 +108,11 @@ class ZenFlowConfig(_Section):
 
     update_interval: Interval | None = None
     """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given: the smallest
-    interval at which the worker keeps up, measured at the start. 1 follows AdamW most closely. Larger intervals need
-    less memory bandwidth on the host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer steps
-    whose mean gradient makes one step of the cold blocks. Not given: chosen at the first selection (see
-    ``auto_ratio``). Never changes ``gradient_accumulation_steps``."""
+    interval, at most 8, at which the worker keeps up, measured at the start; the host then has room for the longest. 1
+    follows AdamW most closely. Larger intervals need less memory bandwidth on the host, but room for
+    ``2 x interval - 1`` gradients. ``selective``: optimizer steps whose mean gradient makes one step of the cold
+    blocks. Not given: chosen at the first selection (see ``auto_ratio``). Never changes
+    ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for the worker in every step. Not
@@ -126,15 +127,15 @@ class ZenFlowConfig(_Section):
 
     prediction_error_factor: ErrorFactor = 3.0
     """``predictive``: steps wait for their own update while predicted weights are further off than this many times the
-    error of rounding them, or a third of an update if that is larger. Measured on a sample, every 20 steps. 0: steps
-    never wait for this reason."""
+    error of rounding them, or a third of an update if that is larger. Measured on a sample, every 20 steps. At least
+    1; or 0: steps never wait for this reason."""
 
     publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more than float32 but
-    needs half the host memory and link traffic if it has 16 bits."""
+    needs half the host memory and link traffic if it has 16 bits. Only the model's dtype or float32."""
 
     hide_transfers: bool | None = None
-    """Copy gradients and results beside the next step instead of inside of the step. Takes 2 bytes of device memory per
+    """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of device memory per
     parameter of the partition. Not given: if every rank has room for that and keeps a tenth of its memory free. Without
     effect if the accelerator is the CPU."""
 
@@ -151,11 +152,11 @@ class ZenFlowConfig(_Section):
     if that is not above 240."""
 
     pt_reserved_cores: ReservedCores | None = None
-    """Cores kept for PyTorch; the worker gets the rest. A count, or a fraction of this rank's cores. Not given: the
-    tuning result for this host, otherwise half."""
+    """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction of this rank's cores
+    strictly between 0 and 1 (float). Not given: the tuning result for this host, otherwise half."""
 
     pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = DEFAULT_RESERVED_FRACTION
-    """DeepSpeed's name for the fraction, from 0 to 1. Used if it is given and ``pt_reserved_cores`` is not."""
+    """DeepSpeed's name for the fraction. Used if it is given, neither 0 nor 1, and ``pt_reserved_cores`` is not."""
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every step. Hot are
@@ -163,14 +164,14 @@ class ZenFlowConfig(_Section):
     Costs about 12 bytes of accelerator memory per hot parameter (see ``offload``)."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps. ``epoch`` needs
-    ``training_data`` at ``deepspeed.initialize``, which gives the length of an epoch; without it, hot blocks are
-    selected only once."""
+    """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps. ``step`` needs
+    ``select_interval``. ``epoch`` needs ``training_data`` at ``deepspeed.initialize``, which gives the length of an
+    epoch; without it, hot blocks are selected only once."""
 
     select_interval: Steps | None = None
-    """``selective``: how often hot blocks are selected again, rounded up to whole update intervals. At a selection
-    their state moves between host and accelerator, and the step waits for the worker. Not given: 16 steps, but at
-    least four update intervals (``auto``), or one epoch (``epoch``)."""
+    """``selective``: how often hot blocks are selected again, at least ``update_interval``, rounded up to whole
+    update intervals. At a selection their state moves between host and accelerator, and the step waits for the worker.
+    Not given: 16 steps, but at least four update intervals (``auto``), or one epoch (``epoch``)."""
 
     select_block_size: BlockSize = 256
     """``selective``: elements per block. A block is a run of contiguous elements that are selected together."""

@@ -15,12 +15,12 @@ import psutil
 
 from deepspeed_ext import shared_buffers
 from deepspeed_ext._cache import cache_folder
-from deepspeed_ext._errors import ConfigError, UpstreamError
 from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.allowed import find_allowed, omp_binding
 from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.topology import read_topology
 from deepspeed_ext.affinity.worker_placement import can_set_memory_policy
+from deepspeed_ext.errors import ConfigError, UpstreamError
 from deepspeed_ext.host import build_locks
 from deepspeed_ext.host.cgroup import read_cpu_quota_cores, read_memory_limit_bytes
 from deepspeed_ext.host.cpulist import format_cpulist

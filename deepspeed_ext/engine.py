@@ -34,7 +34,7 @@ from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.offloading import OffloadingEngine
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.supported import require_group_timeout, require_section, require_shared_folder
+from deepspeed_ext.zenflow.supported import as_torch_adam, require_group_timeout, require_section, require_shared_folder
 from deepspeed_ext.zenflow.throughput import StreamThroughputTimer
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
@@ -334,6 +334,7 @@ class Engine(OffloadingEngine):
 
         Raises:
             CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
+            StateError: see `backward`.
         """
         self._require_states_here()
         ends_step = self.is_gradient_accumulation_boundary()
@@ -375,7 +376,7 @@ class Engine(OffloadingEngine):
     def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
         if self._has_own_zenflow():  # it only holds hyperparameters: avoid compiling CPU Adam
             optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
-            optimizer_parameters["torch_adam"] = True
+            as_torch_adam(optimizer_parameters)
         return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
 
 

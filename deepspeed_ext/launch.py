@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 
 __all__ = ["LaunchPlan", "first_host", "plan_launch", "tasks_on_node"]
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_ext._agreement import together
-from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext._upstream import OffloadStateTypeEnum
 from deepspeed_ext.allocation import is_out_of_memory
+from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.resharding.engine import ReshardingEngine
 from deepspeed_ext.zenflow.parked import Parked
 from deepspeed_ext.zero.zenflow import ZenFlowStepping
@@ -66,7 +66,7 @@ class OffloadingEngine(ReshardingEngine):
         """Run the module.
 
         Raises:
-            StateError: its weights are on the host.
+            StateError: its weights are on the host, or an exception has broken off the last step.
         """
         self._require_states_here(OffloadStateTypeEnum.lp_params)
         return super().forward(*inputs, **kwargs)
@@ -75,7 +75,8 @@ class OffloadingEngine(ReshardingEngine):
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not.
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception has broken off the
+                last step.
         """
         self._require_states_here()
         return super().backward(*args, **kwargs)

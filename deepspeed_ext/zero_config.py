@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._upstream import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
+from deepspeed_ext.errors import ConfigError
 
 __all__ = ["ZeroConfig"]
 

@@ -2,7 +2,7 @@
 
     python -m tools.config_reference
 
-Everything in the two files comes from the models' annotations and docstrings, so there is nothing to edit in them.
+All about fields comes from the models' annotations and docstrings, so there is nothing to edit in the two files.
 """
 
 import json
@@ -30,6 +30,19 @@ Hugging Face Trainer leave it out, because they refuse an `"auto"` that they do 
 impossible value is an error at `initialize` that names the field. Editors can check a config against
 `configs/schema.json`.
 """
+ENVIRONMENT = """
+## Environment variables
+
+| variable | meaning |
+|---|---|
+| `DSEXT_BIND` | `0`: bind no cores, whatever the config says |
+| `DSEXT_ALLOWED_CPUS` | CPUs that a plan may use, such as `0,4-11`. Not given: the mask before torch was imported |
+| `DSEXT_CACHE_DIR` | folder of tuning results and the compiled kernel. Not given: in the user's cache |
+| `DSEXT_LOG_LEVEL` | `DEBUG`, `INFO` (default), `WARNING` or `ERROR` |
+| `DSEXT_NATIVE_KERNEL` | `0`: ZenFlow's pass uses torch operations |
+| `CXX` | compiler of the native kernel, with arguments if you like |
+| `DEEPSPEED_TIMEOUT` | DeepSpeed's: the process group's timeout in minutes |
+"""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "bool", "integer": "int", "number": "float", "string": "str", "object": "object", "null": "none"}
 
@@ -49,9 +62,9 @@ def json_schema() -> str:
 
 
 def markdown() -> str:
-    """The reference: one table for `zero_optimization` and one for each section in it."""
+    """The reference: one table for `zero_optimization`, one for each section in it, and the environment variables."""
     schema = ZeroFields.model_json_schema()
-    return INTRODUCTION + "".join(_section(SECTION, schema, schema.get("$defs", {})))
+    return INTRODUCTION + "".join(_section(SECTION, schema, schema.get("$defs", {}))) + ENVIRONMENT
 
 
 def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:

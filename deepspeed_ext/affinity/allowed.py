@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.topology import Topology
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.host.cgroup import read_cpuset
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from deepspeed_ext.host.procfs import numbered, read_text

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deepspeed_ext._agreement import RankGroup, rank_list, require_same_plan, together
-from deepspeed_ext._errors import PlanMismatchError, UnsupportedError
 from deepspeed_ext.affinity.allowed import find_allowed
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.affinity.topology import Topology, flat_topology, read_accelerator_node, read_topology
 from deepspeed_ext.affinity.tuning_results import DEFAULT_KERNEL, Fingerprint
+from deepspeed_ext.errors import PlanMismatchError, UnsupportedError
 from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.host.procfs import read_text

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.affinity.allowed import find_allowed
 from deepspeed_ext.affinity.plan import HostPlan, RankFacts
 from deepspeed_ext.affinity.topology import Topology, read_topology
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.host.cgroup import read_cpu_quota_cores
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 

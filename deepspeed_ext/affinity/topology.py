@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from deepspeed_ext._errors import UnsupportedError
+from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.host.procfs import numbered, parse_whole, positive, read_cpus, read_int, read_text
 
 __all__ = [

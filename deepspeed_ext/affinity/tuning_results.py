@@ -8,12 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from deepspeed_ext._cache import cache_folder
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._logging import warn_once
 from deepspeed_ext._output_file import OutputFile
 from deepspeed_ext._version import __version__
 from deepspeed_ext.affinity.plan import RankFacts
 from deepspeed_ext.affinity.topology import Topology
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.host.cpulist import MAX_CPU_ID, format_cpulist
 from deepspeed_ext.host.procfs import read_text
 

@@ -13,11 +13,11 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext._errors import ConfigError, UnsupportedError
 from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES, find_allowed
 from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.plan import RankPlan
 from deepspeed_ext.affinity.topology import read_topology
+from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.host.cgroup import read_cpu_quota_cores
 from deepspeed_ext.host.core_split import split_cores, within_quota
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist

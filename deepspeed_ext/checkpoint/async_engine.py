@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext import _files
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import checkpoint_keys
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.host.memory import available_host_bytes
 from deepspeed_ext.zenflow.checkpoint import SECTION
 from deepspeed_ext.zenflow.worker.link import WorkerLink

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_ext import _files
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 
 __all__ = ["CheckpointFolder", "FolderState", "choose_save"]
 

@@ -18,9 +18,9 @@ from deepspeed_ext._agreement import (
     require_same_plan,
     together,
 )
-from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext._upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
+from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 
 __all__ = ["SAVE_ID", "JointCheckpointEngine", "reading"]
 

@@ -6,10 +6,10 @@ import torch
 
 from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, require_same_plan, together
-from deepspeed_ext._errors import OutOfMemoryError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._ranges import in_profile
 from deepspeed_ext.config import FlattenTier
+from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten import tiers
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.plan import FlattenFacts, FlattenPlan, choose_tier

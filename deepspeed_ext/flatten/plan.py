@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import FlattenTier
+from deepspeed_ext.errors import ConfigError
 
 __all__ = [
     "STAGING_CHUNK_BYTES",

@@ -6,9 +6,9 @@ import torch
 
 from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, together
-from deepspeed_ext._errors import OutOfMemoryError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import dist
+from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.layout import GroupLayout, Piece, Segment
 
 __all__ = ["restore_parameters"]

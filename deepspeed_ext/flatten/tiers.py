@@ -21,9 +21,9 @@ import torch
 
 from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, raise_together, together
-from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.flatten.exchange import exchange_of
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters

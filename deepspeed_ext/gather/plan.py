@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from deepspeed_ext._errors import UnsupportedError
+from deepspeed_ext.errors import UnsupportedError
 
 __all__ = ["Fetch", "GatherMode", "GatherPlan", "ParameterFacts", "plan_gather"]
 

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.memory.plan import neighbours, plan_memory, usual_setups
 from deepspeed_ext.memory.report import as_json, as_text
 from deepspeed_ext.memory.setup import Model, Ranks, Setup, typical_largest

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext._config_file import count_in, read_json, section_of
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.memory.setup import Setup
 from deepspeed_ext.zenflow.supported import require_section
 from deepspeed_ext.zero_config import ZeroConfig

@@ -10,7 +10,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext._agreement import RankGroup, require_same_plan, together
-from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import (
     DeepSpeedEngine,
@@ -20,6 +19,7 @@ from deepspeed_ext._upstream import (
     TorchCheckpointEngine,
     get_accelerator,
 )
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.resharding.load import load_frozen, load_masters, load_optimizer
 from deepspeed_ext.resharding.saved import SavedCheckpoint, holds_partitions
 from deepspeed_ext.resharding.target import Target, target_of

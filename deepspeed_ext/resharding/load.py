@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import checkpoint_keys
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.resharding.layout import Copy, plan_copies
 from deepspeed_ext.resharding.saved import MASTER, SavedCheckpoint, SavedPartitions
 from deepspeed_ext.resharding.target import Target

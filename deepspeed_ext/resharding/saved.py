@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import checkpoint_keys as keys
 from deepspeed_ext.checkpoint.joint_engine import SAVE_ID, reading
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.host.cpulist import format_cpulist
 from deepspeed_ext.resharding.layout import Layout, Placement
 from deepspeed_ext.zenflow.checkpoint import SECTION

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext._errors import ConfigError, UnsupportedError
+from deepspeed_ext.errors import ConfigError, UnsupportedError
 
 __all__ = ["plot_format", "plot_result"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.affinity.plan import HostPlan
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.host.cgroup import read_throttled_count
 from deepspeed_ext.tuning.measuring_process import Move, Steps
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import psutil
 
-from deepspeed_ext._errors import ConfigError, OutOfMemoryError, WorkerError
 from deepspeed_ext._output_file import OutputFile
 from deepspeed_ext.affinity import accelerators, tuning_results
 from deepspeed_ext.affinity.host_facts import HostFacts, read_host
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
 from deepspeed_ext.affinity.topology import read_accelerator_node, read_cache_bytes
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.errors import ConfigError, OutOfMemoryError, WorkerError
 from deepspeed_ext.host.cgroup import read_memory_limit_bytes
 from deepspeed_ext.tuning.measuring_process import BYTES_PER_ELEMENT, Steps
 from deepspeed_ext.tuning.plot import plot_format, plot_result

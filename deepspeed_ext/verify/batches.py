@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext._config_file import count_in
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 
 __all__ = ["Batches", "plan_batches"]
 

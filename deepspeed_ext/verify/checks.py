@@ -26,18 +26,18 @@ NOISE_FACTOR = 5.0
 LOSS_ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
 """Relative rounding of a loss whose logits have this dtype: other kernels, as those of stage 3, add in other orders."""
 SMALLEST_DEVIATION = {"float32": 0.02, "bfloat16": 0.05, "float16": 0.02}
-"""Of a parameter's way, by dtype of communication: one gradient dropped in a dozen steps deviates more. Many ranks that
-add in 16 bits in another order than the reference's deviate by a few units in the last place."""
+"""Of a parameter's movement, by dtype of communication: one gradient dropped in a dozen steps deviates more. Many ranks
+that add in 16 bits in another order than the reference's deviate by a few units in the last place."""
 JUDGED_NOISE = 0.25
-"""A parameter is not judged if rounding alone changes its way by more than that."""
+"""A parameter is not judged if rounding alone changes its movement by more than that."""
 PREDICTED_LOSS = 0.1
 """Predictive rule: fraction of what plain training learns by which a loss may differ; or what it learns in an interval,
 if that is more: the weights anticipate so much."""
 DEFERRED_WAY, DEFERRED_MOST = 0.5, 1.5
-"""Deferred updates: a parameter's way is at least this / interval of plain training's, and progress and way are at most
-that. Progress is at least 1 / interval, which is what those parameters reach that step once in an interval."""
+"""Deferred updates: a parameter's movement is at least this / interval of plain training's. Progress and movement are
+at most that. Progress is at least 1 / interval, which is what those parameters reach that step once in an interval."""
 DEFERRED_DIRECTION = 0.4
-"""Deferred updates: least cosine between a parameter's way and plain training's."""
+"""Deferred updates: least cosine between a parameter's movement and plain training's."""
 NORM_DEVIATION = 0.02
 ROUNDED_WEIGHTS = 0.1
 """Share of 16-bit weights that last bits of the masters may turn to a neighbouring value. Lost moments turn most."""
@@ -213,8 +213,8 @@ def _good_movements(plan: Plan, judged: Sequence[Movement]) -> str:
         return f"{len(judged)} parameters move in plain training's direction; least so: {worst.name} ({_how(worst)})"
     worst = max(judged, key=lambda each: _deviation(each) / _allowed(plan, each))
     return (
-        f"{len(judged)} parameters move as in plain training; largest deviation {_deviation(worst):.2%} of the way "
-        f"({worst.name}), allowed {_allowed(plan, worst):.1%}"
+        f"{len(judged)} parameters move as in plain training; largest deviation {_deviation(worst):.2%} of the "
+        f"movement ({worst.name}), allowed {_allowed(plan, worst):.1%}"
     )
 
 
@@ -247,7 +247,9 @@ def _how(each: Movement) -> str:
     if not each.length:
         return "does not move"
     return (
-        f"{each.length / each.plain:.2f} times the way, cosine {_cosine(each):.2f}" if each.plain else "should not move"
+        f"{each.length / each.plain:.2f} times the movement, cosine {_cosine(each):.2f}"
+        if each.plain
+        else "should not move"
     )
 
 

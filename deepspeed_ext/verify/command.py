@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any
 
 from deepspeed_ext._config_file import read_json
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._logging import logger
 from deepspeed_ext.affinity import accelerators
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify import report
 from deepspeed_ext.verify.checks import Check, check_all
 from deepspeed_ext.verify.config import Plan, plan_check

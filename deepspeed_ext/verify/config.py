@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deepspeed_ext._config_file import section_of
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify.batches import Batches, plan_batches
+from deepspeed_ext.zenflow.schedule import MEASURED_STEPS
 
 __all__ = ["Plan", "Rule", "plan_check"]
 
@@ -109,6 +110,14 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
     config |= {"train_micro_batch_size_per_gpu": batches.micro, "gradient_accumulation_steps": batches.accumulation}
     rule, interval, has_worker, warm_up = _zenflow(section_of(config, "zero_optimization"), upstream)
     steps = steps or _enough_steps(rule, interval, warm_up)
+    save_after = min(steps - 1, steps // 2 | 1)
+    if rule == "predicted" and interval is None:  # resumed earlier, a run would measure again, and choose later
+        save_after = max(save_after, MEASURED_STEPS + 1)
+        if steps <= save_after:
+            raise ConfigError(
+                f"--steps: expected more than {save_after} where zenflow.update_interval is left out and measured, "
+                f"got {steps}"
+            )
     _fill_optimizer(config, steps, changes)
     _keep_inside(config, scratch, changes)
     _drop_auto(config, "", changes)
@@ -121,7 +130,7 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
         upstream=upstream,
         ranks=ranks,
         steps=steps,
-        save_after=min(steps - 1, steps // 2 | 1),
+        save_after=save_after,
         batches=batches,
         dtype=dtype,
         autocast=_autocast(config),

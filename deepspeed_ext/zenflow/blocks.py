@@ -147,9 +147,8 @@ class AdamBlocks:
         state_device, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
         updates.add_(1)
-        # 1 - beta^t by expm1: for small t, 1 - beta**t would lose digits to cancellation in fp32.
         times = updates[:, None].float()
-        correction1, correction2 = (-torch.expm1(times * math.log(beta)) for beta in (step.beta1, step.beta2))
+        correction1, correction2 = (_bias_correction(times, beta) for beta in (step.beta1, step.beta2))
         run = compiled(step_rows) if grad.numel() >= COMPILED_FROM_NUMEL else step_rows
         run(
             *(p, m, v, grad, correction1, correction2.sqrt_(), grad_scale),
@@ -202,6 +201,11 @@ def step_rows(
         p.mul_(decay)
     denominator = v.sqrt().div_(correction2_sqrt).add_(eps)
     _add_quotient(p, m / correction1, denominator, -lr)
+
+
+def _bias_correction(times: torch.Tensor, beta: float) -> torch.Tensor:
+    """``1 - beta ** times``, by expm1: for small exponents the difference would lose digits to cancellation in fp32."""
+    return -torch.expm1(times * math.log(beta)) if beta else torch.ones_like(times)
 
 
 def _add_product(target: torch.Tensor, one: torch.Tensor, other: torch.Tensor, factor: Number) -> None:

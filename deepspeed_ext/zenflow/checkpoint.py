@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.section import VERSION, Section

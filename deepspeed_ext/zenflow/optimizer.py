@@ -14,6 +14,7 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._ranges import in_profile
+from deepspeed_ext.errors import StateError
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.parked import Parked
@@ -128,7 +129,6 @@ class OffloadedAdam:
         open."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
-            self._plan = None
             tasks: list[WorkerTask] = []
             with self.link.keeping():
                 if plan.handed_over and not plan.waits_last:
@@ -148,6 +148,7 @@ class OffloadedAdam:
                 self._optimizer.step()
                 self._metrics.note_link(self.link.transfers.copying_seconds())
                 self._metrics.end_step()
+            self._plan = None
 
     def changed_blocks(self, index: int) -> Any:
         """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
@@ -166,6 +167,18 @@ class OffloadedAdam:
         return self._plan
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    def require_whole_step(self) -> None:
+        """Check that no step was broken off, which leaves some partitions with its gradient and others without.
+
+        Raises:
+            StateError: an exception, such as Ctrl-C, ended a step between `begin_step` and the end of `end_step`.
+        """
+        if self._plan is not None and not self.link.failed:  # a failed link raises its error on every rank
+            raise StateError(
+                "an exception has broken off the last optimizer step, and the optimizer's state holds a part of it: "
+                "build a new engine, and load the last checkpoint"
+            )
 
     def drain(self) -> None:
         """Wait until p, m, v include every gradient that was handed over. Later steps are bitwise unaffected.

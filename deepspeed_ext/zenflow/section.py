@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues, PredictiveSavedSchedule
 from deepspeed_ext.zenflow.section_parts import GRADIENT_DTYPES, Count, Positive, SavedValues, misfit
 from deepspeed_ext.zenflow.selective.section import (
@@ -23,12 +23,12 @@ from deepspeed_ext.zenflow.selective.section import (
 
 __all__ = ["VERSION", "Section", "read_section"]
 
-VERSION = 7
+VERSION = 8
 _MISTAKES_TOLD = 3
 
 
 class _Section(SavedValues):
-    version: Literal[7]
+    version: Literal[8]
     kernel: str
     block_size: Positive
     updates: Count
@@ -48,6 +48,10 @@ class PredictiveSection(_Section):
     rule: Literal["predictive"]
     schedule: PredictiveSavedSchedule
     partitions: list[PredictivePartitionValues]
+
+    def has_means(self, index: int) -> bool:
+        """Whether a partition has what remains of its block means."""
+        return self.partitions[index].inverse is not None
 
 
 class SelectiveSection(_Section):
@@ -108,6 +112,8 @@ def _mistakes(section: Section) -> list[str]:
         found += [
             f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, section.schedule.steps) if mistake
         ]
+        if isinstance(section, PredictiveSection) and section.schedule.is_ahead and not section.has_means(index):
+            found.append(f"partition {index}: no block means, which the coming step needs")
         if len(partition.collected) != position:
             found.append(f"partition {index}: {len(partition.collected)} collected gradients, expected {position}")
     if section.weights is not None and len(section.weights) != len(section.partitions):

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._upstream import OffloadDeviceEnum, autocasts_to_fp16
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 
 __all__ = [
+    "as_torch_adam",
     "is_decoupled",
     "require_group_timeout",
     "require_publishable",
@@ -27,6 +28,22 @@ __all__ = [
 DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 _VARIANTS = {"amsgrad": False, "maximize": False, "bias_correction": True}
 """Fields of a parameter group, each with the only value that the worker supports."""
+
+
+def as_torch_adam(parameters: dict[str, Any]) -> None:
+    """Change ``optimizer.params`` of a config, in place, so that DeepSpeed builds torch's Adam with the same meaning.
+
+    Raises:
+        ConfigError: ``bias_correction`` is false.
+    """
+    if parameters.get("torch_adam"):
+        return
+    parameters["torch_adam"] = True
+    parameters.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own Adams; torch's AdamW has 0.01
+    if not parameters.pop("bias_correction", True):  # only DeepSpeed's own Adams know it
+        raise ConfigError(
+            "zero_optimization.zenflow does not support optimizer.params.bias_correction = false: remove it"
+        )
 
 
 def require_section(section: Any) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
-from deepspeed_ext._errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext._upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
@@ -28,6 +27,7 @@ from deepspeed_ext._upstream import (
 )
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.device_sizes import dtype_name
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
@@ -83,15 +83,6 @@ class StepFactor:
         return self._factor
 
 
-def grad_dtype(weights_dtype: torch.dtype, accumulation_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients are handed over: the weights' dtype, or for fp16 weights the accumulation dtype.
-
-    fp16 cannot represent gradients that were accumulated in fp32; bf16 has the range of fp32.
-    """
-    name = gradient_dtype(dtype_name(weights_dtype), dtype_name(accumulation_dtype))
-    return accumulation_dtype if name == dtype_name(accumulation_dtype) else weights_dtype
-
-
 class ZenFlowStepping(ZeROOptimizer, ABC):
     """Behaviour shared by both ZenFlow optimizers; precedes DeepSpeed's optimizer of a stage among the bases.
 
@@ -132,7 +123,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     def _start_adam(self, groups: Sequence[int]) -> None:
         """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
-        self._grad_dtype = grad_dtype(self.dtype, self.gradient_accumulation_dtype)
+        names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
+        self._grad_dtype = getattr(torch, gradient_dtype(*names))
         weights_dtype = self._weights(0).dtype
         require_publishable(self._settings, dtype_name(weights_dtype))
         device = torch.device(get_accelerator().current_device_name())
@@ -237,11 +229,13 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._is_rule_away = False
 
     def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is.
+        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not broken off.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not.
+            StateError: `offload_states` was called, and `reload_states` was not; or see
+                `OffloadedAdam.require_whole_step`.
         """
+        self.zenflow_adam.require_whole_step()
         away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if self._is_rule_away else set())
         if away := away.intersection(states or away):
             raise StateError(

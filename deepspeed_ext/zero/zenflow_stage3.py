@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, together
-from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -21,6 +20,7 @@ from deepspeed_ext._upstream import (
 )
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow import checkpoint
 from deepspeed_ext.zenflow.section import Section
 from deepspeed_ext.zero.zenflow import ZenFlowStepping

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, together
-from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._upstream import (
     OffloadStateTypeEnum,
     Swap,
@@ -24,6 +23,7 @@ from deepspeed_ext._upstream import (
 )
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.section import Section
 from deepspeed_ext.zenflow.selective.exchange import HotExchange
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.predictive.schedule import PredictiveState
 from deepspeed_ext.zenflow.section import VERSION
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64
 
 def valid(rule: str) -> dict[str, Any]:
     """A section as a run with `rule` saves it, of two partitions."""
-    of_guard = {name: asdict(PredictiveState())[name] for name in ("overlaps_from", "guard")}
+    of_guard = {name: asdict(PredictiveState())[name] for name in ("is_ahead", "guard")}
     return {
         "version": VERSION,
         "rule": rule,

@@ -38,7 +38,7 @@ import torch
 
 import deepspeed_ext
 from deepspeed_ext import shared_buffers
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 from tests.soak.operations import FileOperations
 from tests.support.models import OddModel, two_groups
 from tests.support.zenflow import full_masters_of, weights_of, zenflow_config

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext import _errors
+from deepspeed_ext import errors as all_errors
 from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, require_same_plan, section, together
-from deepspeed_ext._errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
+from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks
 
@@ -127,7 +127,7 @@ def test_every_error_can_be_named() -> None:
     subclasses = [DeepSpeedExtError]
     for kind in subclasses:
         subclasses += kind.__subclasses__()
-    assert {kind.__name__ for kind in subclasses} == set(_errors.__all__)
+    assert {kind.__name__ for kind in subclasses} == set(all_errors.__all__)
 
 
 def fail_around_a_section(where: str) -> tuple[str, str]:
@@ -186,7 +186,7 @@ def test_an_error_of_all_ranks_can_keep_its_type(kinds: dict[int, type[Exception
 
 def disagree() -> str:
     ranks = RankGroup.of(None, this_device())
-    with pytest.raises(_errors.PlanMismatchError) as caught:
+    with pytest.raises(all_errors.PlanMismatchError) as caught:
         require_same_plan("a test", ("plan", ranks.rank == 1), ranks)
     return str(caught.value)
 

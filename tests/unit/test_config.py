@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 import deepspeed_ext
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import OF_ONE_RULE, CoreBindingConfig, ZenFlowConfig, ZeroFields, given_of_the_other_rule
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.supported import require_section
 from deepspeed_ext.zero_config import ZeroConfig
 from tests.support.config_models import models

@@ -15,8 +15,8 @@ import pytest
 import deepspeed_ext
 from deepspeed_ext import cli, doctor, shared_buffers
 from deepspeed_ext._cache import cache_folder
-from deepspeed_ext._errors import UpstreamError
 from deepspeed_ext._logging import logger
+from deepspeed_ext.errors import UpstreamError
 from deepspeed_ext.host import build_locks
 from deepspeed_ext.zenflow.kernel import build
 from tests.support.paths import ROOT

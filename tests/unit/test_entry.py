@@ -15,9 +15,9 @@ from deepspeed import comm as dist
 
 import deepspeed_ext
 from deepspeed_ext import allocation
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._upstream import group_timeout_seconds
 from deepspeed_ext.engine import Engine, HybridEngine, PipeEngine
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero_config import ZeroConfig
 from tests.support.compare import base_config

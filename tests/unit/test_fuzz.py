@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 from tests.fuzz import broken, sections
 from tests.fuzz.fuzzer import CRASH, HANG, Fuzzer
 from tests.fuzz.target import Case, Target

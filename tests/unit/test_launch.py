@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.launch import LaunchPlan, first_host, plan_launch, tasks_on_node
 
 SRUN = {

@@ -12,11 +12,11 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from deepspeed_ext import _errors, cli, config
+from deepspeed_ext import cli, config, errors
 from tests.support.paths import ROOT
 
 MODULES = {
-    "deepspeed_ext": "__version__ disable enable initialize",
+    "deepspeed_ext": "__version__ disable enable errors initialize",
     "deepspeed_ext.config": "CoreBindingConfig FlattenTier ReservedCores RuleName ZenFlowConfig ZeroFields"
     " given_of_the_other_rule idle_fields",
     "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",
@@ -64,7 +64,7 @@ def test_names_of_modules(name: str) -> None:
 
 
 def test_names_of_errors() -> None:
-    found = {name: getattr(_errors, name).__bases__ for name in _errors.__all__}
+    found = {name: getattr(errors, name).__bases__ for name in errors.__all__}
     assert {name: " ".join(base.__name__ for base in bases) for name, bases in found.items()} == ERRORS
 
 

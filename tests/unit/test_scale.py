@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_ext._agreement import MOST_TOLD, _Told, raise_together
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 from tests.perf import scale, scale_systems
 from tests.perf.scale_systems import SYSTEMS
 from tests.support.instructions import instructions

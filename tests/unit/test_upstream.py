@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from deepspeed_ext import _contract, _upstream
-from deepspeed_ext._errors import UpstreamError
+from deepspeed_ext.errors import UpstreamError
 
 PACKAGE = Path(_upstream.__file__).parent
 

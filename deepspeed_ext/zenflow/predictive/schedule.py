@@ -60,8 +60,8 @@ class PredictivePlan(StepPlan):
 class PredictiveState(State):
     """The position in the schedule."""
 
-    overlaps_from: int = 0
-    """First step that may be overlapped, once the guard has made steps synchronous; counted like `steps`."""
+    is_ahead: bool = False
+    """Whether the worker has published the extrapolated y and the block means, without which no step may overlap."""
     guard: GuardState = field(default_factory=GuardState)
 
 
@@ -90,6 +90,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         self._overlap = overlap
         self._warm_up_steps = warm_up_steps
         self._guarded = guarded and overlap
+        self._measured_from = 0
 
     @property
     def warm_up_steps(self) -> int:
@@ -109,10 +110,9 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     def plan(self) -> PredictivePlan:
         """Describe the coming step."""
         state, guard = self.state, self.state.guard
-        overlaps_from = max(self.warm_up_steps, state.overlaps_from)
-        overlaps = self._overlap and state.interval is not None and not guard.synchronous
-        if not overlaps or state.steps < overlaps_from or state.interval is None:
-            ahead = overlaps and state.steps + 1 >= overlaps_from
+        overlaps = self._overlap and not guard.synchronous
+        if not overlaps or not state.is_ahead or state.interval is None or state.steps < self.warm_up_steps:
+            ahead = overlaps and state.interval is not None and state.steps + 1 >= self.warm_up_steps
             probes = guard.synchronous and guard.is_due
             return PredictivePlan(state.position + 1, WeightSource.EXACT, state.position, ahead, probes)
         last = state.position == state.interval - 1
@@ -128,6 +128,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
             steps=state.steps + 1,
             position=0 if handed_over else state.position + 1,
             written=state.written + 1,
+            is_ahead=plan.publish_ahead,
             guard=state.guard.handed_over(plan.handed_over, plan.probes) if handed_over else state.guard,
         )
 
@@ -143,23 +144,22 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
             excess: see `GuardState.judged`; the same on every rank.
         """
         before = self.state.guard
-        guard = before.judged(excess)
-        changes = guard.synchronous is not before.synchronous
-        overlaps_from = self.state.overlaps_from
-        if changes and not guard.synchronous:
-            overlaps_from = self.state.steps + 1  # the coming step still waits, so that y can be extrapolated
-        self.state = replace(self.state, guard=guard, overlaps_from=overlaps_from)
-        return changes
+        self.state = replace(self.state, guard=before.judged(excess))
+        return self.state.guard.synchronous is not before.synchronous
 
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
         """As for all schedules. If the guard is switched off, steps that it made synchronous are overlapped again."""
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
         super().load_state_dict({**state, "guard": GuardState() if is_released else guard}, position)
-        if is_released:
-            self.state = replace(self.state, overlaps_from=self.state.steps + 1)
+        self._measured_from = self.state.steps
+
+    def restart(self) -> None:
+        super().restart()
+        self._measured_from = 0
 
     @property
     def wants_interval(self) -> bool:
-        """Whether enough steps have been measured to call `choose_interval`."""
-        return self._overlap and self.state.interval is None and self.state.steps >= MEASURED_STEPS
+        """Whether enough steps have been measured, since the start or the load, to call `choose_interval`."""
+        measured = self.state.steps - self._measured_from
+        return self._overlap and self.state.interval is None and measured >= MEASURED_STEPS

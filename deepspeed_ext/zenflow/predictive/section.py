@@ -33,7 +33,7 @@ class GuardValues(SavedValues):
 class PredictiveSavedSchedule(SavedSchedule):
     """The state of a `PredictiveSchedule`."""
 
-    overlaps_from: Count
+    is_ahead: bool
     guard: GuardValues
 
 

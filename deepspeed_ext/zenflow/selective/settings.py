@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext._logging import logger
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.device_sizes import COMPILED_FROM_NUMEL
 from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 
@@ -72,6 +72,11 @@ class SelectiveSettings:
             auto_ratio=config.auto_ratio,
         )
         settings.steps_between_selections(settings.update_interval or 1)
+        if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (settings.lag or 0):
+            raise ConfigError(
+                f"zero_optimization.zenflow selects hot blocks every {settings.select_every_steps} steps, which is "
+                f"less than overlap_lag = {settings.lag}: raise select_interval or lower overlap_lag"
+            )
         if settings.lag and settings.update_interval and settings.lag > settings.update_interval:
             raise ConfigError(
                 f"zero_optimization.zenflow.overlap_lag = {settings.lag} is more than update_interval = "

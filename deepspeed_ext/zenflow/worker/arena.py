@@ -12,13 +12,12 @@ import errno
 import mmap
 import os
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepspeed_ext._errors import UnsupportedError
+from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, Array
 from deepspeed_ext.zenflow.worker.channel import above_standard
 
@@ -39,11 +38,11 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _BIG_BYTES = 1 << 20
-"""From this size on, the position of an array within a page and a MiB matters; smaller arrays stay in a cache
-anyway."""
-_LINES_APART = 5  # odd: 64 arrays begin on 64 different lines of a page
-_PAGES_APART = 3
-_NEIGHBOURS = 40  # preceding arrays to keep a distance from; they rule out 200 of the 256 pages of a MiB
+"""From this size on, the position of an array matters; smaller arrays stay in a cache anyway."""
+_HUGE_PAGE_BYTES = 1 << 21
+_APART_BYTES = 3 * _PAGE_BYTES + 5 * _LINE_BYTES
+"""Numbers of pages and lines are odd, so 64 arrays begin on 64 different lines of a page, and 256 on as many pages."""
+_PLACES = 64
 
 
 class ArrayKey(NamedTuple):
@@ -118,34 +117,22 @@ def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
     """Place `specs` one after the other, no two on one page, because page-locking is per page.
 
     A pass reads several arrays at once. If arrays of a power-of-two size simply followed each other, their starts would
-    fall into the same cache sets and memory banks and evict each other. So big arrays start on different cache lines of
-    a page and on different pages of a MiB. The pages between them are never touched: they take addresses but no memory.
+    fall into the same cache sets and memory banks and evict each other. So each big array starts after a multiple of
+    2 MiB, and from there `_APART_BYTES` further than the one before. The bytes between them are never touched: they
+    take addresses but no memory.
     """
     assert len({spec.key for spec in specs}) == len(specs), "keys of arrays are unique"
     arrays: list[PlacedArray] = []
-    pages: deque[int] = deque(maxlen=_NEIGHBOURS)  # start pages of the latest big arrays
     end = big = 0
     for spec in specs:
-        offset = _round_up(end, _PAGE_BYTES)
-        if spec.nbytes >= _BIG_BYTES:
-            offset += _first_free(offset // _PAGE_BYTES, pages) * _PAGE_BYTES
-            pages.append(offset // _PAGE_BYTES)
-            offset += big * _LINES_APART * _LINE_BYTES % _PAGE_BYTES
+        is_big = spec.nbytes >= _BIG_BYTES
+        offset = _round_up(end, _HUGE_PAGE_BYTES if is_big else _PAGE_BYTES)
+        if is_big:
+            offset += big % _PLACES * _APART_BYTES
             big += 1
         arrays.append(PlacedArray(spec, offset))
         end = offset + spec.nbytes
     return ArenaLayout(tuple(arrays), max(_PAGE_BYTES, _round_up(end, _PAGE_BYTES)))
-
-
-def _first_free(page: int, taken: Iterable[int]) -> int:
-    """Number of pages to skip from `page` to the first one whose position within its MiB is far enough from those in
-    `taken`."""
-    per_mib = (1 << 20) // _PAGE_BYTES
-    return next(
-        skipped
-        for skipped in range(per_mib)
-        if all(_PAGES_APART <= (page + skipped - other) % per_mib <= per_mib - _PAGES_APART for other in taken)
-    )
 
 
 def _round_up(value: int, multiple: int) -> int:

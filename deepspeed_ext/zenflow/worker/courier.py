@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext._errors import WorkerError
 from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess

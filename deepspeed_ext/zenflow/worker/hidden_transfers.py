@@ -16,9 +16,9 @@ import torch
 
 from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup, together
-from deepspeed_ext._errors import OutOfMemoryError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.zenflow.device_sizes import dtype_name, room_bytes
 from deepspeed_ext.zenflow.stopwatch import Stopwatch, StreamStopwatch
 from deepspeed_ext.zenflow.worker.courier import Courier, Parcel

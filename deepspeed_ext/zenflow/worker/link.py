@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, together
-from deepspeed_ext._errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext._logging import logger
 from deepspeed_ext._undo import on_failure
 from deepspeed_ext._upstream import dist
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext.host import memory
 from deepspeed_ext.host.cgroup import read_cgroup_id
 from deepspeed_ext.host.procfs import read_text

@@ -46,7 +46,10 @@ def main() -> None:
     """Serve one trainer until it closes the connection."""
     socket_fd, arena_fd, parent_pid, by_main_thread = map(int, sys.argv[1:5])
     _end_with_parent(parent_pid, bool(by_main_thread))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the trainer, which then closes this process
+    # Launchers and schedulers signal all processes of a job at once. The signals are meant for the trainer, which may
+    # still save with this process, and then closes it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=socket_fd))
     # The trainer may die at any moment; then there is no one to report to.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

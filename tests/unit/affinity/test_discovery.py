@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext._errors import ConfigError, UnsupportedError
 from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import ALLOWED_VARIABLE, find_allowed
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import plan_host
 from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_topology
+from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores, read_cpuset, read_throttled_count
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from tests.support.sysfs import cpumask, write, write_host

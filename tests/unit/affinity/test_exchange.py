@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import ConfigError, PlanMismatchError, RankError
 from deepspeed_ext.affinity import binding, tuning_results
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.exchange import Agreement, RankReport, agree, report_rank
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
 from deepspeed_ext.affinity.topology import Core, Topology
 from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.errors import ConfigError, PlanMismatchError, RankError
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks

@@ -17,10 +17,10 @@ import torch
 
 from deepspeed_ext import _files
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
 from deepspeed_ext.checkpoint.folder import CheckpointFolder, FolderState, choose_save
 from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
+from deepspeed_ext.errors import CheckpointError
 from tests.support.crash.driver import CONFIG, Disks, load, save
 
 STATE = "mp_rank_00_model_states.pt"

@@ -14,7 +14,7 @@ import pytest
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 from tests.support.limits import limited
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_fresh_ranks, run_ranks

@@ -18,7 +18,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext import allocation
-from deepspeed_ext._errors import DeepSpeedExtError, WorkerError
+from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.zenflow.kernel import Publish
 from deepspeed_ext.zenflow.worker import hidden_transfers
 from deepspeed_ext.zenflow.worker.hidden_transfers import Chunk, Room

@@ -41,7 +41,7 @@ CANNOT_BE_AGREED_ON = {
     ),
     "the agreement itself": (
         "_agreement.py:",
-        "_errors.py:",
+        "errors.py:",
         "_logging.py:",
         "zenflow/worker/link.py:WorkerLink.keeping",
         "zenflow/worker/link.py:WorkerLink.failed",
@@ -113,6 +113,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/selective/settings.py:",
         "zenflow/selective/selection.py:_digit_of",
         "zenflow/optimizer.py:OffloadedAdam._current_plan",
+        "zenflow/optimizer.py:OffloadedAdam.require_whole_step",
         "zenflow/optimizer.py:OffloadedAdam.changed_blocks",
         "zenflow/rule.py:UpdateRule.changed_blocks",
         "zenflow/selective/rule.py:SelectiveRule.changed_blocks",

@@ -24,9 +24,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.overrides import TorchFunctionMode
 
 import deepspeed_ext
-from deepspeed_ext._errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.engine import Engine
+from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
 from deepspeed_ext.host import memory
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.worker import page_locks as page_locks_module

@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import CheckpointError, OutOfMemoryError, WorkerError
+from deepspeed_ext.errors import CheckpointError, OutOfMemoryError, WorkerError
 from deepspeed_ext.host import memory
 from deepspeed_ext.zenflow.checkpoint import SECTION
 from tests.support.crash.driver import CONFIG

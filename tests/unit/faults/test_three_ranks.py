@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from deepspeed import comm as dist
 
-from deepspeed_ext._errors import CheckpointError, WorkerError
+from deepspeed_ext.errors import CheckpointError, WorkerError
 from tests.support.limits import limited
 from tests.support.models import batches
 from tests.support.ranks import run_ranks

@@ -100,9 +100,12 @@ def test_ctrl_c_ends_trainer_and_worker(start: Callable[[str], Script]) -> None:
 
 
 def test_a_preempted_script_saves_and_ends(start: Callable[[str], Script]) -> None:
-    """A handler of SIGTERM lets the script save between two steps; then the signal ends it as usual."""
+    """A handler of SIGTERM lets the script save between two steps; then the signal ends it as usual. DeepSpeed's
+    launcher and service managers signal the children, too, and first."""
     script = start("preempted")
     worker = script.worker
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        os.kill(worker, number)
     script.process.send_signal(signal.SIGTERM)
     status, said = script.end()
     assert status == -signal.SIGTERM, said

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from deepspeed import comm as dist
 
-from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess

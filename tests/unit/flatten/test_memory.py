@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext import allocation
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import ConfigError, DeepSpeedExtError, OutOfMemoryError, PlanMismatchError
+from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, OutOfMemoryError, PlanMismatchError
 from deepspeed_ext.flatten import exchange, staging
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout

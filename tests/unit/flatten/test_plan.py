@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, choose_tier, required_bytes
 
 sizes = st.integers(1, 1 << 45)

@@ -13,8 +13,8 @@ from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._errors import ConfigError, PlanMismatchError
 from deepspeed_ext._upstream import OffloadDeviceEnum
+from deepspeed_ext.errors import ConfigError, PlanMismatchError
 from deepspeed_ext.gather.all_gather import SingleParameterGather, attach, detach
 from deepspeed_ext.gather.launch import PendingParameter, gather_singles, gather_together
 from deepspeed_ext.gather.plan import GatherMode, ParameterFacts, plan_gather

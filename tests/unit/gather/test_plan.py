@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext._errors import UnsupportedError
+from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.gather.plan import Fetch, GatherMode, ParameterFacts, plan_gather
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.resharding.layout import Layout, Placement, plan_copies
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)

@@ -14,7 +14,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 from tests.support.compare import allow_fp16
 from tests.support.matrix import cover
 from tests.support.models import OddModel, two_groups

@@ -17,12 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import RankFacts
 from deepspeed_ext.affinity.topology import Topology, read_cache_bytes
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.tuning import measuring_process
 from deepspeed_ext.tuning.measuring_process import Steps
 from deepspeed_ext.tuning.processes import ForeignLoad, MeasuringProcesses

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify.batches import Batches, plan_batches
 from deepspeed_ext.verify.config import Plan, plan_check
 from tests.support.paths import ROOT
@@ -123,6 +123,14 @@ def test_only_deepspeeds_cpu_adam_rounds_otherwise_after_loading(
 def test_by_default_there_are_steps_after_the_warm_up(rule: str, interval: int) -> None:
     found = plan(zero_optimization={"stage": 2, "zenflow": {"update_rule": rule, "update_interval": interval}})
     assert found.steps >= (5 * interval if rule == "predictive" and interval > 1 else 1) + 4 * interval
+
+
+def test_a_measured_interval_is_known_before_the_save() -> None:
+    """Else the resumed run would measure again, and choose in another step."""
+    zero = {"stage": 2, "zenflow": {}}
+    assert [plan(steps=steps, zero_optimization=zero).save_after for steps in (7, 9, 40)] == [6, 6, 21]
+    with pytest.raises(ValueError, match="--steps: expected more than 6"):
+        plan(steps=6, zero_optimization=zero)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext._errors import CheckpointError, WorkerError
 from deepspeed_ext.checkpoint.joint_engine import SAVE_ID
+from deepspeed_ext.errors import CheckpointError, WorkerError
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks

@@ -44,6 +44,27 @@ def test_what_is_taken_is_put_back_and_nothing_else_is_touched(case: tuple[torch
     assert torch.equal(flat, expected)
 
 
+@pytest.mark.parametrize("betas", [(0.0, 0.99), (0.9, 0.0), (0.0, 0.0)])
+def test_a_beta_of_zero_steps_as_torchs_adam(betas: tuple[float, float]) -> None:
+    p, gradients = torch.randn(3, 8), torch.randn(4, 3, 8)
+    blocks = AdamBlocks(
+        BlockSet(torch.arange(3), 24, 8),
+        p.clone(),
+        torch.zeros(3, 8),
+        torch.zeros(3, 8),
+        torch.zeros(3, dtype=torch.int32),
+    )
+    expected = torch.nn.Parameter(p.clone())
+    adam = torch.optim.AdamW([expected], lr=1e-2, betas=betas, weight_decay=0.1)
+    for number, gradient in enumerate(gradients, start=1):
+        found = blocks.step(
+            gradient, 1.0, AdamStep(1e-2, *betas, 1e-8, 0.1, decoupled=True, step=number, grad_scale=1.0)
+        )
+        expected.grad = gradient.clone()
+        adam.step()
+        torch.testing.assert_close(found, expected.detach())
+
+
 @settings(deadline=None)
 @given(
     st.integers(1, 4),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from deepspeed_ext._errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import (
+    full_masters_of,
     make_engine,
     masters_of,
     offload_config,
@@ -239,6 +241,31 @@ def test_a_model_saved_beside_a_checkpoint_leaves_it_whole(stage: int, tmp_path:
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     (keys, _) = run_ranks(2, save_beside, config, str(tmp_path))
     assert keys == sorted(OddModel().state_dict())
+
+
+def export(config: dict, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    """The model's file, saved as it is and inside of `exact_weights`, and the masters in the model's dtype."""
+    engine, files = make_engine(config), {}
+    train(engine, batches(7, dist.get_rank()))
+    for name, context in (("as it is", nullcontext()), ("exact", engine.optimizer.exact_weights())):
+        with context:
+            engine.save_16bit_model(folder, f"{name}.bin")
+            files[name] = torch.load(Path(folder, f"{name}.bin"), weights_only=True)
+            dist.barrier()
+    names = [name for name, _ in engine.module.named_parameters()]
+    masters = dict(zip(names, [master.bfloat16() for master in full_masters_of(engine)], strict=True))
+    engine.destroy()
+    return {**files, "masters": masters}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_export_inside_of_exact_weights_holds_the_masters(stage: int, tmp_path: Path) -> None:
+    config = zenflow_config(stage, update_interval=1)
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    (found, _) = run_ranks(2, export, config, str(tmp_path))
+    trained = {name: found["exact"][name].cpu() for name in found["masters"]}
+    assert_same(trained, found["masters"])
+    assert any(not torch.equal(found["as it is"][name].cpu(), master) for name, master in found["masters"].items())
 
 
 def save_where_nothing_can_be(config: dict, folder: str) -> str:

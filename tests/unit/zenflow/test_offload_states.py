@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_optimizer_state
 
-from deepspeed_ext._errors import OutOfMemoryError, StateError, WorkerError
+from deepspeed_ext.errors import OutOfMemoryError, StateError, WorkerError
 from deepspeed_ext.zenflow import parked
 from tests.support.matrix import some
 from tests.support.models import batches, on_device, two_groups

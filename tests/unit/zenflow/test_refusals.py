@@ -8,7 +8,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import torch_autocast
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext.errors import ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from deepspeed import comm as dist
 
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 from tests.support.matrix import cover
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
@@ -166,6 +166,27 @@ def test_without_topk_ratio_the_rule_is_the_better_one() -> None:
     assert all(ZenFlowConfig(**section).rule == "selective" for section in SECTIONS.values())
 
 
+def hyperparameters(config: dict[str, Any], extended: bool) -> dict[str, Any]:
+    engine = make_engine(config, extended=extended)
+    group = engine.optimizer.optimizer.param_groups[0]
+    found = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("given", [{}, {"bias_correction": True}, {"weight_decay": 0.1}, {"torch_adam": True}])
+def test_hyperparameters_that_are_not_given_are_those_without_the_section(kind: str, given: dict[str, Any]) -> None:
+    """DeepSpeed's own Adams have no weight decay unless it is given; torch's AdamW has."""
+    config = config_of({}, 2, 1)
+    config["optimizer"] = {"type": kind, "params": {"lr": 1e-4, **given}}
+    (ours,) = run_ranks(1, hyperparameters, config, True)
+    del config["zero_optimization"]["zenflow"]
+    (offloaded,) = run_ranks(1, hyperparameters, config, False)
+    assert ours == offloaded
+    assert ours["weight_decay"] == given.get("weight_decay", 0.01 if "torch_adam" in given else 0.0)
+
+
 def refused(config: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         make_engine(config)
@@ -177,6 +198,16 @@ def refused(config: dict[str, Any]) -> str:
     [
         ({"select_strategy": "step", "select_interval": "auto"}, "select_interval"),
         ({"select_strategy": "step", "select_interval": 2}, "update_interval = 4"),
+        (
+            {
+                "select_strategy": "step",
+                "select_interval": 2,
+                "update_interval": "auto",
+                "overlap_step": True,
+                "overlap_lag": 4,
+            },
+            "overlap_lag = 4",
+        ),
         ({"select_interval": "often"}, "select_interval"),
         ({"update_interval": 0}, "update_interval"),
         ({"select_strategy": "layer"}, "select_strategy"),
@@ -186,3 +217,9 @@ def refused(config: dict[str, Any]) -> str:
 def test_what_deepspeed_refuses_is_refused(changes: dict[str, Any], named: str) -> None:
     config = config_of({**SECTIONS["the tutorial"], **changes}, 2, 1)
     assert named in run_ranks(1, refused, config)[0]
+
+
+def test_adam_without_bias_correction_is_refused() -> None:
+    config = config_of({}, 2, 1)
+    config["optimizer"]["params"]["bias_correction"] = False
+    assert "optimizer.params.bias_correction" in run_ranks(1, refused, config)[0]

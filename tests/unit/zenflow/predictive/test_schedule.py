@@ -97,6 +97,52 @@ def test_an_open_interval_is_chosen_after_measured_steps() -> None:
     assert plans.index(next(p for p in plans if p.publish_ahead)) == schedule.warm_up_steps - MEASURED_STEPS - 1
 
 
+STEPS = st.tuples(st.just("steps"), st.tuples(st.integers(1, 40), st.sampled_from([0.1, 2.0])))
+LOAD = st.tuples(st.just("load"), st.tuples(st.booleans(), st.one_of(st.none(), st.integers(0, 9)), st.booleans()))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    interval=st.one_of(st.none(), st.integers(1, 8)),
+    warm_up=st.one_of(st.none(), st.integers(0, 9)),
+    measured=st.integers(1, 8),
+    events=st.lists(st.one_of(STEPS, LOAD, st.just(("restart", None))), max_size=8),
+)
+def test_no_step_overlaps_unless_the_worker_has_published_ahead(
+    interval: int | None, warm_up: int | None, measured: int, events: list
+) -> None:
+    """Whatever was before: an interval is measured, the guard trips and releases, p is replaced, or the run resumes
+    with other settings. An open interval is chosen by as many steps of this process as are to be measured."""
+    schedule, is_ahead, since_start = PredictiveSchedule(interval, True, warm_up, guarded=True), False, 0
+    overlaps = True
+    for event, value in [*events, ("steps", (60, 0.1))]:
+        if event == "restart":
+            schedule.restart()
+            is_ahead, since_start = False, 0
+        elif event == "load":
+            saved, position = schedule.state_dict(), schedule.state.position
+            if position and not value[0]:
+                continue  # such a checkpoint is not continued
+            overlaps, warm_up, guarded = value
+            schedule = PredictiveSchedule(schedule.interval, overlaps, warm_up, guarded)
+            schedule.load_state_dict(saved, position)
+            since_start = 0
+        else:
+            for _ in range(value[0]):
+                if schedule.plan().waits_first and schedule.wants_verdict:
+                    schedule.judge(value[1])
+                plan = schedule.plan()
+                assert is_ahead or plan.source is WeightSource.EXACT
+                assert overlaps or not plan.publish_ahead
+                schedule.advance(plan)
+                is_ahead, since_start = plan.publish_ahead, since_start + 1
+                if schedule.wants_interval:
+                    assert since_start >= MEASURED_STEPS
+                    schedule.choose_interval(measured)
+    if overlaps:
+        assert schedule.plan().source is not WeightSource.EXACT or schedule.state.guard.synchronous
+
+
 @pytest.mark.parametrize(
     ("worker", "device", "expected"), [(1.0, 2.0, 1), (1.0, 1.06, 1), (1.0, 1.0, 2), (2.0, 1.0, 3), (9.0, 1.0, 8)]
 )

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext._errors import ConfigError
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.selective.schedule import SelectivePlan, SelectiveSchedule
 from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.worker import courier as courier_module
 from deepspeed_ext.zenflow.worker.courier import Courier, Parcel
 

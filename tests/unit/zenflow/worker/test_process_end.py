@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess

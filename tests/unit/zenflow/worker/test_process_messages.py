@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from deepspeed_ext._errors import WorkerError
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena

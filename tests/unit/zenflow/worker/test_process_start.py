@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deepspeed_ext._errors import WorkerError
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
