@@ -134,10 +134,8 @@ SECTIONS: dict[str, Section] = {
 def markdown(kept: dict[str, Any]) -> str:
     """The page."""
     results = {name: found for name in SECTIONS if (found := kept["settings"]["results"].get(name))}
-    comparisons = [one for result in results.values() for one in result.get("comparisons", [])]
-    blocks = [_head(kept, results), f"## All comparisons\n\n{_summary(comparisons)}"]
+    blocks = [_head(kept, results), f"## The parts\n\n{_states(kept)}", f"## Summary\n\n{_summary(results)}"]
     blocks += [_section(SECTIONS[name], name, result) for name, result in results.items()]
-    blocks.append(f"## The parts of this run\n\n{_states(kept)}")
     return "\n\n".join(blocks) + "\n"
 
 
@@ -151,7 +149,7 @@ def _head(kept: dict[str, Any], results: dict[str, Any]) -> str:
 
 <!-- This page is written by `make bench-report` from benchmarks/cpu.json; do not edit it. -->
 
-Ours beside DeepSpeed and other rivals, all that a machine without an accelerator can measure, in one command:
+deepspeed_ext compared with DeepSpeed and other rivals, as far as a machine without an accelerator can measure it:
 
 ```bash
 make bench          # measures, and writes benchmarks/cpu.json
@@ -167,18 +165,22 @@ make bench-report   # makes this page and its figures from that file
 - Times do not carry over to other machines. **Nothing here is a GPU's**; [what will be measured there](lab/gpu.md)."""
 
 
-def _summary(comparisons: Sequence[dict[str, Any]]) -> str:
-    rows = [
-        {
-            "ours": one["subject"],
-            "beside": one["rival"],
-            "what": one["quantity"],
-            "ratio": one["ratio"],
-            "simulation": "yes" if one["simulation"] else "",
-        }
-        for one in comparisons
-    ]
-    return report.table(rows, dict.fromkeys(rows[0], report.shown))
+def _summary(results: dict[str, Any]) -> str:
+    """A row for each rival and quantity of a section: the least and the largest of the median ratios."""
+    found: dict[tuple[str, str, str], Rows] = {}
+    for name, result in results.items():
+        for one in result.get("comparisons", []):
+            if one["ratio"] is not None:
+                found.setdefault((SECTIONS[name].title, one["rival"], one["quantity"]), []).append(one)
+    rows = []
+    for (title, rival, quantity), comparisons in found.items():
+        medians = sorted(one["ratio"]["median"] for one in comparisons)
+        ends = list(dict.fromkeys(map(report.number, (medians[0], medians[-1]))))
+        is_simulated = any(one["simulation"] for one in comparisons)
+        row = {"section": title, "compared with": rival, "what": quantity, "rows": str(len(comparisons))}
+        rows.append(row | {"ratio": " to ".join(ends), "simulation": "yes" if is_simulated else ""})
+    text = "Median ratios, ours over the other; of several rows the smallest and the largest. Spreads are below."
+    return f"{text}\n\n{report.table(rows, dict.fromkeys(rows[0], str))}"
 
 
 def _section(section: Section, name: str, result: dict[str, Any]) -> str:

@@ -117,7 +117,7 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
         rows.append(
             {
                 "ours": one["subject"],
-                "beside": one["rival"],
+                "compared with": one["rival"],
                 "what": one["quantity"],
                 "ratio": one["ratio"],
                 "ours, measured": one["ours"],

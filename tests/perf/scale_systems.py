@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, _Told, raise_together, require_same_plan
-from deepspeed_ext._errors import ConfigError, DeepSpeedExtError
 from deepspeed_ext._upstream import checkpoint_keys as keys
 from deepspeed_ext.affinity.exchange import RankReport, agree
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
 from deepspeed_ext.affinity.topology import Topology
 from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
