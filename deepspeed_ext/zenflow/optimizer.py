@@ -14,7 +14,6 @@ import torch
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._ranges import in_profile
-from deepspeed_ext.errors import StateError
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.parked import Parked
@@ -43,6 +42,7 @@ class OffloadedAdam:
     Attributes:
         rule, partitions, link, ranks: the arguments.
         updates: optimizer steps whose gradients have been taken so far (t of the newest).
+        plan: of the step that has begun and not ended; None between steps. If it stays, an exception has ended the step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OffloadedAdam:
         self._optimizer = optimizer
         self._hyperparameters = hyperparameters
         self._metrics = metrics
-        self._plan: StepPlan | None = None
+        self.plan: StepPlan | None = None
         self._parked: Parked | None = None
         self.bind_state()
 
@@ -87,7 +87,7 @@ class OffloadedAdam:
             if self.rule.schedule.plan().waits_first:
                 self.link.receive()
                 self.rule.arrived()
-            self._plan = self.rule.schedule.plan()
+            self.plan = self.rule.schedule.plan()
 
     def step_partition(self, index: int, grad: torch.Tensor, grad_scale: float) -> None:
         """Take the gradient of one partition, on this rank alone.
@@ -148,7 +148,7 @@ class OffloadedAdam:
                 self._optimizer.step()
                 self._metrics.note_link(self.link.transfers.copying_seconds())
                 self._metrics.end_step()
-            self._plan = None
+            self.plan = None
 
     def changed_blocks(self, index: int) -> Any:
         """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
@@ -163,22 +163,10 @@ class OffloadedAdam:
 
     @property
     def _current_plan(self) -> StepPlan:
-        assert self._plan is not None, "valid only inside a step"
-        return self._plan
+        assert self.plan is not None, "valid only inside a step"
+        return self.plan
 
     # -- state ----------------------------------------------------------------------------------------------------
-
-    def require_whole_step(self) -> None:
-        """Check that no step was broken off, which leaves some partitions with its gradient and others without.
-
-        Raises:
-            StateError: an exception, such as Ctrl-C, ended a step between `begin_step` and the end of `end_step`.
-        """
-        if self._plan is not None and not self.link.failed:  # a failed link raises its error on every rank
-            raise StateError(
-                "an exception has broken off the last optimizer step, and the optimizer's state holds a part of it: "
-                "build a new engine, and load the last checkpoint"
-            )
 
     def drain(self) -> None:
         """Wait until p, m, v include every gradient that was handed over. Later steps are bitwise unaffected.

@@ -232,10 +232,14 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         """Check that nothing is offloaded, or that none of `states` is, and that the last step was not broken off.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or see
-                `OffloadedAdam.require_whole_step`.
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception, such as Ctrl-C, has
+                ended a step that left some partitions with its gradient and others without.
         """
-        self.zenflow_adam.require_whole_step()
+        if self.zenflow_adam.plan is not None and not self.zenflow_adam.link.failed:  # else all ranks get its error
+            raise StateError(
+                "an exception has broken off the last optimizer step, and the optimizer's state holds a part of it: "
+                "build a new engine, and load the last checkpoint"
+            )
         away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if self._is_rule_away else set())
         if away := away.intersection(states or away):
             raise StateError(

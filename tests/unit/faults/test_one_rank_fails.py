@@ -113,7 +113,6 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/selective/settings.py:",
         "zenflow/selective/selection.py:_digit_of",
         "zenflow/optimizer.py:OffloadedAdam._current_plan",
-        "zenflow/optimizer.py:OffloadedAdam.require_whole_step",
         "zenflow/optimizer.py:OffloadedAdam.changed_blocks",
         "zenflow/rule.py:UpdateRule.changed_blocks",
         "zenflow/selective/rule.py:SelectiveRule.changed_blocks",
