@@ -37,6 +37,8 @@ SIZES = {
     50_000_017: "odd",
 }
 BASE, DEEPSPEED, COPY = "torch fused AdamW", "DeepSpeedCPUAdam", "plain copy"
+_SETTLE_SECONDS = 0.03
+"""Before each run: threads of OpenMP, which others have used, spin for some milliseconds before they sleep."""
 STATE_BYTES = 24
 """Of an element: p, m and v, each read and written in fp32."""
 
@@ -58,6 +60,7 @@ class Contender:
     def time(self, threads: int) -> None:
         """Run once on `threads` threads and note how long it took."""
         torch.set_num_threads(threads)
+        time.sleep(_SETTLE_SECONDS)
         wall, cpu = time.perf_counter(), time.process_time()
         self.run()
         self.wall.append((time.perf_counter() - wall) / self.steps)
