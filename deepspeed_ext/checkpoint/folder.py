@@ -71,18 +71,21 @@ def choose_save(states: Sequence[FolderState]) -> str | None:
 class CheckpointFolder:
     """The folder of one tag on one node.
 
+    All its paths are absolute, because a save may go on when the script has gone to another folder.
+
     Args:
         save_dir: the folder of all tags.
         tag: name of the checkpoint.
 
     Attributes:
+        save_dir: the argument.
         path: where DeepSpeed and its tools look for the checkpoint.
         staging: where files are written.
     """
 
     def __init__(self, save_dir: str, tag: str) -> None:
-        self.save_dir = os.path.normpath(save_dir)
-        self.path = os.path.normpath(os.path.join(save_dir, tag))
+        self.save_dir = os.path.abspath(save_dir)
+        self.path = os.path.abspath(os.path.join(save_dir, tag))
         self.staging = self.path + _STAGING
         self._replaced = self.path + _REPLACED
 
@@ -113,7 +116,7 @@ class CheckpointFolder:
     def aside(self, path: str) -> str:
         """Path to which a file of this checkpoint is written."""
         inside = os.path.relpath(path, self.path)
-        return os.path.normpath(path) if inside.startswith(os.pardir) else os.path.normpath(f"{self.staging}/{inside}")
+        return os.path.abspath(path) if inside.startswith(os.pardir) else os.path.normpath(f"{self.staging}/{inside}")
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
