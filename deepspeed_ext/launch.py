@@ -3,8 +3,8 @@
 DeepSpeed reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun, ``deepspeed`` and
 ``accelerate launch`` set them; srun and MPI number their processes under names of their own.
 
-A value that is set by hand counts, unless it contradicts the launcher. If all that a rank needs is set by hand, what the
-launcher says may be incomplete or make no sense. The host of rank 0 is known from Slurm, or if all ranks share one
+A value that is set by hand counts, unless it contradicts the launcher. If all that a rank needs is set by hand, what
+the launcher says may be incomplete or make no sense. The host of rank 0 is known from Slurm, or if all ranks share one
 host; MPI does not tell it.
 """
 
