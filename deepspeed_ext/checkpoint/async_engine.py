@@ -18,7 +18,7 @@ from deepspeed_ext import _files
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import CheckpointError
 from deepspeed_ext._logging import logger
-from deepspeed_ext._upstream import checkpoint_keys
+from deepspeed_ext._upstream import checkpoint_keys, local_world_size
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
@@ -88,7 +88,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         numbers, others = _submit_arena(holes, path, self._link)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_ext-save")
-        if sum(hole.storage.nbytes() for hole in others) > available_host_bytes():
+        if sum(hole.storage.nbytes() for hole in others) > available_host_bytes() // local_world_size():
             _fill(path, others)
             others = []
         owned = _made_for_this_save(content)

@@ -270,3 +270,19 @@ def test_the_script_may_change_its_folder_while_a_save_goes_on(alone: bool, tmp_
     engine.finish_alone() if alone else engine.finish()
     assert load(ALONE, Named(folders[0] / "saves", False)) == {1}
     assert list(folders[1].iterdir()) == []
+
+
+@pytest.mark.parametrize(("ranks", "copies"), [(1, True), (8, False)])
+def test_copies_of_all_ranks_find_room(ranks: int, copies: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """The other ranks of the host copy at the same time."""
+    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
+    engine, state = make_engine(ALONE, True, MODES[1])
+    assert isinstance(engine, AsyncCheckpointEngine)
+    copy = Mock(wraps=async_engine._copy)
+    monkeypatch.setattr(async_engine, "_copy", copy)
+    monkeypatch.setattr(async_engine, "available_host_bytes", lambda: 2 * state.nbytes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    commit_save(engine, state.fill_(1), ALONE, Disks(tmp_path, False), "t")
+    engine.finish()
+    assert copy.called == copies
+    assert load(ALONE, Disks(tmp_path, False)) == {1}
