@@ -177,7 +177,7 @@ def test_a_rank_that_is_complete_by_hand_needs_no_launcher(way: str) -> None:
 def test_a_remedy_that_was_tried_is_not_told_again() -> None:
     with pytest.raises(ConfigError, match="unset it, or set all of RANK, WORLD_SIZE, LOCAL_RANK if"):
         plan_launch({**SRUN, "RANK": "0"})
-    with pytest.raises(ConfigError, match="RANK=3 is set, but srun says 5: unset it$"):
+    with pytest.raises(ConfigError, match=r"RANK=3 is set, but srun says 5: unset it$"):
         plan_launch({**SRUN, **BY_HAND, "WORLD_SIZE": "7"})
 
 
