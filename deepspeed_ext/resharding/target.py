@@ -112,7 +112,7 @@ class GroupsTarget(Target):
 
     @contextmanager
     def frozen(self, param: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-        values = param.data.reshape(-1)  # a copy if its elements are in another order, such as channels_last
+        values = param.data.reshape(-1)  # a copy if its elements are in another order, as after a transposition
         yield values, 0, param.numel()
         if values.data_ptr() != param.data_ptr():
             param.data.copy_(values.view(param.shape))
