@@ -44,6 +44,8 @@ __all__ = [
 MOST_TOLD = 8
 """Most different plans or errors in one message, however many ranks have another one."""
 
+_FAILED, _FLAGGED, _FINE = range(3)
+"""What a rank says in an agreement. The least of all ranks counts."""
 _SCRATCH_NUMEL = 8
 _all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 _SHOWN_BEFORE, _SHOWN = 100, 1000
@@ -181,8 +183,12 @@ class RankGroup:
 
 
 def raise_together(
-    ranks: RankGroup, error: Exception | None, otherwise: type[DeepSpeedExtError] | None = RankError
-) -> None:
+    ranks: RankGroup,
+    error: Exception | None,
+    otherwise: type[DeepSpeedExtError] | None = RankError,
+    *,
+    flag: bool = False,
+) -> bool:
     """Raise one error on every rank if any rank has one. A collective, unless `error` was already raised on every rank.
 
     Args:
@@ -190,6 +196,10 @@ def raise_together(
         error: this rank's error, of any type; None if it has none.
         otherwise: type to raise for an error that is not a `DeepSpeedExtError`. None: `RankError`, but if every rank
             has an error and all are of one type, each rank raises its own.
+        flag: what this rank tells the others beside its error, without another collective.
+
+    Returns:
+        Whether `flag` is true on any rank.
 
     Raises:
         DeepSpeedExtError: on every rank, with the same type and message. The type is that of the lowest rank with an
@@ -197,8 +207,9 @@ def raise_together(
     """
     if isinstance(error, DeepSpeedExtError) and error.agreed >= ranks.size:
         raise error
-    if ranks.all(error is None):
-        return
+    least = ranks.minimum(_FAILED if error is not None else _FLAGGED if flag else _FINE)[0]
+    if least != _FAILED:
+        return least == _FLAGGED
     if error is not None and ranks.size == 1 and (otherwise is None or isinstance(error, DeepSpeedExtError)):
         raise agreed(error, ranks)
     if error is not None:  # its frames may hold tensors, and memory may be short

@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_ext.errors import ConfigError
 
-__all__ = ["count_in", "read_json", "section_of"]
+__all__ = ["count_in", "is_deeper", "read_json", "section_of"]
 
 MOST_BYTES = 1 << 24
 """A config is smaller than that; anything larger is another file."""
@@ -35,17 +35,18 @@ def read_json(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config: {path[:200]} is not a readable JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--config: {path[:200]} holds a {type(config).__name__}, expected an object")
-    if _is_deeper(config, MOST_DEPTH):
+    if is_deeper(config, MOST_DEPTH):
         raise ConfigError(f"--config: {path[:200]} is nested more than {MOST_DEPTH} deep")
     return config
 
 
-def _is_deeper(config: dict[str, Any], limit: int) -> bool:
-    level: list[Any] = [config]
-    for _ in range(limit):
-        level = [each for parent in level for each in (parent.values() if isinstance(parent, dict) else parent)]
-        level = [each for each in level if isinstance(each, dict | list)]
-    return bool(level)
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether dicts and lists are nested more than `levels` deep. Iterative, because Python limits recursion."""
+    level = [value]
+    for _ in range(levels):
+        containers = [each for each in level if isinstance(each, dict | list)]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, dict | list) for each in level)
 
 
 def section_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:

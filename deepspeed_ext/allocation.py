@@ -2,7 +2,8 @@
 
 Free accelerator memory is what this process can allocate: the device's free memory plus unused memory of the caching
 allocator. It does not come from the management library (NVML), which ignores device masks, MIG slices and this
-process's cache. On the CPU accelerator, it is the available memory within the control group's limit.
+process's cache. On the CPU accelerator, all ranks of a host allocate at the same time from what is available within the
+control group's limit, so each has an equal share of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from deepspeed_ext._agreement import RankGroup, raise_together
 from deepspeed_ext._logging import warn_once
 from deepspeed_ext._ranges import in_profile
-from deepspeed_ext._upstream import get_accelerator
+from deepspeed_ext._upstream import get_accelerator, local_world_size
 from deepspeed_ext.host.memory import available_host_bytes, total_host_bytes
 
 __all__ = [
@@ -42,7 +43,7 @@ def free_accelerator_bytes() -> int:
     """Return the bytes of accelerator memory that this process can allocate now on its current device."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        return available_host_bytes()
+        return available_host_bytes() // local_world_size()
     info = getattr(torch.get_device_module(accelerator.device_name()), "mem_get_info", None)
     if info is None:
         return int(accelerator.available_memory())
@@ -51,10 +52,10 @@ def free_accelerator_bytes() -> int:
 
 
 def total_accelerator_bytes() -> int:
-    """Return the total bytes of memory of the current device."""
+    """Return the total bytes of memory of the current device; on the CPU accelerator, this rank's share."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        return total_host_bytes()
+        return total_host_bytes() // local_world_size()
     return int(accelerator.total_memory())
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-from deepspeed_ext._agreement import KeptError, RankGroup, section, together
+from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, require_same_plan, section, together
 from deepspeed_ext._logging import logger
 from deepspeed_ext._undo import undone_on_failure
 from deepspeed_ext._upstream import (
@@ -25,6 +25,7 @@ from deepspeed_ext._upstream import (
     swapped,
     throughput_timer,
 )
+from deepspeed_ext._weak_engine import WeakEngine
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.checkpoint.async_engine import AsyncCheckpointEngine
 from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
@@ -44,27 +45,6 @@ from deepspeed_ext.zero_config import ZeroConfig
 ZERO_STAGE_WEIGHTS = 3
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
-
-
-class WeakEngine:
-    """Represents an engine in hooks that would otherwise keep it alive: hooks on the module and on gradients, which
-    only `destroy` removes. After the engine is gone, they do nothing."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.module = engine.module
-        self._engine = weakref.ref(engine)
-
-    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
-        engine = self._engine()
-        return None if engine is None else engine._forward_prologue(inputs, kwargs)
-
-    def _forward_epilogue(self) -> None:
-        if (engine := self._engine()) is not None:
-            engine._forward_epilogue()
-
-    def _backward_post_hook(self) -> None:
-        if (engine := self._engine()) is not None:
-            engine._backward_post_hook()
 
 
 class Engine(OffloadingEngine):
@@ -118,10 +98,26 @@ class Engine(OffloadingEngine):
 
         Raises:
             ConfigError: the ``zenflow`` section is combined with an unsupported setting.
+            PlanMismatchError: on every rank, if one of our parts is on on some ranks only: they would wait for the
+                others in its collectives.
         """
         super()._set_distributed_vars(args)
-        with together(builders(self.mpu), otherwise=None):
-            self._refused.raise_here()
+        ranks, parts = builders(self.mpu), self._parts()
+        if raise_together(ranks, self._refused.take(), otherwise=None, flag=any(parts.values())):
+            stage = {"stage": int(self.zero_optimization_stage())}
+            require_same_plan("zero_optimization", stage | parts, ranks)
+
+    def _parts(self) -> dict[str, bool]:
+        """Our parts with collectives of their own, by the field that turns them on, and whether they are on."""
+        settings = self._config.zero_config
+        if not isinstance(settings, ZeroConfig):  # the config was parsed while the extension was off
+            return {}
+        has_zenflow, binds_cores = self._has_own_zenflow(), settings.core_binding.enabled
+        return {
+            "zenflow": has_zenflow,
+            "core_binding.enabled": has_zenflow if binds_cores is None else binds_cores,
+            "stage3_allgather_single_param": settings.stage3_allgather_single_param,
+        }
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -196,9 +192,8 @@ class Engine(OffloadingEngine):
 
     def _bind_cores(self, settings: ZeroConfig) -> None:
         """Bind this rank to its share of the cores, if requested or if the optimizer runs in a separate process."""
-        enabled = settings.core_binding.enabled
         zenflow = settings.zenflow if self._has_own_zenflow() else None
-        if enabled or (enabled is None and zenflow is not None):
+        if self._parts()["core_binding.enabled"]:
             self.core_binding = CoreBinding.start(
                 settings.core_binding,
                 self._world(),

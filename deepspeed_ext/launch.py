@@ -3,8 +3,9 @@
 DeepSpeed reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun, ``deepspeed`` and
 ``accelerate launch`` set them; srun and MPI number their processes under names of their own.
 
-A value that is set by hand counts, unless it contradicts the launcher. The host of rank 0 is known from Slurm, or if
-all ranks share one host; MPI does not tell it.
+A value that is set by hand counts, unless it contradicts the launcher. If all that a rank needs is set by hand, what
+the launcher says may be incomplete or make no sense. The host of rank 0 is known from Slurm, or if all ranks share one
+host; MPI does not tell it.
 """
 
 import re
@@ -24,6 +25,8 @@ LEFT_TO_DEEPSPEED = {"AZUREML_EXPERIMENT_ID": "Azure Machine Learning", "SM_TRAI
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+NEEDED = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+"""What makes a rank without any launcher."""
 
 # Below the ports that Linux hands out by itself, which start at 32768.
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -76,7 +79,12 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
     for variable, launcher in (SETS_THEM_ITSELF | LEFT_TO_DEEPSPEED).items():
         if variable in given:
             return LaunchPlan(launcher)
-    place = _place(given)
+    try:
+        place = _place(given)
+    except ConfigError:
+        if not all(name in given for name in NEEDED):
+            raise
+        place = None
     if place is None or _is_numbered_by_hand(given, place):
         _require_numbers_by_hand(given)
         return LaunchPlan(None)
@@ -101,7 +109,7 @@ def _place(given: Mapping[str, str]) -> _Place | None:
     if "PMIX_RANK" in given:
         raise ConfigError(
             "PMIX_RANK is set, which gives this process's number but not how many there are: start with mpirun or "
-            f"srun, or set {', '.join(RANK_VARIABLES)}, MASTER_ADDR and MASTER_PORT"
+            f"srun, or set all of {', '.join(NEEDED)}"
         )
     return None
 
@@ -135,13 +143,13 @@ def _slurm(given: Mapping[str, str]) -> _Place | None:
         if _number(given, "SLURM_NTASKS", 1) > 1:
             raise ConfigError(
                 f"this Slurm job has {given['SLURM_NTASKS']} tasks, but this process was not started by srun: write "
-                "`srun deepspeed-ext run ...` into the batch script"
+                f"`srun deepspeed-ext run ...` into the batch script, or set all of {', '.join(NEEDED)} for each rank"
             )
         return None
     if "SLURM_HET_SIZE" in given:
         raise ConfigError(
-            "the components of a heterogeneous Slurm job are numbered apart: set "
-            f"{', '.join(RANK_VARIABLES)}, MASTER_ADDR and MASTER_PORT for each task"
+            "the components of a heterogeneous Slurm job are numbered apart: set all of "
+            f"{', '.join(NEEDED)} for each task"
         )
     rank, size, local_rank, node = _numbers(
         given, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
@@ -165,7 +173,7 @@ def first_host(hostlist: str) -> str:
     if found is None:
         raise ConfigError(
             f"SLURM_STEP_NODELIST={_shortened(hostlist)}: expected host names such as node[01-03,7]; set all of "
-            f"{', '.join(RANK_VARIABLES)}, MASTER_ADDR and MASTER_PORT instead"
+            f"{', '.join(NEEDED)} instead"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
 
@@ -236,10 +244,10 @@ def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
 def _require_same(given: Mapping[str, str], wanted: Mapping[str, str], launcher: str) -> None:
     for name, value in wanted.items():
         if name in given and _number(given, name) != int(value):
-            raise ConfigError(
-                f"{name}={given[name]} is set, but {launcher} says {value}: unset it, or set all of "
-                f"{', '.join(RANK_VARIABLES)} for ranks of your own"
-            )
+            remedy = "unset it"
+            if not all(each in given for each in RANK_VARIABLES):
+                remedy += f", or set all of {', '.join(RANK_VARIABLES)} if there are more ranks than it has started"
+            raise ConfigError(f"{name}={given[name]} is set, but {launcher} says {value}: {remedy}")
 
 
 def _address(place: _Place) -> str:
@@ -282,7 +290,7 @@ def _value(given: Mapping[str, str], name: str) -> str:
     if name not in given:
         raise ConfigError(
             f"the environment variable {name} is not set, though others of its launcher are: start again, or set "
-            f"{', '.join(RANK_VARIABLES)}, MASTER_ADDR and MASTER_PORT"
+            f"all of {', '.join(NEEDED)}"
         )
     return given[name]
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from deepspeed_ext._config_file import is_deeper
 from deepspeed_ext._upstream import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.errors import ConfigError
@@ -36,7 +37,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     zenflow: ZenFlowSection | None = None
 
     def __init__(self, **data: Any) -> None:
-        if _is_deeper_than(data, DEEPEST):
+        if is_deeper(data, DEEPEST):
             raise ConfigError(f"zero_optimization is nested more than {DEEPEST} levels deep, but no field is")
         try:
             super().__init__(**data)
@@ -90,15 +91,6 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             for rival, is_set in rivals.items()
             if is_set and self.stage3_allgather_single_param
         )
-
-
-def _is_deeper_than(value: Any, levels: int) -> bool:
-    """Whether dicts and lists are nested more than `levels` deep. Iterative, because Python limits recursion."""
-    level = [value]
-    for _ in range(levels):
-        containers = [each for each in level if isinstance(each, dict | list)]
-        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
-    return any(isinstance(each, dict | list) for each in level)
 
 
 def _shown(value: Any) -> str:

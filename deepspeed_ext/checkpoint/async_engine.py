@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_ext import _files
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._logging import logger
-from deepspeed_ext._upstream import checkpoint_keys
+from deepspeed_ext._upstream import checkpoint_keys, local_world_size
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
@@ -85,10 +85,10 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             logger.warning(f"rank {self._ranks.rank}: training waits while a file is written: {error}")
             super()._write(content, path)
             return
-        numbers, others = _submit_arena(holes, os.path.abspath(path), self._link)
+        numbers, others = _submit_arena(holes, path, self._link)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_ext-save")
-        if sum(hole.storage.nbytes() for hole in others) > available_host_bytes():
+        if sum(hole.storage.nbytes() for hole in others) > available_host_bytes() // local_world_size():
             _fill(path, others)
             others = []
         owned = _made_for_this_save(content)
@@ -156,7 +156,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                 folder.mark(self._save_id)
                 folder.swap()
                 folder.end()
-                self._name_latest(info)
+                self._name_latest(folder, info.tag)
             except (OSError, CheckpointError) as failure:
                 folder.give_up(self._save_id)
                 raise CheckpointError(f"checkpoint {info.tag!r} was not saved: {failure}") from failure

@@ -12,6 +12,10 @@ after the renames       tag, replaced        the new save
 nodes differ            any of the above     the save that every node has
 ======================= ==================== =============================================
 
+What a save under another tag finds beside it may be such a rest, or belong to a save that goes on: of another engine of
+this process, or of another job. It touches only what nobody has written to for an hour. Locks would tell at once, but
+not on every file system, nor between hosts.
+
 This module knows neither ranks nor torch.
 """
 
@@ -34,6 +38,9 @@ _MARKER = "deepspeed_ext_save.json"
 _STAGING = ".dsext-saving"
 _REPLACED = ".dsext-replaced"
 _STATES = "_states.pt"
+_QUIET_SECONDS = 3600.0
+_in_use: set[str] = set()
+"""Staging folders of saves of this process that go on, however long ago they were written: a later step ends them."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +78,24 @@ def choose_save(states: Sequence[FolderState]) -> str | None:
 class CheckpointFolder:
     """The folder of one tag on one node.
 
+    All its paths are absolute, because a save may go on when the script has gone to another folder.
+
     Args:
         save_dir: the folder of all tags.
         tag: name of the checkpoint.
 
     Attributes:
+        save_dir: the argument.
         path: where DeepSpeed and its tools look for the checkpoint.
         staging: where files are written.
     """
 
     def __init__(self, save_dir: str, tag: str) -> None:
-        self.save_dir = os.path.normpath(save_dir)
-        self.path = os.path.normpath(os.path.join(save_dir, tag))
+        self.save_dir = os.path.abspath(save_dir)
+        self.path = os.path.abspath(os.path.join(save_dir, tag))
         self.staging = self.path + _STAGING
         self._replaced = self.path + _REPLACED
+        self._replaces = False
 
     def require_savable(self) -> None:
         """Refuse a tag whose folder cannot be replaced as a whole.
@@ -113,25 +124,44 @@ class CheckpointFolder:
     def aside(self, path: str) -> str:
         """Path to which a file of this checkpoint is written."""
         inside = os.path.relpath(path, self.path)
-        return os.path.normpath(path) if inside.startswith(os.pardir) else os.path.normpath(f"{self.staging}/{inside}")
+        return os.path.abspath(path) if inside.startswith(os.pardir) else os.path.normpath(f"{self.staging}/{inside}")
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Create an empty staging folder; remove what interrupted saves have left."""
-        self._drop_replaced()
-        parent = os.path.dirname(self.path)
-        os.makedirs(parent, exist_ok=True)
-        for name in os.listdir(parent):
-            if name.endswith((_STAGING, _REPLACED)):
-                self._sweep(os.path.join(parent, name.removesuffix(_STAGING).removesuffix(_REPLACED)))
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        self._clear()
         os.mkdir(self.staging)
+        _in_use.add(self.staging)
+        self._clear_others()
 
-    def _sweep(self, path: str) -> None:
-        other = CheckpointFolder(*os.path.split(path))
-        other.finish_swap()
-        _files.remove_tree(other.staging)
-        other._drop_replaced()
+    def _clear(self) -> None:
+        """Remove what is left of an interrupted save under this tag; complete the save if it is whole."""
+        self.finish_swap()
+        _files.remove_tree(self.staging)
+        self._drop_replaced()
+
+    def _clear_others(self) -> None:
+        """Remove what is left of interrupted saves under other tags, as far as possible."""
+        parent = os.path.dirname(self.path)
+        now = os.stat(self.staging).st_mtime  # by the clock of the file system, which may be that of another host
+        for name in os.listdir(parent):
+            if not name.endswith((_STAGING, _REPLACED)):
+                continue
+            other = CheckpointFolder(parent, name.removesuffix(_STAGING).removesuffix(_REPLACED))
+            with contextlib.suppress(OSError):  # its job is alive and has changed it now, or it is another user's
+                if other.staging not in _in_use and other._last_written() < now - _QUIET_SECONDS:
+                    other._clear()
+
+    def _last_written(self) -> float:
+        """When anything under the tag's three names was written."""
+        times = [0.0]
+        for folder in (self.staging, self.path, self._replaced):  # a swap that happens now is seen under one of them
+            if os.path.isdir(folder):
+                paths = [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]
+                times += [os.stat(path).st_mtime for path in paths]
+        return max(times)
 
     def mark(self, save_id: str) -> None:
         """Write the save's id to the staging folder."""
@@ -139,22 +169,34 @@ class CheckpointFolder:
 
     def swap(self) -> None:
         """Put the staging folder in place. Call it when every rank of every node has written its files."""
-        if os.path.lexists(self.path):
+        self._replaces = os.path.lexists(self.path)
+        if self._replaces:
             os.rename(self.path, self._replaced)
-        _files.rename(self.staging, self.path)
+        try:
+            _files.rename(self.staging, self.path)
+        except FileNotFoundError:
+            if not os.path.lexists(self.path):  # else another job that reads the tag has completed the swap
+                raise
 
     def end(self) -> None:
         """Remove the older save. Call it when every node has swapped."""
+        _in_use.discard(self.staging)
         self._drop_replaced()
 
     def give_up(self, save_id: str) -> None:
-        """Undo the save `save_id` as far as possible; the next save or load does the rest."""
+        """Undo the save `save_id` as far as possible; the next save or load does the rest.
+
+        If there was an older save and it is gone, the new one is the only copy and stays.
+        """
+        _in_use.discard(self.staging)
         with contextlib.suppress(OSError, CheckpointError):
-            if _save_id(self.path) == save_id:
+            has_older = os.path.lexists(self._replaced)
+            if _save_id(self.path) == save_id and (has_older or not self._replaces):
                 os.rename(self.path, self.staging)
-            if os.path.lexists(self._replaced) and not os.path.lexists(self.path):
+            if has_older and not os.path.lexists(self.path):
                 _files.rename(self._replaced, self.path)
-            _files.remove_tree(self.staging)
+            if os.path.lexists(self.path) or not self._replaces:
+                _files.remove_tree(self.staging)
 
     def _drop_replaced(self) -> None:
         """Remove the older save; files that others have added to it move to the new one."""

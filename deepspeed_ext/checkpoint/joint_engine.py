@@ -115,7 +115,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         _files.sync_folder(os.path.dirname(path))
 
     def _aside(self, path: str) -> str:
-        return path if self._folder is None else self._folder.aside(path)
+        return os.path.abspath(path) if self._folder is None else self._folder.aside(path)
 
     def commit(self, info: Any) -> bool:
         """Make the saved files the checkpoint, on all ranks. A collective.
@@ -150,11 +150,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         with self._all(f"checkpoint {info.tag!r} was saved, but finishing the save failed", "load it by its tag"):
             if self._leads:
                 folder.end()
-            self._name_latest(info)
+            self._name_latest(folder, info.tag)
 
-    def _name_latest(self, info: Any) -> None:
+    def _name_latest(self, folder: CheckpointFolder, tag: str) -> None:
         if self._names_latest and self._ranks.rank == 0:
-            _files.replace_file(os.path.join(info.save_dir, "latest"), info.tag)
+            _files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
 
     @contextmanager
     def _all(self, what: str, remedy: str) -> Iterator[None]:

@@ -53,7 +53,8 @@ class Flattener:
             PlanMismatchError: the ranks differ in settings, sizes or (if checked) parameter values.
         """
         what = f"flattening parameter group {group_index}"
-        inputs = (layout.numel, str(layout.dtype), len(layout.segments), self._forced, self._reserve_fraction)
+        settings = (self._forced, self._reserve_fraction, self._check_replicas)
+        inputs = (layout.numel, str(layout.dtype), len(layout.segments), *settings)
         require_same_plan(what, inputs, ranks)
         if self._check_replicas:
             with together(ranks), in_profile("flatten.checksum"):

@@ -72,13 +72,13 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
     """
     if (placement := saved.frozen(name)) is None:
         return False
-    values, begin, end = target.frozen(param)
     numel = getattr(param, "ds_numel", param.numel())
     if placement.numel != numel:
         raise CheckpointError(f"{name} has {numel} elements, in the checkpoint {placement.numel}")
-    for part in placement.fragments(begin, end):
-        source = saved.frozen_part(name, part.rank)[part.offset : part.offset + part.end - part.begin]
-        values[part.begin - begin : part.end - begin].copy_(source)
+    with target.frozen(param) as (values, begin, end):
+        for part in placement.fragments(begin, end):
+            source = saved.frozen_part(name, part.rank)[part.offset : part.offset + part.end - part.begin]
+            values[part.begin - begin : part.end - begin].copy_(source)
     return True
 
 

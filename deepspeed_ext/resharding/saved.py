@@ -226,7 +226,7 @@ class SavedCheckpoint:
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
         """What `rank` saved of it, 1-D."""
         content = self.model(rank)
-        return content["module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS][name].view(-1)
+        return content["module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS][name].reshape(-1)
 
 
 def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:

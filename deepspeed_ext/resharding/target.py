@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ class Target(ABC):
         """Write p to the model's weights. A collective."""
 
     @abstractmethod
-    def frozen(self, param: Any) -> tuple[torch.Tensor, int, int]:
-        """The tensor with this rank's elements of a parameter that is not trained, and which elements they are."""
+    def frozen(self, param: Any) -> AbstractContextManager[tuple[torch.Tensor, int, int]]:
+        """This rank's elements of a parameter that is not trained, 1-D, and which elements they are. What the block
+        writes there arrives in the parameter."""
 
 
 class GroupsTarget(Target):
@@ -108,8 +110,12 @@ class GroupsTarget(Target):
     def write_weights(self) -> None:
         self._optimizer.update_lp_params()
 
-    def frozen(self, param: Any) -> tuple[torch.Tensor, int, int]:
-        return param.data.view(-1), 0, param.numel()
+    @contextmanager
+    def frozen(self, param: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+        values = param.data.reshape(-1)  # a copy if its elements are in another order, as after a transposition
+        yield values, 0, param.numel()
+        if values.data_ptr() != param.data_ptr():
+            param.data.copy_(values.view(param.shape))
 
 
 class SubGroupsTarget(Target):
@@ -138,9 +144,10 @@ class SubGroupsTarget(Target):
         for weights, master in zip(self._optimizer.fp16_partitioned_groups_flat, self.masters, strict=True):
             weights.data.copy_(master.data)
 
-    def frozen(self, param: Any) -> tuple[torch.Tensor, int, int]:
+    @contextmanager
+    def frozen(self, param: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
         part = Placement.of_one(param.ds_numel, self.ranks).of_rank(self.rank)
-        return param.ds_tensor.data.view(-1), *((0, 0) if part is None else (part.begin, part.end))
+        yield param.ds_tensor.data.view(-1), *((0, 0) if part is None else (part.begin, part.end))
 
 
 def target_of(optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> Target:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 __all__ = ["Changed", "Death", "Failure", "Found", "Movement", "Resumed", "Stage", "merge", "write"]
 
@@ -118,23 +118,7 @@ class Found:
     @classmethod
     def read(cls, path: Path) -> Found:
         """What `write` has written; nothing if it has written nothing."""
-        if not path.exists():
-            return cls()
-        values: dict[str, Any] = json.loads(path.read_text())
-        failure, death, resumed = (values.pop(name) for name in ("failure", "death", "resumed"))
-        changed, movements = values.pop("changed"), values.pop("movements")
-        found = cls(**values, movements=[Movement(**each) for each in movements])
-        found.failure = _failure(failure)
-        found.changed = changed and Changed(**changed)
-        found.death = death and Death(**{**death, "error": _failure(death["error"])})
-        if resumed:
-            losses = {int(step): (pair[0], pair[1]) for step, pair in resumed["losses"].items()}
-            found.resumed = Resumed(**{**resumed, "losses": losses})
-        return found
-
-
-def _failure(values: Mapping[str, Any] | None) -> Failure | None:
-    return None if values is None else Failure(values["stage"], tuple(values["kinds"]), values["text"])
+        return TypeAdapter(cls).validate_python(json.loads(path.read_text())) if path.exists() else cls()
 
 
 def write(found: Found, path: Path) -> None:

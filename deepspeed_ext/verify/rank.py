@@ -20,7 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.verify.batches import Batches
+from pydantic import TypeAdapter
+
 from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, write
 
@@ -41,11 +42,7 @@ def result_file(folder: Path, phase: str, rank: int) -> Path:
 
 
 def read_plan(folder: Path) -> Plan:
-    values = json.loads((folder / PLAN).read_text())
-    values["batches"] = Batches(**values["batches"])
-    values["changes"] = tuple(values["changes"])
-    values["optimizer"] = values["optimizer"] and tuple(values["optimizer"])
-    return Plan(**values)
+    return TypeAdapter(Plan).validate_python(json.loads((folder / PLAN).read_text()))
 
 
 class Rank:

@@ -59,7 +59,9 @@ def start_adam(
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
         WorkerError: the worker does not start, or another rank has one of these errors.
     """
-    agreed = (config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"}), list(groups))
+    fields = config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
+    epoch = config.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
+    agreed = (fields, epoch, list(groups))
     require_same_plan("ZenFlow", agreed, ranks)
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
 

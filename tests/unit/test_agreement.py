@@ -45,6 +45,30 @@ def test_every_rank_has_the_same_error(errors: dict[int, Exception], kind: str, 
     assert run_ranks(3, fail, errors) == [(kind, message)] * 3
 
 
+def tell(flags: dict[int, bool], error: Exception | None) -> str:
+    """Each rank has its flag, and rank 1 perhaps an error."""
+    ranks = RankGroup.of(None, this_device())
+    try:
+        return str(raise_together(ranks, error if ranks.rank == 1 else None, flag=flags.get(ranks.rank, False)))
+    except WorkerError as raised:
+        return str(raised)
+    finally:
+        assert ranks.all(True), "the ranks are in step afterwards"
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "found"),
+    [
+        ({}, None, "False"),
+        ({2: True}, None, "True"),
+        ({0: True, 1: True, 2: True}, None, "True"),
+        ({2: True}, WorkerError("it died"), "rank 1: it died"),
+    ],
+)
+def test_an_agreement_carries_a_flag(flags: dict[int, bool], error: Exception | None, found: str) -> None:
+    assert run_ranks(3, tell, flags, error) == [found] * 3
+
+
 def largest_of(values: list[int]) -> tuple[int, int]:
     ranks = RankGroup.of(None, this_device())
     return ranks.largest(values[ranks.rank])

@@ -149,6 +149,38 @@ def test_all_tasks_of_a_step_get_one_address_and_port_and_all_ranks() -> None:
     assert len(ports) > 15  # steps of one job may share a host
 
 
+UNREADABLE: dict[str, dict[str, str | None]] = {
+    "PMIx": {**dict.fromkeys(SRUN), "PMIX_RANK": "5"},
+    "heterogeneous": {"SLURM_HET_SIZE": "2"},
+    "batch script": {"SLURM_STEP_NUM_TASKS": None},
+    "hosts": {"SLURM_STEP_NODELIST": "node["},
+    "counts": {"SLURM_STEP_TASKS_PER_NODE": "2(x3,1"},
+    "incomplete": {"SLURM_LOCALID": None},
+    "contradiction": {"PMI_RANK": "4", "PMI_SIZE": "7"},
+    "impossible": {"SLURM_PROCID": "7"},
+}
+
+
+@pytest.mark.parametrize("way", UNREADABLE)
+def test_a_rank_that_is_complete_by_hand_needs_no_launcher(way: str) -> None:
+    """As the errors say; also one that a batch script starts itself."""
+    environ = {name: value for name, value in {**SRUN, **UNREADABLE[way]}.items() if value is not None}
+    by_hand = {**BY_HAND, "WORLD_SIZE": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
+    assert plan_launch({**environ, **by_hand}) == LaunchPlan(None, {})
+    for name in by_hand:
+        with pytest.raises(ConfigError):
+            plan_launch({**environ, **by_hand, name: ""})
+    with pytest.raises(ConfigError, match="expected RANK below WORLD_SIZE"):
+        plan_launch({**environ, **by_hand, "RANK": "7"})
+
+
+def test_a_remedy_that_was_tried_is_not_told_again() -> None:
+    with pytest.raises(ConfigError, match="unset it, or set all of RANK, WORLD_SIZE, LOCAL_RANK if"):
+        plan_launch({**SRUN, "RANK": "0"})
+    with pytest.raises(ConfigError, match=r"RANK=3 is set, but srun says 5: unset it$"):
+        plan_launch({**SRUN, **BY_HAND, "WORLD_SIZE": "7"})
+
+
 @pytest.mark.parametrize(
     ("hostlist", "first"),
     [

@@ -92,12 +92,9 @@ def _file(rank: int) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def save(ranks: RankGroup, disks: Disks, tag: str, value: int, crash: Case | None = None, mode: str = MODES[0]) -> str:
-    """What DeepSpeed's `save_checkpoint` does with a checkpoint engine, and then the trainer."""
-    engine, state = make_engine(ranks, disks.leads(ranks.rank), mode)
+def commit_save(engine: JointCheckpointEngine, state: torch.Tensor, ranks: RankGroup, disks: Disks, tag: str) -> None:
+    """What DeepSpeed's `save_checkpoint` does with a checkpoint engine."""
     folder = disks.of(ranks.rank)
-    if crash is not None and crash.victim == ranks.rank:
-        ctypes.CDLL(None).crash_arm(ctypes.c_long(crash.call))
     engine.begin_save(names_latest=True)
     if disks.leads(ranks.rank):
         engine.makedirs(folder, exist_ok=True)
@@ -106,10 +103,18 @@ def save(ranks: RankGroup, disks: Disks, tag: str, value: int, crash: Case | Non
     engine.create(info)
     engine.makedirs(f"{folder}/{tag}", exist_ok=True)
     if disks.leads(ranks.rank):
-        engine.save({"module": torch.full((NUMEL,), value)}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
-    engine.save({"state": state.fill_(value)}, f"{folder}/{tag}/{_file(ranks.rank)}")
+        engine.save({"module": state.clone()}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
+    engine.save({"state": state}, f"{folder}/{tag}/{_file(ranks.rank)}")
     engine.commit(info)
     ranks.minimum(0)
+
+
+def save(ranks: RankGroup, disks: Disks, tag: str, value: int, crash: Case | None = None, mode: str = MODES[0]) -> str:
+    """Save `value`, as DeepSpeed and then the trainer do."""
+    engine, state = make_engine(ranks, disks.leads(ranks.rank), mode)
+    if crash is not None and crash.victim == ranks.rank:
+        ctypes.CDLL(None).crash_arm(ctypes.c_long(crash.call))
+    commit_save(engine, state.fill_(value), ranks, disks, tag)
     if isinstance(engine, AsyncCheckpointEngine):
         engine.finish() if mode == MODES[1] else engine.finish_alone()
     return "saved"

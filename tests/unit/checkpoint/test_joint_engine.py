@@ -17,11 +17,13 @@ import torch
 
 from deepspeed_ext import _files
 from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext.checkpoint import async_engine
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
+from deepspeed_ext.checkpoint.async_engine import AsyncCheckpointEngine
 from deepspeed_ext.checkpoint.folder import CheckpointFolder, FolderState, choose_save
 from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from deepspeed_ext.errors import CheckpointError
-from tests.support.crash.driver import CONFIG, Disks, load, save
+from tests.support.crash.driver import CONFIG, MODES, Disks, commit_save, load, make_engine, save
 
 STATE = "mp_rank_00_model_states.pt"
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
@@ -235,3 +237,52 @@ def test_an_error_of_the_folder_of_all_tags_refuses_its_own_save(tmp_path: Path)
     engine.makedirs(f"{tmp_path}/file", exist_ok=True)
     with pytest.raises(CheckpointError, match="was not saved"):
         engine.create(SimpleNamespace(tag="a", save_dir=f"{tmp_path}/file"))
+
+
+class Named(Disks):
+    """One folder for all ranks, also a relative one."""
+
+    def of(self, rank: int) -> str:
+        return str(self.folder)
+
+
+@pytest.mark.parametrize("name", [".", "a/..", "a"])
+def test_a_folder_that_is_relative_to_the_current_one(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for value in (1, 2):  # the second replaces the first
+        save(ALONE, Named(Path(name), False), "t", value)
+        assert load(ALONE, Named(Path(name), False)) == {value}
+    assert (tmp_path / name / "latest").read_text() == "t"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_script_may_change_its_folder_while_a_save_goes_on(alone: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)  # `make_engine` changes it
+    folders = [tmp_path / name for name in ("before", "after")]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.chdir(folders[0])
+    engine, state = make_engine(ALONE, True, MODES[1])
+    assert isinstance(engine, AsyncCheckpointEngine)
+    commit_save(engine, state.fill_(1), ALONE, Named(Path("saves"), False), "t")
+    monkeypatch.chdir(folders[1])
+    engine.finish_alone() if alone else engine.finish()
+    assert load(ALONE, Named(folders[0] / "saves", False)) == {1}
+    assert list(folders[1].iterdir()) == []
+
+
+@pytest.mark.parametrize(("ranks", "copies"), [(1, True), (8, False)])
+def test_copies_of_all_ranks_find_room(ranks: int, copies: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """The other ranks of the host copy at the same time."""
+    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
+    engine, state = make_engine(ALONE, True, MODES[1])
+    assert isinstance(engine, AsyncCheckpointEngine)
+    copy = Mock(wraps=async_engine._copy)
+    monkeypatch.setattr(async_engine, "_copy", copy)
+    monkeypatch.setattr(async_engine, "available_host_bytes", lambda: 2 * state.nbytes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    commit_save(engine, state.fill_(1), ALONE, Disks(tmp_path, False), "t")
+    engine.finish()
+    assert copy.called == copies
+    assert load(ALONE, Disks(tmp_path, False)) == {1}

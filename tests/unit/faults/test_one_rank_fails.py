@@ -263,7 +263,7 @@ def go_through(
         found.append((function, outcome, time.monotonic() - begin))
         if found[-1][2] > SECONDS:
             return found  # the ranks are out of step
-        phase.clear(keep=name.startswith("save") and outcome.startswith("CheckpointError"))
+        phase.clear(keep=name == "save" and outcome.startswith("CheckpointError"))  # other phases step on
     phase.clear(keep=False)
     return found
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from deepspeed_ext import allocation
+from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
 from deepspeed_ext.host import memory
 
 GIB = 1 << 30
@@ -62,6 +63,20 @@ def test_a_use_above_the_limit_is_no_memory_at_all(tmp_path: Path) -> None:
     files = {"memory.max": "100\n", "memory.current": "200\n"}
     root = tree(tmp_path, {"proc/self/cgroup": "0::/\n"} | {f"sys/fs/cgroup/{k}": v for k, v in files.items()})
     assert memory.available_host_bytes(root) == 0
+
+
+def test_the_ranks_of_a_host_share_the_memory_of_the_cpu_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks with 10 GiB each do not all take it, because 60 GiB are available to each."""
+    monkeypatch.setattr(allocation, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
+    monkeypatch.setattr(allocation, "available_host_bytes", lambda: 60 * GIB)
+    monkeypatch.setattr(allocation, "total_host_bytes", lambda: 64 * GIB)
+    tiers = []
+    for ranks in (1, 8):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
+        assert (free, total) == (60 * GIB // ranks, 64 * GIB // ranks)
+        tiers.append(choose_tier(FlattenFacts(10 * GIB, 8, free, total), None, 0.05, []).tier)
+    assert tiers == ["accelerator", "distributed"]
 
 
 def test_out_of_memory_is_recognised() -> None:

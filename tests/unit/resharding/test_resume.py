@@ -68,12 +68,14 @@ RUNS = [
 
 
 class Model(OddModel):
-    """With a parameter that is not trained and a buffer, both made from `value`."""
+    """With frozen parameters, one of them not in the order of its rows, and a buffer, all made from `value`."""
 
     def __init__(self, value: float) -> None:
         super().__init__(awkward=True)
         del self.empty  # plain ZeRO-3 fails in its forward pass
         self.scale.data.uniform_(0.5 * value, value)
+        kernel = torch.empty(8, 25, 3).uniform_(0.5 * value, value).transpose(0, 1)
+        self.kernel = torch.nn.Parameter(kernel, requires_grad=False)
         self.register_buffer("seen", torch.full((3,), value))
 
 
@@ -108,7 +110,7 @@ def state_of(engine: Any) -> dict[str, Any]:
 
 def beside(engine: Any) -> dict[str, torch.Tensor]:
     weights = weights_of(engine)
-    return {"scale": weights["scale"], "seen": engine.module.seen.cpu()}
+    return {"scale": weights["scale"], "kernel": weights["kernel"], "seen": engine.module.seen.cpu()}
 
 
 def save(run: Run, folder: str, steps: int = STEPS) -> list[float]:

@@ -202,9 +202,16 @@ def test_a_larger_difference_never_passes_where_a_smaller_one_fails(error: float
 
 
 def test_what_a_rank_writes_is_what_is_read(tmp_path: Path) -> None:
-    found = good(resumed=Resumed({3: (1.5, 2.5)}, 7), failure=Failure("end", ("OSError",), "gone"))
+    found = good(
+        resumed=Resumed({3: (1.5, math.inf)}, 7),
+        failure=Failure("end", ("OSError", "Exception"), "gone: /\udcff"),  # a path that is no UTF-8
+        losses=[0.1 + 0.2, 5e-324, 7.0],
+        norms=[None, 1.0],
+    )
     write(found, tmp_path / "train-0.json")
     assert Found.read(tmp_path / "train-0.json") == found
+    write(good(losses=[math.nan]), tmp_path / "train-0.json")
+    assert math.isnan(Found.read(tmp_path / "train-0.json").losses[0])
     assert Found.read(tmp_path / "train-1.json") == Found()
 
 

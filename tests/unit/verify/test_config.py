@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify.batches import Batches, plan_batches
 from deepspeed_ext.verify.config import Plan, plan_check
+from deepspeed_ext.verify.rank import PLAN, read_plan
 from tests.support.paths import ROOT
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -31,10 +33,11 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.json") if path.name
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_ready_config_has_a_plan_that_travels_as_json(path: Any) -> None:
+def test_every_ready_config_has_a_plan_that_travels_as_json(path: Path, tmp_path: Path) -> None:
     found = plan_check(json.loads(path.read_text()), 2, None, False, "/scratch")
     assert "auto" not in json.dumps(found.config)
-    assert json.loads(json.dumps(asdict(found)))["config"] == found.config
+    (tmp_path / PLAN).write_text(json.dumps(asdict(found)))
+    assert read_plan(tmp_path) == found
     assert 0 < found.save_after < found.steps
     assert found.has_worker == ("zenflow" in path.stem)
 

@@ -1,0 +1,157 @@
+"""Several saves in one folder of tags: none touches another that goes on, and none loses the only copy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ext import _files
+from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext.checkpoint import async_engine
+from deepspeed_ext.checkpoint import folder as checkpoint_folder
+from deepspeed_ext.checkpoint.async_engine import AsyncCheckpointEngine
+from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
+
+ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
+HOUR = 3600
+
+
+class Forgetful(set[str]):
+    """Holds what is put into it, and denies it."""
+
+    def __contains__(self, item: object) -> bool:
+        return False
+
+
+@pytest.fixture
+def of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is saved here is known to be of this process."""
+    monkeypatch.setattr(checkpoint_folder, "_in_use", Forgetful())
+
+
+def begun(folder: Path, tag: str, save_id: str) -> CheckpointFolder:
+    """A save that goes on: its files are written."""
+    found = CheckpointFolder(str(folder), tag)
+    found.begin()
+    Path(found.staging, "mp_rank_00_model_states.pt").write_text(save_id)
+    found.mark(save_id)
+    return found
+
+
+def saved(folder: Path, tag: str, save_id: str) -> CheckpointFolder:
+    found = begun(folder, tag, save_id)
+    found.swap()
+    found.end()
+    return found
+
+
+def make_older(folder: Path, hours: float) -> None:
+    """As if nothing had been written for so long."""
+    for path in folder.rglob("*"):
+        then = path.stat().st_mtime - hours * HOUR
+        os.utime(path, (then, then))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_two_engines_of_one_process_save_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the first one makes no step for a long time, so that its save waits."""
+    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)  # `make_engine` changes it
+    disks = Disks(tmp_path, False)
+    engine, state = make_engine(ALONE, True, MODES[1])
+    assert isinstance(engine, AsyncCheckpointEngine)
+    commit_save(engine, state.fill_(1), ALONE, disks, "first")
+    make_older(tmp_path, 9)
+    save(ALONE, disks, "second", 2, None, MODES[1])
+    engine.finish()
+    assert load(ALONE, disks, "first") == {1}
+    assert load(ALONE, disks, "second") == {2}
+    assert names(tmp_path / "disk0") == ["first", "latest", "second"]
+
+
+@pytest.mark.usefixtures("of_another_job")
+@pytest.mark.parametrize(("hours", "is_left"), [(0.5, True), (1.5, False)])
+def test_what_another_job_writes_is_left_to_it(hours: float, is_left: bool, tmp_path: Path) -> None:
+    begun(tmp_path, "theirs", "a")
+    make_older(tmp_path, hours)
+    saved(tmp_path, "ours", "b")
+    assert names(tmp_path) == (["ours", "theirs.dsext-saving"] if is_left else ["ours"])
+
+
+@pytest.mark.usefixtures("of_another_job")
+@pytest.mark.parametrize("hours", [0.5, 1.5])
+def test_a_swap_of_another_job(hours: float, tmp_path: Path) -> None:
+    """Between its renames; after an hour it was interrupted there. Then the new save is whole."""
+    saved(tmp_path, "theirs", "older")
+    theirs = begun(tmp_path, "theirs", "new")
+    os.rename(theirs.path, theirs._replaced)
+    make_older(tmp_path, hours)
+    saved(tmp_path, "ours", "b")
+    assert names(tmp_path) == (
+        ["ours", "theirs"] if hours > 1 else ["ours", "theirs.dsext-replaced", "theirs.dsext-saving"]
+    )
+    theirs.finish_swap()
+    assert theirs.state().saved == "new"
+
+
+@pytest.mark.usefixtures("of_another_job")
+def test_a_rest_that_cannot_be_removed_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = begun(tmp_path, "theirs", "a")
+    make_older(tmp_path, 9)
+    remove = _files.remove_tree
+
+    def refuse(path: str) -> None:
+        if path == theirs.staging:
+            raise PermissionError(13, "Permission denied", path)
+        remove(path)
+
+    monkeypatch.setattr(_files, "remove_tree", refuse)
+    saved(tmp_path, "ours", "b")
+    assert names(tmp_path) == ["ours", "theirs.dsext-saving"]
+
+
+def test_a_swap_that_a_reader_completes_has_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that loads the tag between the renames takes them for a crash."""
+    saved(tmp_path, "t", "older")
+    ours = begun(tmp_path, "t", "new")
+    rename = _files.rename
+
+    def after_a_reader(source: str, target: str) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(_files, "rename", rename)
+            CheckpointFolder(str(tmp_path), "t").finish_swap()
+        rename(source, target)
+
+    monkeypatch.setattr(_files, "rename", after_a_reader)
+    ours.swap()
+    ours.end()
+    assert ours.state().saved == "new"
+    assert names(tmp_path) == ["t"]
+
+
+@pytest.mark.parametrize(("is_gone", "left"), [(False, "older"), (True, "new")])
+def test_the_only_copy_is_not_given_up(is_gone: bool, left: str, tmp_path: Path) -> None:
+    """Whoever has removed the older save."""
+    saved(tmp_path, "t", "older")
+    ours = begun(tmp_path, "t", "new")
+    ours.swap()
+    if is_gone:
+        _files.remove_tree(ours._replaced)
+    ours.give_up("new")
+    assert ours.state().saved == left
+    assert names(tmp_path) == ["t"]
+
+
+def test_a_first_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    for swaps in (False, True):
+        ours = begun(tmp_path, "t", "new")
+        if swaps:
+            ours.swap()
+        ours.give_up("new")
+        assert names(tmp_path) == []
