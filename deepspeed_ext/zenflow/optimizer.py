@@ -42,7 +42,7 @@ class OffloadedAdam:
     Attributes:
         rule, partitions, link, ranks: the arguments.
         updates: optimizer steps whose gradients have been taken so far (t of the newest).
-        plan: of the step that has begun and not ended; None between steps. If it stays, an exception has ended the step.
+        plan: of the step that has begun and not ended; None between steps. It stays if an exception ends the step.
     """
 
     def __init__(
