@@ -76,7 +76,7 @@ def death(seconds: float, error: str | None) -> Death:
         ({"norms": [1.0] * 11 + [0.5]}, "gradients", "norm of step 12's gradient is 0.5"),
         ({"norms": [2.0] * STEPS}, "gradients", "norm of step 1's gradient is 2"),
         ({"movements": [Movement("bias", 10, 0.0, 0.1, 0.1, 0.0)]}, "gradients", "bias (does not move)"),
-        ({"movements": [Movement("bias", 10, 0.1, 0.1, 0.01, 0.0)]}, "gradients", "bias (1.00 times the way"),
+        ({"movements": [Movement("bias", 10, 0.1, 0.1, 0.01, 0.0)]}, "gradients", "bias (1.00 times the movement"),
         ({"movements": [Movement("bias", 10, 0.1, 0.0, 0.1, 0.0)]}, "gradients", "bias (should not move)"),
         ({"movements": [Movement("bias", 10, math.nan, 0.1, math.nan, 0.0)]}, "gradients", "bias"),
         ({"movements": [Movement("bias", 10, 0.0, 0.0, 0.0, 0.0)]}, "gradients", "learning rate 0"),

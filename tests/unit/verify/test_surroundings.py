@@ -182,5 +182,6 @@ def test_a_signal_ends_everything(number: signal.Signals, seconds: float, tmp_pa
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in said
     wait_until(lambda: left_behind(run.pid) == [], "the end of all ranks")
-    assert number == signal.SIGKILL or list(temporary.iterdir()) == []
+    left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's, for all runs
+    assert number == signal.SIGKILL or left == []
     assert shared_segments() <= before
