@@ -6,7 +6,6 @@ and the hashes of the plans are compared. A rank that cannot read its host, or m
 every collective.
 """
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from deepspeed_ext._agreement import RankGroup, rank_list, require_same_plan, together
 from deepspeed_ext._errors import PlanMismatchError, UnsupportedError
+from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import find_allowed
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.affinity.topology import Topology, flat_topology, read_accelerator_node, read_topology
@@ -89,7 +89,7 @@ def report_rank(
     """
     topology, node, quota = None, None, None
     warnings: tuple[str, ...] = ()
-    allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+    allowed = initial_mask.initial() or initial_mask.present()
     try:
         topology = read_topology(root)
         found = find_allowed(topology, root)

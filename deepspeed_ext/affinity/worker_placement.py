@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_ext._errors import ConfigError, UnsupportedError
+from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES, find_allowed
 from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.plan import RankPlan
@@ -140,4 +141,4 @@ def _count_cores() -> int:
         topology = read_topology()
         return len(usable_cores(topology, find_allowed(topology).cpus))
     except (ConfigError, UnsupportedError):
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return len(initial_mask.initial() or initial_mask.present()) or os.cpu_count() or 1

@@ -1,9 +1,11 @@
-"""Plain ZeRO-Offload under core binding: ranks keep to shares of the host that do not overlap, with every thread."""
+"""Engines under core binding: ranks keep to shares of the host that do not overlap, and give the cores back."""
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
@@ -11,11 +13,13 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.config import CoreBindingConfig
 from tests.support.models import OddModel, batches, on_device, this_device
 from tests.support.ranks import run_fresh_ranks
+from tests.support.zenflow import make_engine, train, zenflow_config
 
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -63,3 +67,39 @@ def test_ranks_train_on_their_own_cores_and_go_back() -> None:
         assert 1 <= answer["threads"] <= len(answer["planned"])
         assert answer["place"] is None
         assert "local rank 1" in answer["summary"]
+
+
+def state_of_threads() -> tuple[Any, ...]:
+    return set(thread_masks().values()), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+
+def engines_one_after_the_other(config: dict[str, Any], ends: tuple[str, str]) -> list[tuple[tuple[int, ...], bool]]:
+    """Plan of each engine, and whether the threads go back at its end."""
+    before, found = state_of_threads(), []
+    with patch.object(initial_mask, "_initial", None):  # as if torch had been imported before deepspeed_ext
+        for end in ends:
+            engine = make_engine(config)
+            train(engine, batches(2, 0))
+            plan, is_bound = engine.core_binding.plan, state_of_threads() != before
+            if end == "destroyed":
+                engine.destroy()
+            del engine
+            gc.collect()
+            found.append((plan.pytorch, is_bound and state_of_threads() == before))
+    return found
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("zenflow", [True, False])
+def test_the_next_engine_has_the_same_cores(zenflow: bool) -> None:
+    """Without ZenFlow, hooks of DeepSpeed keep an engine alive until it is destroyed."""
+    config = zenflow_config(2, update_interval=1)
+    config["zero_optimization"]["core_binding"] = {"enabled": True}
+    if not zenflow:
+        del config["zero_optimization"]["zenflow"]
+    ends = ("dropped" if zenflow else "destroyed", "destroyed")
+    (outcome,) = run_fresh_ranks(1, engines_one_after_the_other, config, ends)
+    assert outcome.error is None
+    (first, _), (second, _) = outcome.value
+    assert first == second
+    assert [went_back for _, went_back in outcome.value] == [True, True]

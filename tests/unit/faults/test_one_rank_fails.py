@@ -135,6 +135,7 @@ HARMLESS = {
     ),
     "threads that cannot be bound stay unbound, with a warning": (
         "affinity/binding.py:CoreBinding._give_up",
+        "affinity/process_threads.py:",
         "affinity/thread_masks.py:",
         "affinity/openmp.py:",
         "affinity/allowed.py:omp_binding",
