@@ -18,7 +18,7 @@ from deepspeed_ext.affinity.allowed import find_allowed
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.affinity.topology import Topology, flat_topology, read_accelerator_node, read_topology
 from deepspeed_ext.affinity.tuning_results import DEFAULT_KERNEL, Fingerprint
-from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores
+from deepspeed_ext.host.cgroup import CpuQuota, read_cpu_quotas
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.host.procfs import read_text
 
@@ -87,7 +87,8 @@ def report_rank(
     Raises:
         ConfigError: the settings contradict each other or the host.
     """
-    topology, node, quota = None, None, None
+    topology, node = None, None
+    quotas: tuple[CpuQuota, ...] = ()
     warnings: tuple[str, ...] = ()
     allowed = initial_mask.initial() or initial_mask.present()
     try:
@@ -95,13 +96,13 @@ def report_rank(
         found = find_allowed(topology, root)
         allowed, warnings = found.cpus, found.warnings
         node = read_accelerator_node(topology, pci_address, root) if pci_address else None
-        quota = read_cpu_quota_cores(root)
+        quotas = read_cpu_quotas(root)
     except (UnsupportedError, OSError) as unreadable:
         topology, warnings = None, (str(unreadable),)
     report = RankReport(
         rank=rank,
         boot_id=read_text(Path(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname(),
-        facts=RankFacts(local_rank, allowed, node, quota, read_cgroup_id(root)),
+        facts=RankFacts(local_rank, allowed, node, quotas),
         topology_digest=topology.digest() if topology else None,
         request=request,
         kernel=kernel,

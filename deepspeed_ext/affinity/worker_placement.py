@@ -129,8 +129,8 @@ def unbound_threads(reserved: int | float | None, local_ranks: int) -> int:
         reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
         local_ranks: number of ranks on this host, which share its cores evenly.
     """
-    sharers = max(1, local_ranks)
-    rank_cores = within_quota(max(1, _count_cores() // sharers), read_cpu_quota_cores(), sharers)
+    sharers, quota = max(1, local_ranks), read_cpu_quota_cores()
+    rank_cores = within_quota(max(1, _count_cores() // sharers), None if quota is None else quota / sharers)
     _, optimizer = split_cores(rank_cores, reserved)
     return optimizer
 

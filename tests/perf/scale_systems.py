@@ -143,7 +143,7 @@ def gather(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
 def core_plans(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     """A host of two sockets and 128 cores with two threads each, no mask from a launcher."""
     topology = Topology(tuple(cores(128, 128, 64)))
-    facts = RankFacts(ranks.rank, frozenset(topology.cpus), 0, None, "/kubepods/pod" + 36 * "0")
+    facts = RankFacts(ranks.rank, frozenset(topology.cpus), 0)
     report = RankReport(ranks.rank, HOST, facts, topology.digest(), PlanRequest(), tuned={16 * "0": 6})
     rehearsal.others = on_hosts
     return lambda: agree(report, topology, ranks)

@@ -15,7 +15,13 @@ from deepspeed_ext.affinity.allowed import ALLOWED_VARIABLE, find_allowed
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import plan_host
 from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_topology
-from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores, read_cpuset, read_throttled_count
+from deepspeed_ext.host.cgroup import (
+    read_cgroup_id,
+    read_cpu_quota_cores,
+    read_cpu_quotas,
+    read_cpuset,
+    read_throttled_count,
+)
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from tests.support.sysfs import cpumask, write, write_host
 from tests.support.topologies import adjacent, cores
@@ -147,6 +153,12 @@ def test_the_tightest_quota_on_the_way_up_counts(old: bool, tmp_path: Path) -> N
 def test_no_quota_is_none(old: bool, tmp_path: Path) -> None:
     write_host(tmp_path, cores(2), old=old, quota="max 100000")
     assert read_cpu_quota_cores(tmp_path) is None
+
+
+def test_a_group_that_is_mounted_under_two_names_is_one_group(tmp_path: Path) -> None:
+    write_host(tmp_path, cores(8), old=True, quota="350000 100000")
+    (tmp_path / "sys/fs/cgroup/cpu").symlink_to("cpu,cpuacct")
+    assert [quota.cores for quota in read_cpu_quotas(tmp_path)] == [3.5]
 
 
 def test_a_container_that_cannot_see_its_own_path_reads_its_mount(tmp_path: Path) -> None:

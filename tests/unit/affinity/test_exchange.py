@@ -142,9 +142,47 @@ def test_a_report_is_made_of_what_the_host_shows(tmp_path: Path) -> None:
     report, topology = report_rank(5, 1, PlanRequest(), pci_address="0000:01:00.0", root=tmp_path)
     assert (report.rank, report.boot_id, report.facts.local_rank) == (5, "b00t", 1)
     assert report.facts.allowed == {2, 3, 4, 5, 6, 7}
-    assert (report.facts.accelerator_node, report.facts.quota_cores) == (1, 3.0)
+    assert (report.facts.accelerator_node, [quota.cores for quota in report.facts.quotas]) == (1, [3.0])
     assert topology is not None
     assert report.topology_digest == topology.digest()
+
+
+def rank_in(group: str, rank: int, host: Path, old: bool) -> Member:
+    """What a rank in this control group reports; all ranks of `host` see the same folders."""
+    root = host / f"rank{rank}"
+    for name in ("sys", "proc/self/status"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(host / name)
+    line = f"4:cpu,cpuacct:{group}\n5:cpuset:/task{rank}" if old else f"0::{group}"
+    write(root / "proc/self/cgroup", line)
+    return report_rank(rank, rank, PlanRequest(), root=root)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "own", "each"),
+    [
+        (["/job/step"], None, 2),
+        (["/job/0", "/job/1", "/job/2", "/job/3"], None, 2),
+        (["/job/0", "/job/1", "/job/2", "/job/3"], "700000", 2),
+        (["/job/0", "/job/1"], None, 4),
+        (["/a/0", "/b/1"], "300000", 3),
+    ],
+)
+def test_ranks_share_the_quota_of_a_group_around_their_own(
+    groups: list[str], own: str | None, each: int, old: bool, tmp_path: Path
+) -> None:
+    """Eight cores of CPU time for /job, and perhaps fewer for each rank's own group below it."""
+    write_host(tmp_path, cores(64), quota="800000 100000", old=old)
+    folder = tmp_path / "sys/fs/cgroup" / ("cpu,cpuacct" if old else "")
+    for group in groups if own else ():
+        write(folder / f"{group[1:]}/{'cpu.cfs_quota_us' if old else 'cpu.max'}", own if old else f"{own} 100000")
+        write(folder / f"{group[1:]}/cpu.cfs_period_us", "100000")
+    number = len(groups) if len(groups) > 1 else 4
+    members = [rank_in(groups[rank % len(groups)], rank, tmp_path, old) for rank in range(number)]
+    for answer in meet(members):
+        assert len(answer.mine.pytorch) + len(answer.mine.optimizer) == each
+        assert answer.mine.flags == ()
 
 
 @pytest.mark.parametrize(
