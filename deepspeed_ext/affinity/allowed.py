@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext._errors import ConfigError
+from deepspeed_ext._errors import ConfigError, UnsupportedError
 from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.topology import Topology
 from deepspeed_ext.host.cgroup import read_cpuset
@@ -44,7 +44,8 @@ def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[st
     online CPU. The result contains online CPUs only.
 
     Raises:
-        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of the allowed CPUs is online.
+        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of its CPUs is online.
+        UnsupportedError: none of the CPUs found elsewhere is online, so the host does not describe itself correctly.
     """
     environ = os.environ if environ is None else environ
     live = Path(root) == Path("/")
@@ -65,7 +66,7 @@ def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[st
         source = "union of the masks of all threads" if union else "every online CPU"
         found = _see_through_omp(Allowed(union or topology.cpus, source), topology, Path(root), environ)
     if not found.cpus & topology.cpus:
-        raise ConfigError(
+        raise (ConfigError if stated else UnsupportedError)(
             f"none of the allowed CPUs {format_cpulist(found.cpus)} ({found.source}) is online "
             f"(online: {format_cpulist(topology.cpus)})"
         )

@@ -102,9 +102,9 @@ class CoreBinding:
                 ranks.rank,
                 local_rank,
                 PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
-                pci_address=accelerators.pci_address(),
+                pci_address=None if off else accelerators.pci_address(),
                 kernel=kernel,
-                tuned=tuning_results.load_all() if config.use_tuning_result else {},
+                tuned=tuning_results.load_all() if config.use_tuning_result and not off else {},
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
         binding = cls(agree(report, topology, ranks))

@@ -72,7 +72,8 @@ def report_rank(
 ) -> tuple[RankReport, Topology | None]:
     """Read this rank's host and return the report and the topology.
 
-    If the host cannot be read, the topology is None and a warning in the report says why.
+    If the host cannot be read, the topology is None and a warning in the report says why. If this rank must not be
+    bound, the host is not read.
 
     Args:
         rank: this rank's number in the group of all ranks.
@@ -92,11 +93,12 @@ def report_rank(
     warnings: tuple[str, ...] = ()
     allowed = initial_mask.initial() or initial_mask.present()
     try:
-        topology = read_topology(root)
-        found = find_allowed(topology, root)
-        allowed, warnings = found.cpus, found.warnings
-        node = read_accelerator_node(topology, pci_address, root) if pci_address else None
-        quotas = read_cpu_quotas(root)
+        if disabled is None:
+            topology = read_topology(root)
+            found = find_allowed(topology, root)
+            allowed, warnings = found.cpus, found.warnings
+            node = read_accelerator_node(topology, pci_address, root) if pci_address else None
+            quotas = read_cpu_quotas(root)
     except (UnsupportedError, OSError) as unreadable:
         topology, warnings = None, (str(unreadable),)
     report = RankReport(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import ALLOWED_VARIABLE, find_allowed
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import plan_host
-from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_topology
+from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_online, read_topology
 from deepspeed_ext.host.cgroup import (
     read_cgroup_id,
     read_cpu_quota_cores,
@@ -230,6 +231,24 @@ def test_the_launchers_word_counts_on_the_live_host(monkeypatch: pytest.MonkeyPa
         find_allowed(topology, environ={ALLOWED_VARIABLE: "60000"})
     monkeypatch.setattr(initial_mask, "_initial", frozenset({first}))
     assert find_allowed(topology, environ={}).cpus == {first}
+
+
+def test_cpus_that_are_not_online_are_no_mistake_of_the_user(tmp_path: Path) -> None:
+    write_host(tmp_path, cores(4), mask="8-11")
+    with pytest.raises(UnsupportedError, match=r"8-11 .* is online"):
+        find_allowed(read_topology(tmp_path), tmp_path, {})
+    with pytest.raises(ConfigError, match=ALLOWED_VARIABLE):
+        find_allowed(read_topology(tmp_path), tmp_path, {ALLOWED_VARIABLE: "8-11"})
+
+
+def test_a_list_of_online_cpus_without_those_of_this_process_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lxcfs numbers a container's CPUs from 0 in the list, and the kernel knows nothing of it."""
+    assert read_online() >= initial_mask.present()
+    for own in ({8000, 8001}, {min(read_online()), 8000}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, own=own: own)
+        assert read_online() == frozenset()
+        with pytest.raises(UnsupportedError, match="lxcfs"):
+            read_topology()
 
 
 def test_snapshot_is_taken_at_import_and_only_before_torch() -> None:

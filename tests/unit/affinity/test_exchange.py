@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._errors import ConfigError, PlanMismatchError, RankError
-from deepspeed_ext.affinity import binding, tuning_results
+from deepspeed_ext.affinity import binding, initial_mask, tuning_results
+from deepspeed_ext.affinity.allowed import ALLOWED_VARIABLE
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.exchange import Agreement, RankReport, agree, report_rank
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
@@ -222,6 +223,34 @@ def test_a_host_that_cannot_be_read_is_reported_and_not_raised(tmp_path: Path) -
     assert topology is None
     assert report.topology_digest is None
     assert "found no online CPU" in report.warnings[0]
+
+
+@pytest.mark.parametrize("masks", [[{8000, 8001}], [{8000, 8001}, {8002, 8003}], [{8000, 8001}, {8001, 8002}]])
+def test_made_up_numbers_of_cpus_end_no_start(masks: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with lxcfs: /sys lists other CPUs than the kernel's, whose numbers count for masks."""
+    own = threading.local()
+    monkeypatch.setattr(initial_mask, "_initial", None)
+    monkeypatch.setattr(initial_mask, "present", lambda: frozenset(own.mask))
+
+    def start(ranks: RankGroup) -> Agreement:
+        own.mask = masks[ranks.rank]
+        return CoreBinding.start(CoreBindingConfig(dry_run=True), ranks, local_rank=ranks.rank).agreement
+
+    answers = run_together(len(masks), start)
+    assert all("lxcfs" in answer.warnings[0] for answer in answers)
+    if masks[-1] == {8001, 8002}:
+        assert [answer.mine for answer in answers] == [None, None]
+    else:
+        assert [{*answer.mine.pytorch, *answer.mine.optimizer} for answer in answers] == masks
+
+
+def test_a_rank_that_must_not_be_bound_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEXT_BIND", "0")
+    monkeypatch.setenv(ALLOWED_VARIABLE, "nonsense")
+    monkeypatch.setattr(binding.accelerators, "pci_address", lambda: pytest.fail("it asked the accelerator"))
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
+    assert answer.plan is None
+    assert "DSEXT_BIND=0" in answer.agreement.warnings[0]
 
 
 def real_agreement() -> tuple[str, str, list[str]]:
