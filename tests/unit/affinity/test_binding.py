@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext.affinity import binding, process_threads
+from deepspeed_ext.affinity import binding, process_threads, thread_masks
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.exchange import Agreement
 from deepspeed_ext.affinity.plan import RankPlan
@@ -222,6 +222,16 @@ def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.Monke
     answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "no such symbol" in heard[-1]
+
+
+def test_a_kernel_that_does_not_tell_masks_leaves_the_run_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(binding, "warn_once", heard.append)
+    monkeypatch.setattr(thread_masks, "status_mask", lambda path: None)
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
+    assert answer.plan is None
+    assert "cannot read the masks" in heard[-1]
+    assert "continues unbound" in heard[-1]
 
 
 @several_cpus
