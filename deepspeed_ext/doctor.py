@@ -22,8 +22,9 @@ from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.topology import read_topology
 from deepspeed_ext.affinity.worker_placement import can_set_memory_policy
 from deepspeed_ext.host import build_locks
-from deepspeed_ext.host.cgroup import read_cpu_quota_cores, read_memory_limit_bytes
+from deepspeed_ext.host.cgroup import read_cpu_quota_cores
 from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.host.memory import available_host_bytes, total_host_bytes
 from deepspeed_ext.launch import plan_launch
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
@@ -188,11 +189,11 @@ def check_operator_cache() -> Check:
 
 
 def check_host_memory() -> Check:
-    memory, limit = psutil.virtual_memory(), read_memory_limit_bytes()
-    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    if limit is not None and limit < memory.total:
-        detail += f", control group limit {limit / GIB:.1f} GiB"
-        if limit < memory.total // 2:
+    machine, total = psutil.virtual_memory().total, total_host_bytes()
+    detail = f"{available_host_bytes() / GIB:.1f} of {machine / GIB:.1f} GiB available"
+    if total < machine:
+        detail += f", control group limit {total / GIB:.1f} GiB"
+        if total < machine // 2:
             return _warning(
                 "host memory", detail, "offloading needs 18 bytes per parameter: raise the limit if that is more"
             )

@@ -182,6 +182,15 @@ def test_buffers_that_no_process_maps_are_left_over(tmp_path: Path, monkeypatch:
     assert doctor.check_shared_buffers().status == "ok"
 
 
+def test_host_memory_is_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_host_bytes", lambda: doctor.GIB // 2)
+    monkeypatch.setattr(doctor, "total_host_bytes", lambda: doctor.GIB)
+    check = doctor.check_host_memory()
+    assert check.status == "warning"
+    assert check.detail.startswith("0.5 of ")
+    assert check.detail.endswith("control group limit 1.0 GiB")
+
+
 def test_a_quota_below_the_mask_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_cpu_quota_cores", lambda: 0.5)
     check = doctor.check_cpu_quota()

@@ -17,13 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext._errors import WorkerError
+from deepspeed_ext._errors import OutOfMemoryError, WorkerError
 from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import RankFacts
 from deepspeed_ext.affinity.topology import Topology, read_cache_bytes
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-from deepspeed_ext.tuning import measuring_process
+from deepspeed_ext.tuning import measuring_process, tuner
 from deepspeed_ext.tuning.measuring_process import Steps
 from deepspeed_ext.tuning.processes import ForeignLoad, MeasuringProcesses
 from deepspeed_ext.tuning.sweep import Point, Sweep, choose, ladder, relative_spread, training_choice
@@ -161,6 +161,14 @@ def test_a_failing_worker_is_one_failed_point() -> None:
         assert "status" in failed.noise
         with pytest.raises(WorkerError, match="no number of cores"):
             tuner.run()
+
+
+def test_buffers_take_a_quarter_of_what_is_left_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "available_host_bytes", lambda: 2 << 20)
+    assert TuneSettings.for_host(2, quick=True).elements == (2 << 20) // 4 // (2 * tuner.STATE_BYTES_PER_ELEMENT)
+    monkeypatch.setattr(tuner, "available_host_bytes", lambda: 0)
+    with pytest.raises(OutOfMemoryError, match="free host memory"):
+        TuneSettings.for_host(2, quick=True)
 
 
 def test_foreign_load_is_noticed() -> None:
