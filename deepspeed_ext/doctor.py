@@ -15,7 +15,7 @@ import psutil
 
 from deepspeed_ext import shared_buffers
 from deepspeed_ext._cache import cache_folder
-from deepspeed_ext._errors import ConfigError, UpstreamError
+from deepspeed_ext._errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.allowed import find_allowed, omp_binding
 from deepspeed_ext.affinity.fair_shares import usable_cores
@@ -57,7 +57,7 @@ def _problem(name: str, detail: str, remedy: str) -> Check:
 
 
 def examine() -> list[Check]:
-    """Run every check; report a check that itself raises as a problem."""
+    """Run every check; one that itself raises is a problem, or a warning if this machine only lacks a feature."""
     return [_run(check) for check in CHECKS]
 
 
@@ -66,6 +66,8 @@ def _run(check: Callable[[], Check]) -> Check:
         return check()
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
+        if isinstance(error, UnsupportedError) and not isinstance(error, UpstreamError):
+            return _warning(name, str(error), "see the message; until then, training does without core binding")
         return _problem(name, f"this check failed: {type(error).__name__}: {error}", "see the message")
 
 
@@ -209,9 +211,12 @@ def check_locked_memory() -> Check:
 
 
 def check_shared_memory() -> Check:
-    size = shutil.disk_usage("/dev/shm").total
+    remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError as error:
+        return _warning("shared memory", f"/dev/shm cannot be used: {error.strerror}", remedy)
     if size < GIB:
-        remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
         return _warning("shared memory", f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy)
     return _ok("shared memory", f"/dev/shm holds {size / GIB:.1f} GiB")
 
@@ -307,15 +312,22 @@ LAUNCHERS = (
 )
 
 
-def check_launch() -> Check:
+def check_launcher() -> Check:
     how = next((name for variable, name in LAUNCHERS if variable in os.environ), "none: a single process")
-    topology = read_topology()
-    bound = "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
+    bound = _extent_of_the_mask()
     try:
         plan_launch(os.environ)
     except ConfigError as error:
         return _warning("launcher", f"{how}; {bound}; `deepspeed-ext run` would refuse", str(error))
     return _ok("launcher", f"{how}; {bound}")
+
+
+def _extent_of_the_mask() -> str:
+    try:
+        topology = read_topology()
+        return "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
+    except UnsupportedError:  # `check_cores` says it
+        return "the host's CPUs are unknown"
 
 
 def check_tuning() -> Check:
@@ -346,6 +358,6 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_cores,
     check_binding,
     check_openmp,
-    check_launch,
+    check_launcher,
     check_tuning,
 )

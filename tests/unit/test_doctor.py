@@ -15,7 +15,7 @@ import pytest
 import deepspeed_ext
 from deepspeed_ext import cli, doctor, shared_buffers
 from deepspeed_ext._cache import cache_folder
-from deepspeed_ext._errors import UpstreamError
+from deepspeed_ext._errors import UnsupportedError, UpstreamError
 from deepspeed_ext._logging import logger
 from deepspeed_ext.host import build_locks
 from deepspeed_ext.zenflow.kernel import build
@@ -191,6 +191,30 @@ def test_host_memory_is_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatc
     assert check.detail.endswith("control group limit 1.0 GiB")
 
 
+def test_a_host_without_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str) -> None:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", fail)
+    check = doctor.check_shared_memory()
+    assert check.status == "warning"
+    assert "/dev/shm" in check.detail
+    assert "--shm-size" in check.remedy
+
+
+def test_a_host_that_does_not_describe_its_cpus_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise UnsupportedError("check that /sys is mounted")
+
+    monkeypatch.setattr(doctor, "read_topology", fail)
+    monkeypatch.setattr(doctor, "read_cpu_quota_cores", lambda: 0.5)
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_cpu_quota, doctor.check_cores))
+    found = [(check.name, check.status) for check in doctor.examine()]
+    assert found == [("cpu quota", "warning"), ("cores", "warning")]
+    assert all("/sys" in check.detail and check.remedy for check in doctor.examine())
+    assert doctor.check_launcher().detail.endswith("the host's CPUs are unknown")
+
+
 def test_a_quota_below_the_mask_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_cpu_quota_cores", lambda: 0.5)
     check = doctor.check_cpu_quota()
@@ -219,4 +243,4 @@ def test_launchers_are_recognised(variable: str | None, launcher: str, monkeypat
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "0")
-    assert launcher in doctor.check_launch().detail
+    assert launcher in doctor.check_launcher().detail
