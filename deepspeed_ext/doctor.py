@@ -302,24 +302,14 @@ def check_openmp() -> Check:
     return _ok("openmp", f"OMP_NUM_THREADS={threads}" if threads else "no variable set")
 
 
-LAUNCHERS = (
-    ("TORCHELASTIC_RUN_ID", "torchrun"),
-    ("OMPI_COMM_WORLD_RANK", "mpirun (Open MPI)"),
-    ("PMI_RANK", "mpirun (PMI)"),
-    ("CROSS_RANK", "deepspeed"),
-    ("SLURM_PROCID", "srun"),
-    ("RANK", "RANK set by hand"),
-)
-
-
 def check_launcher() -> Check:
-    how = next((name for variable, name in LAUNCHERS if variable in os.environ), "none: a single process")
     bound = _extent_of_the_mask()
     try:
-        plan_launch(os.environ)
+        launcher = plan_launch(os.environ).launcher
     except ConfigError as error:
-        return _warning("launcher", f"{how}; {bound}; `deepspeed-ext run` would refuse", str(error))
-    return _ok("launcher", f"{how}; {bound}")
+        return _warning("launcher", f"`deepspeed-ext run` would refuse; {bound}", str(error))
+    without = "none: ranks numbered by hand" if os.environ.get("RANK") else "none: a single process"
+    return _ok("launcher", f"{launcher or without}; {bound}")
 
 
 def _extent_of_the_mask() -> str:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -234,13 +235,32 @@ def test_openmp_variables(variables: dict[str, str], status: str, monkeypatch: p
     assert doctor.check_openmp().status == status
 
 
+MPI_NUMBERS = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in MPI_NUMBERS.items()}
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
 @pytest.mark.parametrize(
-    ("variable", "launcher"),
-    [("TORCHELASTIC_RUN_ID", "torchrun"), ("SLURM_PROCID", "srun"), ("CROSS_RANK", "deepspeed"), (None, "single")],
+    ("variables", "launcher"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "0"}, "torchrun"),
+        ({"CROSS_RANK": "0"} | OPEN_MPI, "deepspeed"),
+        (OPEN_MPI, "mpirun (Open MPI)"),
+        (BY_HAND, "none: ranks numbered by hand"),
+        ({"SLURM_PROCID": "0"}, "none: a single process"),  # a batch script, outside of srun
+        ({}, "none: a single process"),
+    ],
 )
-def test_launchers_are_recognised(variable: str | None, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, _ in doctor.LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "0")
-    assert launcher in doctor.check_launcher().detail
+def test_launchers_are_recognised_as_run_recognises_them(variables: dict[str, str], launcher: str) -> None:
+    with patch.dict(os.environ, variables, clear=True):
+        check = doctor.check_launcher()
+    assert check.status == "ok"
+    assert check.detail.startswith(f"{launcher}; ")
+
+
+def test_what_run_would_refuse_is_a_warning() -> None:
+    with patch.dict(os.environ, {"RANK": "0"}, clear=True):
+        check = doctor.check_launcher()
+    assert check.status == "warning"
+    assert "would refuse" in check.detail
+    assert "WORLD_SIZE" in check.remedy
