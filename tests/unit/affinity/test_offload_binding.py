@@ -73,33 +73,36 @@ def state_of_threads() -> tuple[Any, ...]:
     return set(thread_masks().values()), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
 
-def engines_one_after_the_other(config: dict[str, Any], ends: tuple[str, str]) -> list[tuple[tuple[int, ...], bool]]:
-    """Plan of each engine, and whether the threads go back at its end."""
-    before, found = state_of_threads(), []
+def two_engines(config: dict[str, Any], end: str) -> dict[str, Any]:
+    """Plans of two engines that live at once, and how the threads run as one after the other ends."""
+    states = [state_of_threads()]
     with patch.object(initial_mask, "_initial", None):  # as if torch had been imported before deepspeed_ext
-        for end in ends:
-            engine = make_engine(config)
+        engines = [make_engine(config) for _ in range(2)]
+        for engine in engines:
             train(engine, batches(2, 0))
-            plan, is_bound = engine.core_binding.plan, state_of_threads() != before
-            if end == "destroyed":
-                engine.destroy()
-            del engine
-            gc.collect()
-            found.append((plan.pytorch, is_bound and state_of_threads() == before))
-    return found
+        plans = [engine.core_binding.plan for engine in engines]
+        states.append(state_of_threads())
+        engines[0].destroy()
+        states.append(state_of_threads())
+        if end == "destroyed":
+            engines[1].destroy()
+        del engine, engines
+        gc.collect()
+        states.append(state_of_threads())
+    return {"plans": plans, "states": states}
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
-@pytest.mark.parametrize("zenflow", [True, False])
-def test_the_next_engine_has_the_same_cores(zenflow: bool) -> None:
-    """Without ZenFlow, hooks of DeepSpeed keep an engine alive until it is destroyed."""
+@pytest.mark.parametrize(("zenflow", "end"), [(True, "dropped"), (False, "destroyed")])
+def test_two_engines_share_a_plan_and_the_last_one_gives_the_cores_back(zenflow: bool, end: str) -> None:
     config = zenflow_config(2, update_interval=1)
     config["zero_optimization"]["core_binding"] = {"enabled": True}
     if not zenflow:
         del config["zero_optimization"]["zenflow"]
-    ends = ("dropped" if zenflow else "destroyed", "destroyed")
-    (outcome,) = run_fresh_ranks(1, engines_one_after_the_other, config, ends)
+    (outcome,) = run_fresh_ranks(1, two_engines, config, end)
     assert outcome.error is None
-    (first, _), (second, _) = outcome.value
+    first, second = outcome.value["plans"]
     assert first == second
-    assert [went_back for _, went_back in outcome.value] == [True, True]
+    before, both, one, none = outcome.value["states"]
+    assert both == one != before
+    assert none == before
