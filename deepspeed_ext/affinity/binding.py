@@ -16,7 +16,7 @@ from deepspeed_ext.affinity.topology import read_online
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.host.cgroup import read_cpuset
-from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 
 __all__ = ["CoreBinding", "Verification"]
 
@@ -115,7 +115,7 @@ class CoreBinding:
             logger.info(f"core binding, dry run:\n{binding.summary()}")
             binding.plan = None
         if binding.plan is not None:
-            binding._bind_threads(binding.plan, report.facts.allowed)
+            binding._bind_threads(binding.plan, parse_cpulist(report.allowed))
         if binding.plan is not None and binding.agreement.leads_host:
             logger.info(f"core binding:\n{binding.summary()}")
         return binding

@@ -37,9 +37,9 @@ def flat(number: int) -> Topology:
 def member(
     rank: int, mask: str, *, host: str = "a", local_rank: int | None = None, topology: Topology | None, **fields: Any
 ) -> Member:
-    facts = RankFacts(rank if local_rank is None else local_rank, parse_cpulist(mask))
+    local_rank = rank if local_rank is None else local_rank
     digest = topology.digest() if topology else None
-    return RankReport(rank, host, facts, digest, **{"request": PlanRequest(), **fields}), topology
+    return RankReport(rank, host, local_rank, mask, digest, **{"request": PlanRequest(), **fields}), topology
 
 
 def meet(members: Sequence[Member]) -> list[Agreement | Exception]:
@@ -141,9 +141,9 @@ def test_a_report_is_made_of_what_the_host_shows(tmp_path: Path) -> None:
     write(tmp_path / "proc/sys/kernel/random/boot_id", "b00t")
     write(tmp_path / "sys/bus/pci/devices/0000:01:00.0/numa_node", "1")
     report, topology = report_rank(5, 1, PlanRequest(), pci_address="0000:01:00.0", root=tmp_path)
-    assert (report.rank, report.boot_id, report.facts.local_rank) == (5, "b00t", 1)
-    assert report.facts.allowed == {2, 3, 4, 5, 6, 7}
-    assert (report.facts.accelerator_node, [quota.cores for quota in report.facts.quotas]) == (1, [3.0])
+    assert (report.rank, report.boot_id, report.local_rank) == (5, "b00t", 1)
+    assert report.allowed == "2-7"
+    assert (report.accelerator_node, [quota.cores for quota in report.quotas]) == (1, [3.0])
     assert topology is not None
     assert report.topology_digest == topology.digest()
 
@@ -255,9 +255,8 @@ def test_a_rank_that_must_not_be_bound_reads_nothing(monkeypatch: pytest.MonkeyP
 
 def real_agreement() -> tuple[str, str, list[str]]:
     rank = dist.get_rank()
-    mask = [frozenset({0, 1, 2}), frozenset({2, 3, 4, 5, 6})][rank]
     topology = flat(8)
-    report = RankReport(rank, "a", RankFacts(rank, mask), topology.digest(), PlanRequest())
+    report = RankReport(rank, "a", rank, ["0-2", "2-6"][rank], topology.digest(), PlanRequest())
     answer = agree(report, topology, RankGroup.of(None, this_device()))
     return *sets(answer), list(answer.warnings)
 
