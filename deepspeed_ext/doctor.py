@@ -20,10 +20,11 @@ from deepspeed_ext.affinity.allowed import find_allowed, omp_binding
 from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.topology import read_topology
 from deepspeed_ext.affinity.worker_placement import can_set_memory_policy
-from deepspeed_ext.errors import ConfigError, UpstreamError
+from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.host import build_locks
-from deepspeed_ext.host.cgroup import read_cpu_quota_cores, read_memory_limit_bytes
+from deepspeed_ext.host.cgroup import read_cpu_quota_cores
 from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.host.memory import available_host_bytes, total_host_bytes
 from deepspeed_ext.launch import plan_launch
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
@@ -56,7 +57,7 @@ def _problem(name: str, detail: str, remedy: str) -> Check:
 
 
 def examine() -> list[Check]:
-    """Run every check; report a check that itself raises as a problem."""
+    """Run every check; one that itself raises is a problem, or a warning if this machine only lacks a feature."""
     return [_run(check) for check in CHECKS]
 
 
@@ -65,6 +66,8 @@ def _run(check: Callable[[], Check]) -> Check:
         return check()
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
+        if isinstance(error, UnsupportedError) and not isinstance(error, UpstreamError):
+            return _warning(name, str(error), "see the message; until then, training does without core binding")
         return _problem(name, f"this check failed: {type(error).__name__}: {error}", "see the message")
 
 
@@ -188,11 +191,11 @@ def check_operator_cache() -> Check:
 
 
 def check_host_memory() -> Check:
-    memory, limit = psutil.virtual_memory(), read_memory_limit_bytes()
-    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    if limit is not None and limit < memory.total:
-        detail += f", control group limit {limit / GIB:.1f} GiB"
-        if limit < memory.total // 2:
+    machine, total = psutil.virtual_memory().total, total_host_bytes()
+    detail = f"{available_host_bytes() / GIB:.1f} of {machine / GIB:.1f} GiB available"
+    if total < machine:
+        detail += f", control group limit {total / GIB:.1f} GiB"
+        if total < machine // 2:
             return _warning(
                 "host memory", detail, "offloading needs 18 bytes per parameter: raise the limit if that is more"
             )
@@ -208,9 +211,12 @@ def check_locked_memory() -> Check:
 
 
 def check_shared_memory() -> Check:
-    size = shutil.disk_usage("/dev/shm").total
+    remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError as error:
+        return _warning("shared memory", f"/dev/shm cannot be used: {error.strerror}", remedy)
     if size < GIB:
-        remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
         return _warning("shared memory", f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy)
     return _ok("shared memory", f"/dev/shm holds {size / GIB:.1f} GiB")
 
@@ -296,25 +302,22 @@ def check_openmp() -> Check:
     return _ok("openmp", f"OMP_NUM_THREADS={threads}" if threads else "no variable set")
 
 
-LAUNCHERS = (
-    ("TORCHELASTIC_RUN_ID", "torchrun"),
-    ("OMPI_COMM_WORLD_RANK", "mpirun (Open MPI)"),
-    ("PMI_RANK", "mpirun (PMI)"),
-    ("CROSS_RANK", "deepspeed"),
-    ("SLURM_PROCID", "srun"),
-    ("RANK", "RANK set by hand"),
-)
-
-
-def check_launch() -> Check:
-    how = next((name for variable, name in LAUNCHERS if variable in os.environ), "none: a single process")
-    topology = read_topology()
-    bound = "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
+def check_launcher() -> Check:
+    bound = _extent_of_the_mask()
     try:
-        plan_launch(os.environ)
+        launcher = plan_launch(os.environ).launcher
     except ConfigError as error:
-        return _warning("launcher", f"{how}; {bound}; `deepspeed-ext run` would refuse", str(error))
-    return _ok("launcher", f"{how}; {bound}")
+        return _warning("launcher", f"`deepspeed-ext run` would refuse; {bound}", str(error))
+    without = "none: ranks numbered by hand" if os.environ.get("RANK") else "none: a single process"
+    return _ok("launcher", f"{launcher or without}; {bound}")
+
+
+def _extent_of_the_mask() -> str:
+    try:
+        topology = read_topology()
+        return "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
+    except UnsupportedError:  # `check_cores` says it
+        return "the host's CPUs are unknown"
 
 
 def check_tuning() -> Check:
@@ -345,6 +348,6 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_cores,
     check_binding,
     check_openmp,
-    check_launch,
+    check_launcher,
     check_tuning,
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.topology import Topology
-from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.host.cgroup import read_cpuset
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from deepspeed_ext.host.procfs import numbered, read_text
@@ -39,32 +39,34 @@ def omp_binding(environ: Mapping[str, str]) -> str | None:
 def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None) -> Allowed:
     """Find the allowed CPUs of this process (root "/") or of the process that the tree ``root`` describes.
 
-    The first of these that exists counts: DSEXT_ALLOWED_CPUS, the mask from before torch was imported, the union of all
-    threads' masks, the calling thread's mask, every online CPU. The result contains online CPUs only.
+    The first of these that exists counts: DSEXT_ALLOWED_CPUS, the mask from before torch was imported or, while core
+    binding is in force, what was found before it, the union of all threads' masks, the calling thread's mask, every
+    online CPU. The result contains online CPUs only.
 
     Raises:
-        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of the allowed CPUs is online.
+        ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of its CPUs is online.
+        UnsupportedError: none of the CPUs found elsewhere is online, so the host does not describe itself correctly.
     """
     environ = os.environ if environ is None else environ
     live = Path(root) == Path("/")
     stated = environ.get(ALLOWED_VARIABLE)
-    before_torch = initial_mask.initial() if live else None
+    initial = initial_mask.initial() if live else None
     if stated:
         try:
             found = Allowed(parse_cpulist(stated), ALLOWED_VARIABLE)
         except ValueError as error:
             raise ConfigError(f"the environment variable {ALLOWED_VARIABLE}={stated}: {error}") from None
-    elif before_torch is not None:
-        found = Allowed(before_torch, "mask of the process before torch was imported")
+    elif initial is not None:
+        found = Allowed(initial, "mask of the process before torch was imported or core binding began")
     else:
         masks = _thread_masks(Path(root))
-        if not masks and live and hasattr(os, "sched_getaffinity"):
-            masks = [frozenset(os.sched_getaffinity(0))]
+        if not masks and live:
+            masks = [initial_mask.present()]
         union = frozenset().union(*masks)
         source = "union of the masks of all threads" if union else "every online CPU"
         found = _see_through_omp(Allowed(union or topology.cpus, source), topology, Path(root), environ)
     if not found.cpus & topology.cpus:
-        raise ConfigError(
+        raise (ConfigError if stated else UnsupportedError)(
             f"none of the allowed CPUs {format_cpulist(found.cpus)} ({found.source}) is online "
             f"(online: {format_cpulist(topology.cpus)})"
         )

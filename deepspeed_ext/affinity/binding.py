@@ -1,23 +1,22 @@
 """Core binding for an engine: one object, from the start of the process group to the end of training."""
 
 import os
+import weakref
 from dataclasses import dataclass, field
 
 from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._logging import logger, warn_once
 from deepspeed_ext._undo import on_failure
-from deepspeed_ext.affinity import accelerators, tuning_results
-from deepspeed_ext.affinity.allowed import omp_binding
+from deepspeed_ext.affinity import accelerators, process_threads, tuning_results
 from deepspeed_ext.affinity.exchange import Agreement, agree, report_rank
-from deepspeed_ext.affinity.openmp import ThreadCount, start_pool
 from deepspeed_ext.affinity.plan import PlanRequest, RankPlan
 from deepspeed_ext.affinity.report import plan_text
-from deepspeed_ext.affinity.thread_masks import Masks, confine, outside, restore
+from deepspeed_ext.affinity.thread_masks import outside
 from deepspeed_ext.affinity.topology import read_online
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.host.cgroup import read_cpuset
-from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 
 __all__ = ["CoreBinding", "Verification"]
 
@@ -59,16 +58,16 @@ class CoreBinding:
     """This rank's core plan, applied to this process.
 
     Call `start` on all ranks once the process group exists, start the optimizer process at `worker_placement`, call
-    `refresh` after the first optimizer step (backends and autograd start threads late), and `restore` at the end. If
-    the kernel refuses to bind threads, training continues unbound, with one warning.
+    `refresh` after the first optimizer step (backends and autograd start threads late), and `restore` at the end; a
+    binding that is garbage-collected is restored too. If the kernel refuses to bind threads, training continues
+    unbound, with one warning. Bindings of one process share its threads: see `process_threads`.
     """
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
         self.plan: RankPlan | None = agreement.mine
         """This rank's CPUs; None if unbound."""
-        self._masks: Masks | None = None
-        self._threads: ThreadCount | None = None
+        self._release: weakref.finalize | None = None
 
     @classmethod
     def start(
@@ -103,9 +102,9 @@ class CoreBinding:
                 ranks.rank,
                 local_rank,
                 PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
-                pci_address=accelerators.pci_address(),
+                pci_address=None if off else accelerators.pci_address(),
                 kernel=kernel,
-                tuned=tuning_results.load_all() if config.use_tuning_result else {},
+                tuned=tuning_results.load_all() if config.use_tuning_result and not off else {},
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
         binding = cls(agree(report, topology, ranks))
@@ -116,7 +115,7 @@ class CoreBinding:
             logger.info(f"core binding, dry run:\n{binding.summary()}")
             binding.plan = None
         if binding.plan is not None:
-            binding._bind_threads(binding.plan)
+            binding._bind_threads(binding.plan, parse_cpulist(report.allowed))
         if binding.plan is not None and binding.agreement.leads_host:
             logger.info(f"core binding:\n{binding.summary()}")
         return binding
@@ -126,20 +125,11 @@ class CoreBinding:
         """Placement of the optimizer process; None if it is unbound."""
         return WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
 
-    def _bind_threads(self, plan: RankPlan) -> None:
-        setting = omp_binding(os.environ)
+    def _bind_threads(self, plan: RankPlan, allowed: frozenset[int]) -> None:
+        self._release = weakref.finalize(self, process_threads.release, plan)
+        self._release.atexit = False
         try:
-            self._masks = confine(plan.pytorch, one_each="isolated" in plan.flags)
-            self._threads = ThreadCount.change(plan.pytorch_threads)
-            if setting is not None:
-                warn_once(
-                    f"core binding: {setting} makes OpenMP bind threads itself. They are moved into the plan; unset it"
-                )
-                # The runtime binds each new thread to the places that it read when it was loaded. It has bound the main
-                # thread to the first of them, and other threads inherit that mask.
-                start_pool(plan.pytorch_threads)
-                os.sched_setaffinity(os.getpid(), plan.pytorch)
-            confine(plan.pytorch, one_each="isolated" in plan.flags)
+            process_threads.bind(plan, allowed)
         except Exception as error:  # if one rank raised here, the others would wait in the next collective
             self._give_up(error)
 
@@ -158,7 +148,7 @@ class CoreBinding:
         """
         if self.plan is not None:
             try:
-                confine(self.plan.pytorch, one_each="isolated" in self.plan.flags)
+                process_threads.confine_again(self.plan)
             except Exception as error:  # as in `_bind_threads`
                 self._give_up(error)
         found = self.verify(worker_pid)
@@ -174,18 +164,17 @@ class CoreBinding:
         """
         if self.plan is None:
             return Verification()
-        planned = frozenset(self.plan.pytorch)
+        planned = frozenset((process_threads.in_force() or self.plan).pytorch)
         lost = planned - ((read_cpuset() or planned) & (read_online() or planned))
         worker = outside(self.plan.optimizer, worker_pid) if worker_pid is not None else {}
         return Verification(outside(planned), worker, lost)
 
     def restore(self) -> None:
-        """Restore the masks and thread counts from before `start`. Idempotent; the process is then unbound."""
-        if self._masks is not None:
-            restore(self._masks)
-        if self._threads is not None:
-            self._threads.restore()
-        self.plan = self._masks = self._threads = None
+        """Restore the masks and thread counts from before `start`, unless another binding of this process goes on.
+        Idempotent; the process is then unbound, or bound as that one wants it."""
+        if self._release is not None:
+            self._release()  # does nothing the second time
+        self.plan = None
 
     def summary(self) -> str:
         """Describe the CPUs of each rank of this host, for a log."""

@@ -6,19 +6,19 @@ and the hashes of the plans are compared. A rank that cannot read its host, or m
 every collective.
 """
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deepspeed_ext._agreement import RankGroup, rank_list, require_same_plan, together
+from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import find_allowed
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.affinity.topology import Topology, flat_topology, read_accelerator_node, read_topology
 from deepspeed_ext.affinity.tuning_results import DEFAULT_KERNEL, Fingerprint
 from deepspeed_ext.errors import PlanMismatchError, UnsupportedError
-from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores
+from deepspeed_ext.host.cgroup import CpuQuota, read_cpu_quotas
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.host.procfs import read_text
 
@@ -27,15 +27,19 @@ __all__ = ["Agreement", "RankReport", "agree", "report_rank"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank tells the others."""
+    """What one rank tells the others, in few bytes: it arrives at the ranks of all hosts."""
 
     rank: int
     boot_id: str
     """Identifies the running kernel, hence the host."""
-    facts: RankFacts
+    local_rank: int
+    allowed: str
+    """List of the CPUs that this rank may use."""
     topology_digest: str | None
     """None if this rank cannot read its host."""
     request: PlanRequest
+    accelerator_node: int | None = None
+    quotas: tuple[CpuQuota, ...] = ()
     kernel: str = DEFAULT_KERNEL
     """Optimizer kernel whose tuning result applies."""
     tuned: Mapping[str, int] = field(default_factory=dict)
@@ -43,6 +47,10 @@ class RankReport:
     warnings: tuple[str, ...] = ()
     disabled: str | None = None
     """Why this rank must not be bound; None if it may be."""
+
+    def facts(self, local_rank: int) -> RankFacts:
+        """What the planner needs to know about this rank, under this local rank."""
+        return RankFacts(local_rank, parse_cpulist(self.allowed), self.accelerator_node, self.quotas)
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,8 @@ def report_rank(
 ) -> tuple[RankReport, Topology | None]:
     """Read this rank's host and return the report and the topology.
 
-    If the host cannot be read, the topology is None and a warning in the report says why.
+    If the host cannot be read, the topology is None and a warning in the report says why. If this rank must not be
+    bound, the host is not read.
 
     Args:
         rank: this rank's number in the group of all ranks.
@@ -87,23 +96,28 @@ def report_rank(
     Raises:
         ConfigError: the settings contradict each other or the host.
     """
-    topology, node, quota = None, None, None
+    topology, node = None, None
+    quotas: tuple[CpuQuota, ...] = ()
     warnings: tuple[str, ...] = ()
-    allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+    allowed = initial_mask.initial() or initial_mask.present()
     try:
-        topology = read_topology(root)
-        found = find_allowed(topology, root)
-        allowed, warnings = found.cpus, found.warnings
-        node = read_accelerator_node(topology, pci_address, root) if pci_address else None
-        quota = read_cpu_quota_cores(root)
+        if disabled is None:
+            topology = read_topology(root)
+            found = find_allowed(topology, root)
+            allowed, warnings = found.cpus, found.warnings
+            node = read_accelerator_node(topology, pci_address, root) if pci_address else None
+            quotas = read_cpu_quotas(root)
     except (UnsupportedError, OSError) as unreadable:
         topology, warnings = None, (str(unreadable),)
     report = RankReport(
         rank=rank,
         boot_id=read_text(Path(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname(),
-        facts=RankFacts(local_rank, allowed, node, quota, read_cgroup_id(root)),
+        local_rank=local_rank,
+        allowed=format_cpulist(allowed),
         topology_digest=topology.digest() if topology else None,
         request=request,
+        accelerator_node=node,
+        quotas=quotas,
         kernel=kernel,
         tuned=tuned or {},
         warnings=warnings,
@@ -125,11 +139,9 @@ def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agre
         RankError: on every rank, if a host cannot be planned.
     """
     require_same_plan("core binding", mine.request, ranks)
+    found = ranks.gather_among(mine.boot_id, replace(mine, warnings=())).values()
     with together(ranks):
-        packed = _packed(mine)
-    found = ranks.gather_among(mine.boot_id, packed).values()
-    with together(ranks):
-        peers = sorted(map(_unpacked, found), key=lambda report: (report.facts.local_rank, report.rank))
+        peers = sorted(found, key=lambda report: (report.local_rank, report.rank))
         agreement = _plan_with(mine, topology, peers)
         # If each rank planned only for itself, there is nothing to compare.
         is_joint = agreement.host is not None and len(agreement.host.ranks) == len(peers)
@@ -138,36 +150,25 @@ def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agre
     return agreement
 
 
-def _packed(report: RankReport) -> tuple[RankReport, str]:
-    """A report as it travels: it arrives at the ranks of all hosts, so without what no other rank needs."""
-    small = replace(report, facts=replace(report.facts, allowed=frozenset()), warnings=())
-    return small, format_cpulist(report.facts.allowed)
-
-
-def _unpacked(sent: tuple[RankReport, str]) -> RankReport:
-    report, allowed = sent
-    return replace(report, facts=replace(report.facts, allowed=parse_cpulist(allowed)))
-
-
 def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[RankReport]) -> Agreement:
     """The plan of this rank's host, from the reports of all its ranks in local-rank order."""
     position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
-    known = topology or flat_topology(mine.facts.allowed)
+    # Local ranks may repeat (ranks started by hand, several containers); positions do not.
+    facts = [peer.facts(index) for index, peer in enumerate(peers)]
+    known = topology or flat_topology(facts[position].allowed)
     unbound = Agreement(None, None, known, mine.warnings, leads_host=position == 0)
     if disabled := [f"rank {peer.rank}: {peer.disabled}" for peer in peers if peer.disabled]:
         return replace(unbound, warnings=(*mine.warnings, f"no core binding on this host ({'; '.join(disabled)})"))
     if len({peer.topology_digest for peer in peers}) == 1 and topology is not None:
-        # Local ranks may repeat (ranks started by hand, several containers); positions do not.
-        facts = [replace(peer.facts, local_rank=index) for index, peer in enumerate(peers)]
         request = _with_tuning(topology, facts, peers[0])
         host = plan_host(topology, facts, request)
         return replace(unbound, mine=host.ranks[position], host=host, warnings=(*mine.warnings, *host.warnings))
     differ = "the ranks of this host see different CPUs (separate containers, or no sysfs)"
-    masks = [peer.facts.allowed for peer in peers]
+    masks = [rank.allowed for rank in facts]
     if sum(len(mask) for mask in masks) > len(frozenset().union(*masks)):
         text = f"{differ} and their masks overlap: no core binding on this host"
         return replace(unbound, warnings=(*mine.warnings, text))
-    alone = plan_host(known, [replace(mine.facts, local_rank=position)], mine.request)
+    alone = plan_host(known, [facts[position]], mine.request)
     text = f"{differ}: each rank plans inside its own mask"
     return replace(unbound, mine=alone.ranks[0], host=alone, warnings=(*mine.warnings, text, *alone.warnings))
 

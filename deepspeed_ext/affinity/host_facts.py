@@ -8,7 +8,7 @@ from deepspeed_ext.affinity.allowed import find_allowed
 from deepspeed_ext.affinity.plan import HostPlan, RankFacts
 from deepspeed_ext.affinity.topology import Topology, read_topology
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.host.cgroup import read_cpu_quota_cores
+from deepspeed_ext.host.cgroup import read_cpu_quotas
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
 
 __all__ = ["HostFacts", "read_host"]
@@ -62,8 +62,8 @@ def read_host(
         found = find_allowed(topology, root, environ)
         masks = [found.cpus] * number
         warnings += found.warnings
-    quota = read_cpu_quota_cores(root)
-    ranks = tuple(RankFacts(rank, masks[rank], nodes[rank], quota) for rank in range(number))
+    quotas = read_cpu_quotas(root)
+    ranks = tuple(RankFacts(rank, masks[rank], nodes[rank], quotas) for rank in range(number))
     return HostFacts(topology, ranks, tuple(warnings))
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from deepspeed_ext.affinity.fair_shares import Pool, divide_cores, home_node, usable_cores
 from deepspeed_ext.affinity.placement import CoreDemand, RoleCores, place_roles
 from deepspeed_ext.affinity.topology import Core, Topology
+from deepspeed_ext.host.cgroup import CpuQuota
 from deepspeed_ext.host.core_split import check_reserved_cores, split_cores, within_quota
 from deepspeed_ext.host.cpulist import format_cpulist
 
@@ -24,10 +25,9 @@ class RankFacts:
     """CPUs that the user or scheduler allows; the plan uses no others."""
     accelerator_node: int | None = None
     """NUMA node of the rank's accelerator; None if unknown."""
-    quota_cores: float | None = None
-    """CPU time that the rank's control group may use, in cores; None if unlimited."""
-    cgroup: str = ""
-    """Identifies the control group: ranks with the same text share one quota."""
+    quotas: tuple[CpuQuota, ...] = ()
+    """Limits on the CPU time of the rank's control group and of those around it. The ranks in a group share its
+    limit."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class _HostPlanner:
         self.ranks = ranks
         self.request = request
         self.usable = [usable_cores(topology, rank.allowed) for rank in ranks]
+        self.sharers = Counter(quota.group for rank in ranks for quota in rank.quotas)
         self.warnings: list[str] = []
 
     def run(self) -> HostPlan:
@@ -164,7 +165,7 @@ class _HostPlanner:
         facts = self.ranks[rank]
         near = pool.cores if facts.accelerator_node is not None else _node_major_part(pool, rank)
         home = home_node(self.topology, facts.accelerator_node, near)
-        total = within_quota(sum(counts.values()), facts.quota_cores, self._quota_sharers(facts))
+        total = within_quota(sum(counts.values()), self._quota_cores(facts))
         fastest = min(counts)
         if not self.request.separate or total == 1:
             kinds = tuple(counts) if total > 1 else (fastest,)
@@ -179,8 +180,9 @@ class _HostPlanner:
         optimizer = total - training if limit is None else min(total - training, limit)
         return CoreDemand(home, training, (fastest,), min(optimizer, left[kind]), kind)
 
-    def _quota_sharers(self, facts: RankFacts) -> int:
-        return sum(other.cgroup == facts.cgroup and other.quota_cores is not None for other in self.ranks)
+    def _quota_cores(self, facts: RankFacts) -> float | None:
+        """The rank's share of the tightest quota, in cores; None if there is none."""
+        return min((quota.cores / self.sharers[quota.group] for quota in facts.quotas), default=None)
 
     def _warn_about_split(self, rank: int, total: int, training: int, optimizer: int) -> None:
         reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
@@ -229,7 +231,8 @@ class _HostPlanner:
     def _common_flags(self, rank: int) -> list[str]:
         facts = self.ranks[rank]
         flags = []
-        if facts.quota_cores is not None and 2 * self._quota_sharers(facts) > facts.quota_cores:
+        quota = self._quota_cores(facts)
+        if quota is not None and quota < 2:
             flags.append("throttle_risk")
         if facts.allowed & self.topology.cpus <= self.topology.isolated:
             flags.append("isolated")

@@ -43,11 +43,14 @@ def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
         one_each: pin each thread to a single CPU, in turn; for isolated CPUs, where the kernel balances no load.
 
     Raises:
-        OSError: the kernel refused, or a thread is still outside ``cpus``. All masks are restored.
+        OSError: the kernel refused, does not tell the threads' masks, or a thread is still outside ``cpus``. All masks
+            are restored.
     """
     target = frozenset(cpus)
     assert target, "an empty mask means every CPU to some interfaces"
     saved = thread_masks()
+    if not saved:
+        raise OSError("cannot read the masks of this process's threads in /proc/self/task")
     try:
         for _ in range(MAX_PASSES):
             if not _confine_once(target, one_each):

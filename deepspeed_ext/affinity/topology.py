@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.host.procfs import numbered, parse_whole, positive, read_cpus, read_int, read_text
 
@@ -92,12 +93,17 @@ class Topology:
 
 
 def read_online(root: Path | str = "/") -> frozenset[int]:
-    """Read the online CPUs below ``root``; empty if the tree does not list them."""
+    """Read the online CPUs below ``root``; empty if the tree does not list them.
+
+    Also empty if the kernel lets this process run on other CPUs: the list is then made up. In some containers, lxcfs
+    gives CPUs numbers that only its files know.
+    """
     base = Path(root, "sys/devices/system/cpu")
     online = read_cpus(base, "online")
-    if online:
-        return online
-    return frozenset(cpu for cpu, path in numbered(base, "cpu") if read_int(path / "online") != 0)
+    if not online:
+        online = frozenset(cpu for cpu, path in numbered(base, "cpu") if read_int(path / "online") != 0)
+    is_made_up = Path(root) == Path("/") and not initial_mask.present() <= online
+    return frozenset() if is_made_up else online
 
 
 def read_topology(root: Path | str = "/") -> Topology:
@@ -114,7 +120,10 @@ def read_topology(root: Path | str = "/") -> Topology:
     base = root / "sys/devices/system/cpu"
     online = read_online(root)
     if not online:
-        raise UnsupportedError(f"found no online CPU under {base}; check that /sys is mounted")
+        raise UnsupportedError(
+            f"found no online CPU under {base}, or not those that the kernel gives this process; check that /sys is "
+            "mounted, and not replaced by a container's view of it (lxcfs)"
+        )
     # Read only CPUs with a directory: looking for files of every CPU in a wrong `online` list could take minutes.
     described = online & frozenset(cpu for cpu, _ in numbered(base, "cpu"))
     siblings = _read_siblings(base, described) | {cpu: frozenset({cpu}) for cpu in online - described}

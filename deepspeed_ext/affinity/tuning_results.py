@@ -47,7 +47,7 @@ class Fingerprint:
             topology=topology.digest(),
             allowed=tuple(format_cpulist(rank.allowed) for rank in ranks),
             accelerator_nodes=tuple(rank.accelerator_node for rank in ranks),
-            quota_cores=min((rank.quota_cores for rank in ranks if rank.quota_cores is not None), default=None),
+            quota_cores=min((quota.cores for rank in ranks for quota in rank.quotas), default=None),
             dtype="float32",
             kernel=kernel,
             versions=(("deepspeed_ext", __version__), ("torch", _installed("torch"))),

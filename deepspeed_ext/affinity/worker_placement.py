@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import OMP_BINDING_VARIABLES, find_allowed
 from deepspeed_ext.affinity.fair_shares import usable_cores
 from deepspeed_ext.affinity.plan import RankPlan
@@ -128,8 +129,8 @@ def unbound_threads(reserved: int | float | None, local_ranks: int) -> int:
         reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
         local_ranks: number of ranks on this host, which share its cores evenly.
     """
-    sharers = max(1, local_ranks)
-    rank_cores = within_quota(max(1, _count_cores() // sharers), read_cpu_quota_cores(), sharers)
+    sharers, quota = max(1, local_ranks), read_cpu_quota_cores()
+    rank_cores = within_quota(max(1, _count_cores() // sharers), None if quota is None else quota / sharers)
     _, optimizer = split_cores(rank_cores, reserved)
     return optimizer
 
@@ -140,4 +141,4 @@ def _count_cores() -> int:
         topology = read_topology()
         return len(usable_cores(topology, find_allowed(topology).cpus))
     except (ConfigError, UnsupportedError):
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return len(initial_mask.initial() or initial_mask.present()) or os.cpu_count() or 1

@@ -5,14 +5,17 @@ A cpuset limits which CPUs may run the process; a quota limits its CPU time. The
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from deepspeed_ext.host.procfs import positive, read_cpus, read_int, read_text
 
 __all__ = [
+    "CpuQuota",
     "own_groups",
     "read_cgroup_id",
     "read_cpu_quota_cores",
+    "read_cpu_quotas",
     "read_cpuset",
     "read_memory_limit_bytes",
     "read_throttled_count",
@@ -20,6 +23,16 @@ __all__ = [
 
 # Real groups are nested a few levels deep; walking a path of thousands of levels would take minutes.
 _MAX_DEPTH = 128
+
+
+@dataclass(frozen=True)
+class CpuQuota:
+    """A limit on the CPU time of a control group, which all groups below it share."""
+
+    group: str
+    """Identifies the group on its host."""
+    cores: float
+    """CPU time per time."""
 
 
 def own_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -55,9 +68,9 @@ def _entries(directory: Path) -> list[Path]:
     return []
 
 
-def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
-    """Return the tightest CPU quota from this process's group up to the root, in cores; None if there is no quota."""
-    quotas = []
+def read_cpu_quotas(root: Path | str = "/") -> tuple[CpuQuota, ...]:
+    """Return every CPU quota from this process's group up to the root; other processes may share any of them."""
+    quotas: dict[str, float] = {}
     for group in own_groups(Path(root), "cpu"):
         fields = (read_text(group / "cpu.max") or "").split()
         if len(fields) == 2:
@@ -66,8 +79,21 @@ def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
             quota = read_int(group / "cpu.cfs_quota_us") or 0
             period = read_int(group / "cpu.cfs_period_us") or 0
         if quota > 0 and period > 0:
-            quotas.append(quota / period)
-    return min(quotas, default=None)
+            quotas[identify(group)] = quota / period
+    return tuple(CpuQuota(group, cores) for group, cores in quotas.items())
+
+
+def identify(group: Path) -> str:
+    """Identify a group on its host by its inode, which is the same in all namespaces and mounts; its path is not."""
+    try:
+        return str(group.stat().st_ino)
+    except OSError:  # it has just been removed
+        return str(group)
+
+
+def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
+    """Return the tightest CPU quota from this process's group up to the root, in cores; None if there is no quota."""
+    return min((quota.cores for quota in read_cpu_quotas(root)), default=None)
 
 
 def read_cpuset(root: Path | str = "/") -> frozenset[int] | None:

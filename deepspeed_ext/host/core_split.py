@@ -46,6 +46,6 @@ def split_cores(total: int, reserved: int | float | None = None, optimizer: int 
     return training, left if optimizer is None else min(left, optimizer)
 
 
-def within_quota(total: int, quota_cores: float | None, sharers: int) -> int:
-    """Reduce a rank's ``total`` cores to what a quota shared by ``sharers`` ranks can keep busy, but not below two."""
-    return total if quota_cores is None else min(total, max(2, math.floor(quota_cores) // sharers))
+def within_quota(total: int, quota_cores: float | None) -> int:
+    """Reduce a rank's ``total`` cores to what its share of a CPU quota can keep busy, but not below two."""
+    return total if quota_cores is None else min(total, max(2, math.floor(quota_cores)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from deepspeed_ext.host.cgroup import own_groups
+from deepspeed_ext.host.cgroup import own_groups, read_memory_limit_bytes
 from deepspeed_ext.host.procfs import positive, read_int, read_text
 
 __all__ = ["available_host_bytes", "total_host_bytes"]
@@ -14,7 +15,8 @@ __all__ = ["available_host_bytes", "total_host_bytes"]
 
 def total_host_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process could use if nothing else ran."""
-    return min(psutil.virtual_memory().total, _cgroup_limit_and_use(root)[0])
+    total, limit = psutil.virtual_memory().total, read_memory_limit_bytes(root)
+    return total if limit is None else min(total, limit)
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
@@ -23,19 +25,16 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     Args:
         root: directory that holds ``proc`` and ``sys``; tests supply their own.
     """
-    limit, used = _cgroup_limit_and_use(root)
-    return max(0, min(psutil.virtual_memory().available, limit - used))
+    return max(0, min([psutil.virtual_memory().available, *_rooms_in_groups(root)]))
 
 
-def _cgroup_limit_and_use(root: Path) -> tuple[int, int]:
-    """Return (limit, use) in bytes of the group with the least room, from this process's own up to the root."""
-    found = [(1 << 62, 0)]
+def _rooms_in_groups(root: Path) -> Iterator[int]:
+    """Yield what each group's limit leaves, in bytes, from this process's own up to the root."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in own_groups(root, "memory"):
         for limit, use in ((read_int(folder / limit), read_int(folder / use)) for limit, use in names):
             if limit is not None and use is not None:
-                found.append((limit, use - min(use, _reclaimable(folder / "memory.stat"))))
-    return min(found, key=lambda pair: pair[0] - pair[1])
+                yield limit - use + min(use, _reclaimable(folder / "memory.stat"))
 
 
 def _reclaimable(path: Path) -> int:

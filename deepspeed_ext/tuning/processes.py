@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from deepspeed_ext.affinity.plan import HostPlan
+from deepspeed_ext.affinity.topology import read_online
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.host.cgroup import read_throttled_count
@@ -139,8 +140,9 @@ class ForeignLoad:
         self.throttled = read_throttled_count()
 
     def _busy(self) -> float:
-        times = psutil.cpu_times(percpu=True)
-        counted = [times[cpu] for cpu in self.cpus if cpu < len(times)]
+        # psutil lists the online CPUs in the order of their numbers, which may have gaps.
+        times = dict(zip(sorted(read_online()), psutil.cpu_times(percpu=True), strict=False))
+        counted = [times[cpu] for cpu in self.cpus if cpu in times]
         return sum(sum(time) - time.idle - getattr(time, "iowait", 0.0) for time in counted)
 
     def _own(self) -> float:

@@ -7,14 +7,11 @@ training step beside the optimizer, to see whether the cores left for PyTorch ar
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import psutil
 
 from deepspeed_ext._output_file import OutputFile
 from deepspeed_ext.affinity import accelerators, tuning_results
@@ -23,7 +20,7 @@ from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
 from deepspeed_ext.affinity.topology import read_accelerator_node, read_cache_bytes
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, OutOfMemoryError, WorkerError
-from deepspeed_ext.host.cgroup import read_memory_limit_bytes
+from deepspeed_ext.host.memory import available_host_bytes
 from deepspeed_ext.tuning.measuring_process import BYTES_PER_ELEMENT, Steps
 from deepspeed_ext.tuning.plot import plot_format, plot_result
 from deepspeed_ext.tuning.processes import ForeignLoad, MeasuringProcesses
@@ -70,7 +67,7 @@ class TuneSettings:
         """
         cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT[tuning_results.DEFAULT_KERNEL]
         wanted = max(8 << 20, min(4 * cache_elements, 32 << 20)) if quick else max(64 << 20, 8 * cache_elements)
-        memory = min(psutil.virtual_memory().available, read_memory_limit_bytes() or sys.maxsize)
+        memory = available_host_bytes()
         fitting = int(HOST_MEMORY_FRACTION * memory) // (ranks * STATE_BYTES_PER_ELEMENT)
         if fitting < 1:
             raise OutOfMemoryError(

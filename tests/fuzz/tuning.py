@@ -13,6 +13,7 @@ from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.exchange import RankReport, agree
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
 from deepspeed_ext.affinity.topology import Topology
+from deepspeed_ext.host.cpulist import format_cpulist
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target
 from tests.support.topologies import cores
@@ -54,7 +55,7 @@ def run(parts: Parts, folder: Path) -> None:
             _put(path, content)
     found = tuning_results.load_all()
     assert all(isinstance(cores, int) and cores >= 1 for cores in found.values())
-    report = RankReport(0, "host", FACTS, TOPOLOGY.digest(), PlanRequest(), tuned=found)
+    report = RankReport(0, "host", 0, format_cpulist(FACTS.allowed), TOPOLOGY.digest(), PlanRequest(), tuned=found)
     agreement = agree(report, TOPOLOGY, RankGroup.alone())
     assert agreement.mine is not None
     assert agreement.mine.optimizer

@@ -15,7 +15,7 @@ import torch
 from deepspeed_ext._agreement import RankGroup, _Told, raise_together, require_same_plan
 from deepspeed_ext._upstream import checkpoint_keys as keys
 from deepspeed_ext.affinity.exchange import RankReport, agree
-from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
+from deepspeed_ext.affinity.plan import PlanRequest
 from deepspeed_ext.affinity.topology import Topology
 from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
 from deepspeed_ext.config import ZenFlowConfig
@@ -24,6 +24,7 @@ from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.gather.plan import ParameterFacts, plan_gather
+from deepspeed_ext.host.cpulist import format_cpulist
 from deepspeed_ext.memory.plan import plan_memory, usual_setups
 from deepspeed_ext.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.resharding.layout import Layout, plan_copies
@@ -143,8 +144,8 @@ def gather(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
 def core_plans(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     """A host of two sockets and 128 cores with two threads each, no mask from a launcher."""
     topology = Topology(tuple(cores(128, 128, 64)))
-    facts = RankFacts(ranks.rank, frozenset(topology.cpus), 0, None, "/kubepods/pod" + 36 * "0")
-    report = RankReport(ranks.rank, HOST, facts, topology.digest(), PlanRequest(), tuned={16 * "0": 6})
+    cpus = format_cpulist(topology.cpus)
+    report = RankReport(ranks.rank, HOST, ranks.rank, cpus, topology.digest(), PlanRequest(), tuned={16 * "0": 6})
     rehearsal.others = on_hosts
     return lambda: agree(report, topology, ranks)
 

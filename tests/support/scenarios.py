@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -88,12 +89,12 @@ def _idle_thread() -> threading.Event:
     return stop
 
 
-def _start(**config: Any) -> Any:
+def _start(separate: bool = True, **config: Any) -> Any:
     from deepspeed_ext._agreement import RankGroup
     from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.config import CoreBindingConfig
 
-    return CoreBinding.start(CoreBindingConfig(**config), RankGroup.alone(), local_rank=0)
+    return CoreBinding.start(CoreBindingConfig(**config), RankGroup.alone(), local_rank=0, separate=separate)
 
 
 def life_of_a_binding() -> dict[str, Any]:
@@ -122,6 +123,56 @@ def life_of_a_binding() -> dict[str, Any]:
     for stop in stops:
         stop.set()
     return answer
+
+
+def _state() -> dict[str, Any]:
+    import torch
+
+    return {"masks": _masks(), "threads": torch.get_num_threads(), "variable": os.environ.get("OMP_NUM_THREADS")}
+
+
+def several_bindings() -> dict[str, Any]:
+    """Two bindings at once, of which the first ends first, and then one that is dropped."""
+    import torch
+
+    torch.set_num_threads(2)
+    _torch_work()
+    stop = _idle_thread()
+    first, second = _start(), _start()
+    plans, answer = [first.plan, second.plan], {"both": _state()}
+    first.restore()
+    answer["one"] = _state()
+    second.restore()
+    answer["none"] = _state()
+    third = _start()
+    plans.append(third.plan)
+    del third
+    gc.collect()
+    answer["dropped"] = _state()
+    stop.set()
+    return answer | {"plans": [(plan.pytorch, plan.optimizer) for plan in plans]}
+
+
+def different_bindings() -> dict[str, Any]:
+    """A binding of part of the cores, and meanwhile one of all of them."""
+    import torch
+
+    torch.set_num_threads(2)
+    _torch_work()
+    stop = _idle_thread()
+    first = _start()
+    plan, answer = list(first.plan.pytorch), {"first": _state()}
+    second = _start(separate=False)
+    answer["second"] = _state()
+    ok = [first.refresh().ok, second.refresh().ok]
+    second.restore()
+    answer["again"] = _state()
+    ok.append(first.refresh().ok)
+    first.restore()
+    answer["none"] = _state()
+    stop.set()
+    threads = [answer[name]["threads"] for name in ("first", "second", "again", "none")]
+    return answer | {"plan": plan, "threads": threads, "ok": ok}
 
 
 def confine_under_churn() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ import deepspeed_ext
 from deepspeed_ext import cli, doctor, shared_buffers
 from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._logging import logger
-from deepspeed_ext.errors import UpstreamError
+from deepspeed_ext.errors import UnsupportedError, UpstreamError
 from deepspeed_ext.host import build_locks
 from deepspeed_ext.zenflow.kernel import build
 from tests.support.paths import ROOT
@@ -182,6 +183,39 @@ def test_buffers_that_no_process_maps_are_left_over(tmp_path: Path, monkeypatch:
     assert doctor.check_shared_buffers().status == "ok"
 
 
+def test_host_memory_is_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_host_bytes", lambda: doctor.GIB // 2)
+    monkeypatch.setattr(doctor, "total_host_bytes", lambda: doctor.GIB)
+    check = doctor.check_host_memory()
+    assert check.status == "warning"
+    assert check.detail.startswith("0.5 of ")
+    assert check.detail.endswith("control group limit 1.0 GiB")
+
+
+def test_a_host_without_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str) -> None:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", fail)
+    check = doctor.check_shared_memory()
+    assert check.status == "warning"
+    assert "/dev/shm" in check.detail
+    assert "--shm-size" in check.remedy
+
+
+def test_a_host_that_does_not_describe_its_cpus_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise UnsupportedError("check that /sys is mounted")
+
+    monkeypatch.setattr(doctor, "read_topology", fail)
+    monkeypatch.setattr(doctor, "read_cpu_quota_cores", lambda: 0.5)
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_cpu_quota, doctor.check_cores))
+    found = [(check.name, check.status) for check in doctor.examine()]
+    assert found == [("cpu quota", "warning"), ("cores", "warning")]
+    assert all("/sys" in check.detail and check.remedy for check in doctor.examine())
+    assert doctor.check_launcher().detail.endswith("the host's CPUs are unknown")
+
+
 def test_a_quota_below_the_mask_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_cpu_quota_cores", lambda: 0.5)
     check = doctor.check_cpu_quota()
@@ -201,13 +235,32 @@ def test_openmp_variables(variables: dict[str, str], status: str, monkeypatch: p
     assert doctor.check_openmp().status == status
 
 
+MPI_NUMBERS = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in MPI_NUMBERS.items()}
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
 @pytest.mark.parametrize(
-    ("variable", "launcher"),
-    [("TORCHELASTIC_RUN_ID", "torchrun"), ("SLURM_PROCID", "srun"), ("CROSS_RANK", "deepspeed"), (None, "single")],
+    ("variables", "launcher"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "0"}, "torchrun"),
+        ({"CROSS_RANK": "0"} | OPEN_MPI, "deepspeed"),
+        (OPEN_MPI, "mpirun (Open MPI)"),
+        (BY_HAND, "none: ranks numbered by hand"),
+        ({"SLURM_PROCID": "0"}, "none: a single process"),  # a batch script, outside of srun
+        ({}, "none: a single process"),
+    ],
 )
-def test_launchers_are_recognised(variable: str | None, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, _ in doctor.LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "0")
-    assert launcher in doctor.check_launch().detail
+def test_launchers_are_recognised_as_run_recognises_them(variables: dict[str, str], launcher: str) -> None:
+    with patch.dict(os.environ, variables, clear=True):
+        check = doctor.check_launcher()
+    assert check.status == "ok"
+    assert check.detail.startswith(f"{launcher}; ")
+
+
+def test_what_run_would_refuse_is_a_warning() -> None:
+    with patch.dict(os.environ, {"RANK": "0"}, clear=True):
+        check = doctor.check_launcher()
+    assert check.status == "warning"
+    assert "would refuse" in check.detail
+    assert "WORLD_SIZE" in check.remedy

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext.affinity import binding
+from deepspeed_ext.affinity import binding, process_threads, thread_masks
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.exchange import Agreement
 from deepspeed_ext.affinity.plan import RankPlan
@@ -57,6 +57,33 @@ def test_threads_that_come_and_go_are_caught() -> None:
     answer = run_scenario("confine_under_churn")
     assert answer["stray"] == 0
     assert answer["after"] == [answer["everything"]]
+
+
+@several_cpus
+def test_bindings_of_one_process_start_from_what_it_was_and_go_back_to_it() -> None:
+    """Torch is imported first, so that only the masks tell which CPUs are allowed."""
+    answer = run_scenario("several_bindings", before="import torch")
+    both, one, none, dropped = (answer[name] for name in ("both", "one", "none", "dropped"))
+    assert answer["plans"] == [answer["plans"][0]] * 3
+    assert set(answer["plans"][0][0]) < set(CPUS)
+    for state in (both, one):
+        assert distinct(state["masks"]) == {tuple(answer["plans"][0][0])}
+        assert state["threads"] == len(answer["plans"][0][0])
+        assert state["variable"] == str(state["threads"])
+    for state in (none, dropped):
+        assert distinct(state["masks"]) == {tuple(CPUS)}
+        assert (state["threads"], state["variable"]) == (2, None)
+
+
+@several_cpus
+def test_the_latest_of_different_bindings_counts_and_then_the_one_before() -> None:
+    answer = run_scenario("different_bindings")
+    assert distinct(answer["first"]["masks"]) == distinct(answer["again"]["masks"]) == {tuple(answer["plan"])}
+    assert set(answer["plan"]) < set(CPUS)
+    assert distinct(answer["second"]["masks"]) == {tuple(CPUS)}
+    assert answer["threads"] == [len(answer["plan"]), len(CPUS), len(answer["plan"]), 2]
+    assert answer["ok"] == [True, True, True]
+    assert distinct(answer["none"]["masks"]) == {tuple(CPUS)}
 
 
 @several_cpus
@@ -186,15 +213,25 @@ def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.Monke
     """Of any kind, because the other ranks go on to their next collective."""
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
-    monkeypatch.setattr(binding, "confine", lambda *_, **__: {})
+    monkeypatch.setattr(process_threads, "confine", lambda *_, **__: {})
 
     def fail(threads: int) -> None:
         raise AttributeError("no such symbol")
 
-    monkeypatch.setattr(binding.ThreadCount, "change", fail)
+    monkeypatch.setattr(process_threads.ThreadCount, "change", fail)
     answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "no such symbol" in heard[-1]
+
+
+def test_a_kernel_that_does_not_tell_masks_leaves_the_run_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(binding, "warn_once", heard.append)
+    monkeypatch.setattr(thread_masks, "status_mask", lambda path: None)
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
+    assert answer.plan is None
+    assert "cannot read the masks" in heard[-1]
+    assert "continues unbound" in heard[-1]
 
 
 @several_cpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,15 @@ from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import ALLOWED_VARIABLE, find_allowed
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import plan_host
-from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_topology
+from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_online, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError
-from deepspeed_ext.host.cgroup import read_cgroup_id, read_cpu_quota_cores, read_cpuset, read_throttled_count
+from deepspeed_ext.host.cgroup import (
+    read_cgroup_id,
+    read_cpu_quota_cores,
+    read_cpu_quotas,
+    read_cpuset,
+    read_throttled_count,
+)
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from tests.support.sysfs import cpumask, write, write_host
 from tests.support.topologies import adjacent, cores
@@ -149,6 +156,12 @@ def test_no_quota_is_none(old: bool, tmp_path: Path) -> None:
     assert read_cpu_quota_cores(tmp_path) is None
 
 
+def test_a_group_that_is_mounted_under_two_names_is_one_group(tmp_path: Path) -> None:
+    write_host(tmp_path, cores(8), old=True, quota="350000 100000")
+    (tmp_path / "sys/fs/cgroup/cpu").symlink_to("cpu,cpuacct")
+    assert [quota.cores for quota in read_cpu_quotas(tmp_path)] == [3.5]
+
+
 def test_a_container_that_cannot_see_its_own_path_reads_its_mount(tmp_path: Path) -> None:
     write(tmp_path / "proc/self/cgroup", "4:cpu,cpuacct:/docker/0123")
     write(tmp_path / "sys/fs/cgroup/cpuacct,cpu/cpu.cfs_quota_us", "200000")
@@ -218,6 +231,24 @@ def test_the_launchers_word_counts_on_the_live_host(monkeypatch: pytest.MonkeyPa
         find_allowed(topology, environ={ALLOWED_VARIABLE: "60000"})
     monkeypatch.setattr(initial_mask, "_initial", frozenset({first}))
     assert find_allowed(topology, environ={}).cpus == {first}
+
+
+def test_cpus_that_are_not_online_are_no_mistake_of_the_user(tmp_path: Path) -> None:
+    write_host(tmp_path, cores(4), mask="8-11")
+    with pytest.raises(UnsupportedError, match=r"8-11 .* is online"):
+        find_allowed(read_topology(tmp_path), tmp_path, {})
+    with pytest.raises(ConfigError, match=ALLOWED_VARIABLE):
+        find_allowed(read_topology(tmp_path), tmp_path, {ALLOWED_VARIABLE: "8-11"})
+
+
+def test_a_list_of_online_cpus_without_those_of_this_process_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lxcfs numbers a container's CPUs from 0 in the list, and the kernel knows nothing of it."""
+    assert read_online() >= initial_mask.present()
+    for own in ({8000, 8001}, {min(read_online()), 8000}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, own=own: own)
+        assert read_online() == frozenset()
+        with pytest.raises(UnsupportedError, match="lxcfs"):
+            read_topology()
 
 
 def test_snapshot_is_taken_at_import_and_only_before_torch() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext.affinity import binding, tuning_results
+from deepspeed_ext.affinity import binding, initial_mask, tuning_results
+from deepspeed_ext.affinity.allowed import ALLOWED_VARIABLE
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.affinity.exchange import Agreement, RankReport, agree, report_rank
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
@@ -36,9 +37,9 @@ def flat(number: int) -> Topology:
 def member(
     rank: int, mask: str, *, host: str = "a", local_rank: int | None = None, topology: Topology | None, **fields: Any
 ) -> Member:
-    facts = RankFacts(rank if local_rank is None else local_rank, parse_cpulist(mask))
+    local_rank = rank if local_rank is None else local_rank
     digest = topology.digest() if topology else None
-    return RankReport(rank, host, facts, digest, **{"request": PlanRequest(), **fields}), topology
+    return RankReport(rank, host, local_rank, mask, digest, **{"request": PlanRequest(), **fields}), topology
 
 
 def meet(members: Sequence[Member]) -> list[Agreement | Exception]:
@@ -140,11 +141,49 @@ def test_a_report_is_made_of_what_the_host_shows(tmp_path: Path) -> None:
     write(tmp_path / "proc/sys/kernel/random/boot_id", "b00t")
     write(tmp_path / "sys/bus/pci/devices/0000:01:00.0/numa_node", "1")
     report, topology = report_rank(5, 1, PlanRequest(), pci_address="0000:01:00.0", root=tmp_path)
-    assert (report.rank, report.boot_id, report.facts.local_rank) == (5, "b00t", 1)
-    assert report.facts.allowed == {2, 3, 4, 5, 6, 7}
-    assert (report.facts.accelerator_node, report.facts.quota_cores) == (1, 3.0)
+    assert (report.rank, report.boot_id, report.local_rank) == (5, "b00t", 1)
+    assert report.allowed == "2-7"
+    assert (report.accelerator_node, [quota.cores for quota in report.quotas]) == (1, [3.0])
     assert topology is not None
     assert report.topology_digest == topology.digest()
+
+
+def rank_in(group: str, rank: int, host: Path, old: bool) -> Member:
+    """What a rank in this control group reports; all ranks of `host` see the same folders."""
+    root = host / f"rank{rank}"
+    for name in ("sys", "proc/self/status"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(host / name)
+    line = f"4:cpu,cpuacct:{group}\n5:cpuset:/task{rank}" if old else f"0::{group}"
+    write(root / "proc/self/cgroup", line)
+    return report_rank(rank, rank, PlanRequest(), root=root)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "own", "each"),
+    [
+        (["/job/step"], None, 2),
+        (["/job/0", "/job/1", "/job/2", "/job/3"], None, 2),
+        (["/job/0", "/job/1", "/job/2", "/job/3"], "700000", 2),
+        (["/job/0", "/job/1"], None, 4),
+        (["/a/0", "/b/1"], "300000", 3),
+    ],
+)
+def test_ranks_share_the_quota_of_a_group_around_their_own(
+    groups: list[str], own: str | None, each: int, old: bool, tmp_path: Path
+) -> None:
+    """Eight cores of CPU time for /job, and perhaps fewer for each rank's own group below it."""
+    write_host(tmp_path, cores(64), quota="800000 100000", old=old)
+    folder = tmp_path / "sys/fs/cgroup" / ("cpu,cpuacct" if old else "")
+    for group in groups if own else ():
+        write(folder / f"{group[1:]}/{'cpu.cfs_quota_us' if old else 'cpu.max'}", own if old else f"{own} 100000")
+        write(folder / f"{group[1:]}/cpu.cfs_period_us", "100000")
+    number = len(groups) if len(groups) > 1 else 4
+    members = [rank_in(groups[rank % len(groups)], rank, tmp_path, old) for rank in range(number)]
+    for answer in meet(members):
+        assert len(answer.mine.pytorch) + len(answer.mine.optimizer) == each
+        assert answer.mine.flags == ()
 
 
 @pytest.mark.parametrize(
@@ -186,11 +225,38 @@ def test_a_host_that_cannot_be_read_is_reported_and_not_raised(tmp_path: Path) -
     assert "found no online CPU" in report.warnings[0]
 
 
+@pytest.mark.parametrize("masks", [[{8000, 8001}], [{8000, 8001}, {8002, 8003}], [{8000, 8001}, {8001, 8002}]])
+def test_made_up_numbers_of_cpus_end_no_start(masks: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with lxcfs: /sys lists other CPUs than the kernel's, whose numbers count for masks."""
+    own = threading.local()
+    monkeypatch.setattr(initial_mask, "_initial", None)
+    monkeypatch.setattr(initial_mask, "present", lambda: frozenset(own.mask))
+
+    def start(ranks: RankGroup) -> Agreement:
+        own.mask = masks[ranks.rank]
+        return CoreBinding.start(CoreBindingConfig(dry_run=True), ranks, local_rank=ranks.rank).agreement
+
+    answers = run_together(len(masks), start)
+    assert all("lxcfs" in answer.warnings[0] for answer in answers)
+    if masks[-1] == {8001, 8002}:
+        assert [answer.mine for answer in answers] == [None, None]
+    else:
+        assert [{*answer.mine.pytorch, *answer.mine.optimizer} for answer in answers] == masks
+
+
+def test_a_rank_that_must_not_be_bound_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEXT_BIND", "0")
+    monkeypatch.setenv(ALLOWED_VARIABLE, "nonsense")
+    monkeypatch.setattr(binding.accelerators, "pci_address", lambda: pytest.fail("it asked the accelerator"))
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
+    assert answer.plan is None
+    assert "DSEXT_BIND=0" in answer.agreement.warnings[0]
+
+
 def real_agreement() -> tuple[str, str, list[str]]:
     rank = dist.get_rank()
-    mask = [frozenset({0, 1, 2}), frozenset({2, 3, 4, 5, 6})][rank]
     topology = flat(8)
-    report = RankReport(rank, "a", RankFacts(rank, mask), topology.digest(), PlanRequest())
+    report = RankReport(rank, "a", rank, ["0-2", "2-6"][rank], topology.digest(), PlanRequest())
     answer = agree(report, topology, RankGroup.of(None, this_device()))
     return *sets(answer), list(answer.warnings)
 

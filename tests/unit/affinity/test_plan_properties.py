@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.affinity.fair_shares import CoreDivision, divide_cores, usable_cores
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, plan_host
 from deepspeed_ext.affinity.topology import Core, Topology
+from deepspeed_ext.host.cgroup import CpuQuota
 
 planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)
 
@@ -82,13 +83,14 @@ def hosts(
     has_nodes = draw(st.booleans())
     nodes = [rng.choice(topology.nodes) if has_nodes else None for _ in masks]
     quota = None if plain else draw(st.sampled_from([None, None, 0.5, 2.0, 3.5, 8.0]))
+    quotas = () if quota is None else (CpuQuota("all", quota),)
     request = PlanRequest()
     if not plain:
         isolated = frozenset(rng.sample(sorted(topology.cpus), rng.choice([0, 0, 1])))
         topology = replace(topology, isolated=isolated)
         reserved = draw(st.sampled_from([None, None, 0.3, 0.5, 0.9, 1, 2, 5]))
         request = PlanRequest(reserved, draw(st.sampled_from([None, None, 1, 3])))
-    ranks = tuple(RankFacts(rank, mask, nodes[rank], quota) for rank, mask in enumerate(masks))
+    ranks = tuple(RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(masks))
     return Host(topology, ranks, request)
 
 

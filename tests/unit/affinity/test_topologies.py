@@ -10,6 +10,7 @@ import pytest
 from deepspeed_ext import cli
 from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, RankFacts, plan_host
 from deepspeed_ext.affinity.topology import Core, Topology, read_topology
+from deepspeed_ext.host.cgroup import CpuQuota
 from deepspeed_ext.host.cpulist import format_cpulist
 from tests.support.sysfs import write_host
 from tests.support.topologies import CASES, Case, allowed
@@ -19,9 +20,9 @@ QUOTA_PERIOD = 100000
 
 def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
     topology = Topology(cores or case.cores, case.nodes or tuple(sorted({core.node for core in case.cores})))
-    quota = int(case.quota.split()[0]) / QUOTA_PERIOD if case.quota else None
+    quotas = (CpuQuota("all", int(case.quota.split()[0]) / QUOTA_PERIOD),) if case.quota else ()
     nodes = case.gpu_nodes or (None,) * len(case.masks)
-    ranks = [RankFacts(rank, mask, nodes[rank], quota) for rank, mask in enumerate(allowed(case))]
+    ranks = [RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(allowed(case))]
     return plan_host(topology, ranks, PlanRequest(**case.options))
 
 

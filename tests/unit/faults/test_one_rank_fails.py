@@ -133,8 +133,10 @@ HARMLESS = {
         "host/procfs.py:read_text",
         "host/procfs.py:_read",
     ),
+    "plans do without the accelerator's NUMA node, with a warning": ("affinity/accelerators.py:",),
     "threads that cannot be bound stay unbound, with a warning": (
         "affinity/binding.py:CoreBinding._give_up",
+        "affinity/process_threads.py:",
         "affinity/thread_masks.py:",
         "affinity/openmp.py:",
         "affinity/allowed.py:omp_binding",

@@ -12,6 +12,7 @@ from deepspeed_ext.affinity import worker_placement
 from deepspeed_ext.affinity.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.affinity.topology import Core, Topology
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.host.cgroup import CpuQuota
 from deepspeed_ext.host.core_split import DEFAULT_RESERVED_FRACTION, split_cores
 from tests.support.topologies import adjacent, cores
 
@@ -21,7 +22,8 @@ reserved_cores = st.none() | st.integers(1, 300) | fractions
 
 
 def bound_threads(topology: Topology, request: PlanRequest, quota: float | None = None) -> int:
-    plan = plan_host(topology, [RankFacts(0, topology.cpus, quota_cores=quota)], request)
+    quotas = () if quota is None else (CpuQuota("own", quota),)
+    plan = plan_host(topology, [RankFacts(0, topology.cpus, quotas=quotas)], request)
     return len(plan.ranks[0].optimizer)
 
 

@@ -59,6 +59,19 @@ def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path, files: dict[
     assert memory.available_host_bytes(tree(tmp_path, files)) > GIB // 4
 
 
+def test_the_least_limit_is_the_total_wherever_the_least_room_is(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/jobs"
+    files = {
+        f"{group}/memory.max": "5000",
+        f"{group}/memory.current": "4900",
+        f"{group}/mine/memory.max": "1000",
+        f"{group}/mine/memory.current": "100",
+    }
+    root = tree(tmp_path, {"proc/self/cgroup": "0::/jobs/mine\n"} | files)
+    assert memory.total_host_bytes(root) == 1000
+    assert memory.available_host_bytes(root) == 100
+
+
 def test_a_use_above_the_limit_is_no_memory_at_all(tmp_path: Path) -> None:
     files = {"memory.max": "100\n", "memory.current": "200\n"}
     root = tree(tmp_path, {"proc/self/cgroup": "0::/\n"} | {f"sys/fs/cgroup/{k}": v for k, v in files.items()})

@@ -8,10 +8,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections import namedtuple
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,8 +24,8 @@ from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import RankFacts
 from deepspeed_ext.affinity.topology import Topology, read_cache_bytes
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.tuning import measuring_process
+from deepspeed_ext.errors import OutOfMemoryError, WorkerError
+from deepspeed_ext.tuning import measuring_process, processes, tuner
 from deepspeed_ext.tuning.measuring_process import Steps
 from deepspeed_ext.tuning.processes import ForeignLoad, MeasuringProcesses
 from deepspeed_ext.tuning.sweep import Point, Sweep, choose, ladder, relative_spread, training_choice
@@ -163,6 +165,14 @@ def test_a_failing_worker_is_one_failed_point() -> None:
             tuner.run()
 
 
+def test_buffers_take_a_quarter_of_what_is_left_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "available_host_bytes", lambda: 2 << 20)
+    assert TuneSettings.for_host(2, quick=True).elements == (2 << 20) // 4 // (2 * tuner.STATE_BYTES_PER_ELEMENT)
+    monkeypatch.setattr(tuner, "available_host_bytes", lambda: 0)
+    with pytest.raises(OutOfMemoryError, match="free host memory"):
+        TuneSettings.for_host(2, quick=True)
+
+
 def test_foreign_load_is_noticed() -> None:
     quiet = ForeignLoad({CPUS[0]})
     code = "import time; end = time.time() + 1.0\nwhile time.time() < end: pass"
@@ -170,6 +180,15 @@ def test_foreign_load_is_noticed() -> None:
         quiet.begin([])
         other.wait()
         assert "other processes" in quiet.verdict()
+
+
+def test_load_is_that_of_the_cpus_of_these_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU 1 is offline, so the second line of the kernel's table is that of CPU 2."""
+    Times = namedtuple("Times", ["user", "idle", "iowait"])
+    table = [Times(busy, 1000.0, 100.0) for busy in (1.0, 20.0, 300.0)]
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: table)
+    monkeypatch.setattr(processes, "read_online", lambda: frozenset({0, 2, 3}))
+    assert [ForeignLoad(cpus)._busy() for cpus in ({0}, {2}, {3}, {2, 3}, {1})] == [1.0, 20.0, 300.0, 320.0, 0.0]
 
 
 def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
