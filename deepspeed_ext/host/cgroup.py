@@ -12,8 +12,8 @@ from deepspeed_ext.host.procfs import positive, read_cpus, read_int, read_text
 
 __all__ = [
     "CpuQuota",
+    "identify",
     "own_groups",
-    "read_cgroup_id",
     "read_cpu_quota_cores",
     "read_cpu_quotas",
     "read_cpuset",
@@ -126,14 +126,3 @@ def read_throttled_count(root: Path | str = "/") -> int:
             if key == "nr_throttled":
                 return positive(value)
     return 0
-
-
-def read_cgroup_id(root: Path | str = "/") -> str:
-    """Identify this process's CPU group: two processes of one host get equal text if and only if they share a quota."""
-    namespace = Path(root, "proc/self/ns/cgroup")
-    try:
-        inside = str(namespace.readlink())
-    except OSError:
-        inside = ""
-    paths = {group for names, group in _memberships(Path(root)) if names == "" or names.startswith("cpu")}
-    return "|".join([inside, *sorted(paths)])

@@ -16,7 +16,7 @@ from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
 from deepspeed_ext.affinity.report import plan_svg, plan_text
 from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_cache_bytes
 from deepspeed_ext.errors import DeepSpeedExtError
-from deepspeed_ext.host.cgroup import read_cgroup_id, read_memory_limit_bytes, read_throttled_count
+from deepspeed_ext.host.cgroup import read_memory_limit_bytes, read_throttled_count
 from deepspeed_ext.host.memory import available_host_bytes
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
@@ -152,7 +152,7 @@ def run(parts: Parts, folder: Path) -> None:
     build(parts, root)
     for read in (
         *(read_cache_bytes, read_memory_limit_bytes, read_throttled_count),
-        *(read_cgroup_id, available_host_bytes),
+        available_host_bytes,
     ):
         read(root)
     try:

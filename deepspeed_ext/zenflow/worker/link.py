@@ -15,7 +15,6 @@ from deepspeed_ext._upstream import dist
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext.host import memory
-from deepspeed_ext.host.cgroup import read_cgroup_id
 from deepspeed_ext.host.procfs import read_text
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.metrics import Metrics
@@ -218,24 +217,22 @@ def _results(arena: Arena) -> list[Results]:
 
 
 def _require_room(nbytes: int, ranks: RankGroup) -> None:
-    """Compare the memory that all ranks of a host need with what is available. A collective.
+    """Compare the memory that all ranks of a host, or of a control group, need with what is available. A collective.
 
     Raises:
         OutOfMemoryError: on every rank.
     """
     with together(ranks):
-        domain, mine = _memory_domain(), (nbytes, memory.available_host_bytes())
-    found = ranks.gather_among(domain, mine).values()
-    needed, available = sum(needed for needed, _ in found), min(available for _, available in found)
+        host = read_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
+        mine = nbytes, memory.available_by_limit()
+    found = ranks.gather_among(host, mine).values()
     with together(ranks):
-        if needed > available:
-            raise OutOfMemoryError(
-                f"the optimizer's state needs {needed:,} bytes of host memory for {len(found)} rank(s) on one host, "
-                f"but {available:,} are available: use more hosts, a smaller zenflow.update_interval or more memory"
-            )
-
-
-def _memory_domain() -> tuple[str, str]:
-    """A key that is equal for ranks that share a host and its memory limits."""
-    boot_id = read_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
-    return boot_id, read_cgroup_id()
+        for limit in {limit for _, rooms in found for limit in rooms}:
+            sharers = [(needed, rooms[limit]) for needed, rooms in found if limit in rooms]
+            needed, available = sum(needed for needed, _ in sharers), max(0, min(room for _, room in sharers))
+            if needed > available:
+                raise OutOfMemoryError(
+                    f"the optimizer's state needs {needed:,} bytes of host memory for {len(sharers)} rank(s) on one "
+                    f"host, but {available:,} are available: use more hosts, a smaller zenflow.update_interval or more "
+                    "memory"
+                )
