@@ -71,7 +71,7 @@ def refuse_processes(*args: Any, **kwargs: Any) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
     "too little memory": (
-        lambda: patch.object(memory, "available_by_limit", lambda: {"machine": 1000}),
+        lambda: patch.object(memory, "available_by_limit", lambda *_: {"machine": 1000}),
         "1,000 are available",
     ),
     "address space": (lambda: while_it(Arena, "create", resource.RLIMIT_AS, used_address_space), "ulimit -v"),

@@ -132,7 +132,7 @@ def test_state_is_read_while_a_worker_is_dead(stage: int) -> None:
 
 def start_with_little_memory(config: dict, available: int) -> str:
     """Every rank alone would fit, all together do not."""
-    with patch.object(memory, "available_by_limit", lambda: {"machine": available}):
+    with patch.object(memory, "available_by_limit", lambda *_: {"machine": available}):
         return said(lambda: make_engine(config))
 
 
