@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,10 +54,9 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
     if arguments.ranks is not None and count and arguments.ranks > count:
         raise ConfigError(f"--ranks {arguments.ranks}: this machine has {count} accelerator(s)")
     ranks = arguments.ranks or count or RANKS_WITHOUT_ACCELERATOR
-    with _terminated_as_exit():
-        outcome = verify(
-            config, ranks, steps=arguments.steps, upstream=arguments.upstream, limit_seconds=arguments.timeout
-        )
+    with _signals_noted() as leave:
+        how = {"steps": arguments.steps, "upstream": arguments.upstream, "limit_seconds": arguments.timeout}
+        outcome = verify(config, ranks, **how, leave=leave)
     device = "an accelerator each" if count else "the CPU"
     facts = (arguments.config, outcome.plan, device, outcome.checks, outcome.output)
     text = json.dumps(report.as_json(*facts), indent=2) if arguments.json else report.as_text(*facts)
@@ -65,22 +64,34 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
 
 
 @contextmanager
-def _terminated_as_exit() -> Iterator[None]:
-    """Let signals that end this process do so like an exception, so that its processes and folders go with it: SIGTERM,
-    SIGHUP of a terminal that closes, and SIGINT, which would leave a traceback."""
+def _signals_noted() -> Iterator[Callable[[], None]]:
+    """Only note signals that end this process: SIGTERM, SIGHUP of a terminal that closes, and SIGINT.
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    Yields what leaves the process if one has come. So none can cut the end of ranks short, or the removal of folders.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    def leave() -> None:
+        if came:
+            raise SystemExit(128 + came[0])
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup
-            signal.signal(number, leave)
+    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]  # ignored by nohup
     try:
-        yield
+        for number in ours:
+            signal.signal(number, note)
+        yield leave
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in ours:
+            signal.signal(number, before[number])
+    leave()
+
+
+def _stay() -> None:
+    """Leave for no signal."""
 
 
 def verify(
@@ -92,6 +103,7 @@ def verify(
     limit_seconds: float = 600.0,
     start: str = START_RANK,
     kind: type[Ranks] = Ranks,
+    leave: Callable[[], None] = _stay,
 ) -> Outcome:
     """Check a config.
 
@@ -103,6 +115,7 @@ def verify(
         limit_seconds: for each of the two phases.
         start: Python code that runs a rank.
         kind: how the ranks are started.
+        leave: called while ranks run; it may raise.
 
     Raises:
         ConfigError: the config contradicts itself, or DeepSpeed refuses it.
@@ -114,12 +127,12 @@ def verify(
         plan = plan_check(config, ranks, steps, upstream, name)
         (folder / PLAN).write_text(json.dumps(asdict(plan)))
         logger.info("verify: training %d steps as plain AdamW and as the config says, on %d ranks", plan.steps, ranks)
-        found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds)
+        found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds, leave)
         _require_accepted(found)
         resumed, after = None, None
         if (folder / CHECKPOINT / "latest").exists() and found.movements:
             logger.info("verify: resuming from step %d in new processes", plan.save_after)
-            resumed, after = _phase(kind(folder, "resume", ranks, start), plan, limit_seconds)
+            resumed, after = _phase(kind(folder, "resume", ranks, start), plan, limit_seconds, leave)
         checks = check_all(plan, found, resumed, ended.why, after.why if after is not None else "")
         if not report.passed(checks):
             _require_room(folder, FULL_BYTES)
@@ -134,9 +147,9 @@ def _require_room(folder: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, why, str(folder.parent))
 
 
-def _phase(ranks: Ranks, plan: Plan, limit_seconds: float) -> tuple[Found, Ended]:
+def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], None]) -> tuple[Found, Ended]:
     with ranks:
-        ended = ranks.wait(limit_seconds)
+        ended = ranks.wait(limit_seconds, leave)
     files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
     return merge([Found.read(file) for file in files]), ended
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,12 +122,13 @@ class Ranks:
                     found.append(process.pid)
         return found
 
-    def wait(self, limit_seconds: float) -> Ended:
-        """Wait until all ranks have ended, or have taken too long."""
+    def wait(self, limit_seconds: float, leave: Callable[[], None]) -> Ended:
+        """Wait until all ranks have ended, or have taken too long, or `leave` raises."""
         begin = time.monotonic()
         limits = {begin + limit_seconds: f"the ranks had not ended after {limit_seconds:.0f} s"}
         failed = killed = False
         while None in (statuses := [process.poll() for process in self._processes]):
+            leave()
             now = time.monotonic()
             if not failed and any(statuses):
                 failed = True

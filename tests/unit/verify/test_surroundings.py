@@ -12,8 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -162,6 +163,66 @@ def test_ranks_that_have_started_end_if_another_cannot_start(tmp_path: Path) -> 
     with pytest.raises(BlockingIOError):
         Second(tmp_path, "train", 2)
     assert started[0].poll() == -signal.SIGKILL
+
+
+class Brief(processes.Ranks):
+    """Ranks that end at once, without a result; the last one stays."""
+
+    def _process(self, start: str, environment: dict[str, str], log: object) -> subprocess.Popen[bytes]:
+        stays = environment["RANK"] == "1" and start == "stays"
+        return subprocess.Popen(["sleep", "600"] if stays else ["true"], env=environment)
+
+    def _alive(self) -> list[int]:
+        return []
+
+
+class SignalAt:
+    """A trace function that sends this process a signal at the first visit of the n-th line of a check."""
+
+    FILES = ("verify/command.py", "verify/processes.py", "/tempfile.py", "/shutil.py", "/contextlib.py")
+
+    def __init__(self, n: int) -> None:
+        self.n, self.seen = n, set[tuple[str, int]]()
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> SignalAt | None:
+        path, line = frame.f_code.co_filename, (frame.f_code.co_filename, frame.f_lineno)
+        if not path.endswith(self.FILES):
+            return None
+        if event == "line" and line not in self.seen and "_signals_noted" in repr(signal.getsignal(signal.SIGTERM)):
+            self.seen.add(line)
+            if len(self.seen) == self.n:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return self
+
+
+@pytest.mark.parametrize("start", ["ends", "stays"])
+def test_a_signal_at_any_line_cuts_no_clean_up_short(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that came while ranks were ended or the folder was removed once left both."""
+    (tmp_path / "ds.json").write_text(json.dumps(RIGHT))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    ours = partial(command.verify, start=start, kind=Brief)
+    monkeypatch.setattr(command, "verify", lambda *args, **how: ours(*args, **{**how, "limit_seconds": 0.01}))
+    arguments, tracing = ["verify", "--config", str(tmp_path / "ds.json"), "--ranks", "2"], sys.gettrace()
+    n = 0
+    while True:
+        signals, n = SignalAt(n + 1), n + 1
+        sys.settrace(signals)
+        try:
+            cli.main(arguments)
+        except SystemExit as leaving:
+            status = leaving.code
+        else:
+            status = None
+        finally:
+            sys.settrace(tracing)
+        assert left_behind() == list((tmp_path / "tmp").iterdir()) == [], n
+        if len(signals.seen) < n:
+            break
+        assert status == 128 + signal.SIGTERM, (n, signals.seen)
+    assert n > 80
 
 
 @pytest.mark.full
