@@ -332,7 +332,7 @@ class Engine(OffloadingEngine):
             StateError: see `backward`.
         """
         self._require_states_here()
-        ends_step = self.is_gradient_accumulation_boundary()
+        ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         super().step(lr_kwargs)
         if ends_step and isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
             self.checkpoint_engine.finish_if_written()

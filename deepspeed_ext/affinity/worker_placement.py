@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import os
 import platform
-import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,10 @@ class WorkerPlacement:
         return variables
 
     def bind_process(self, environ: MutableMapping[str, str] = os.environ) -> str | None:
-        """Bind every thread of the calling process to this placement. Call it before torch is imported.
+        """Bind every thread of the calling process to this placement.
+
+        OpenMP reads the environment when torch is imported. If a start-up hook of this Python did that already, its
+        threads are still bound to the CPUs, but not to one each.
 
         Args:
             environ: the environment to change.
@@ -81,9 +83,6 @@ class WorkerPlacement:
         Returns:
             A message for the parent to log if binding failed; else None. The thread count is set in either case.
         """
-        assert "torch" not in sys.modules, (
-            "torch is imported already: its OpenMP runtime will not read the environment again"
-        )
         for name in OMP_BINDING_VARIABLES:
             environ.pop(name, None)
         environ.update(self.environment())

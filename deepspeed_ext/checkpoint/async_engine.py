@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ _PART_BYTES = 1 << 28
 _WRITTEN = "written-by-rank-"
 _POLL_SECONDS = 0.05
 _SILENCE_SECONDS = 30.0
+_WRITE_SECONDS = 3600.0
+"""For one part of a file, beside training: a file system may stall for minutes while it fails over."""
 
 
 class AsyncCheckpointEngine(JointCheckpointEngine):
@@ -70,6 +73,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         if not self._is_watching_exit:  # after all other users of atexit, which then run later
             self._is_watching_exit = True
             atexit.register(_finish_at_exit, weakref.ref(self))
+            # Processes that multiprocessing has forked do not run atexit's functions before Python 3.13.
+            Finalize(None, _finish_at_exit, args=(weakref.ref(self),), exitpriority=0)
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
         self.finish()
@@ -215,7 +220,7 @@ def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, number
     _fill(path, holes)
     holes.clear()
     for number in numbers:
-        process.wait_for(number)
+        process.wait_for(number, _WRITE_SECONDS)
         if (why := process.failed_write(number)) is not None:
             raise CheckpointError(f"the optimizer process could not write {path}: {why}")
     _files.sync_file(path)

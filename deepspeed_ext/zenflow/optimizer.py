@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._logging import logger
 from deepspeed_ext._ranges import in_profile
+from deepspeed_ext._upstream import local_world_size
+from deepspeed_ext.host.memory import available_host_bytes
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.parked import Parked
@@ -77,6 +80,7 @@ class OffloadedAdam:
             WorkerError: on every rank, if any rank's worker has failed.
         """
         with in_profile("zenflow.begin_step"):
+            self.plan = self.rule.schedule.plan()  # so that a step which is broken off from here on is noticed
             with self.link.keeping():
                 self._metrics.begin_step()
             if self.link.phase is UpdatePhase.EXPOSED:
@@ -138,7 +142,8 @@ class OffloadedAdam:
                 if not plan.waits_last:
                     self.link.depart(tasks, gradients=plan.handed_over, publishes=rule.schedule.plan().waits_first)
                 rule.end_step(plan)
-            if (interval := rule.measured_interval(plan)) is not None:
+            if (wanted := rule.measured_interval(plan)) is not None:
+                interval = self._affordable(wanted)
                 with self.link.keeping():
                     rule.schedule.choose_interval(interval)
                     self.lock_ring()
@@ -235,6 +240,25 @@ class OffloadedAdam:
             partition.collected.clear()
         self.rule.restart(updates)
         self.bind_state()
+
+    def _affordable(self, wanted: int) -> int:
+        """The longest interval up to `wanted` whose gradients fit into every rank's host memory. A collective.
+
+        The first slot of the ring has been touched; the others take memory from now on.
+        """
+        longest = 1
+        with self.link.keeping():
+            slot_bytes = sum(partition.ring[0].nbytes for partition in self.partitions)
+            room = available_host_bytes() // local_world_size()
+            ring_at = self.rule.schedule.ring_at
+            longest = max((n for n in range(1, wanted + 1) if (ring_at(n) - 1) * slot_bytes <= room), default=1)
+        interval = min(wanted, self.ranks.minimum(longest)[0])
+        if interval < wanted and self.ranks.rank == 0:
+            logger.warning(
+                f"zenflow.update_interval = {interval}, not {wanted}: host memory has no room for the gradients of "
+                "more steps"
+            )
+        return interval
 
     def lock_ring(self) -> None:
         """Page-lock the ring slots in use, whose number is known only once the interval is."""

@@ -73,11 +73,15 @@ class Schedule(ABC, Generic[PlanT, StateT]):
     def advance(self, plan: PlanT) -> None:
         """Record that the step described by `plan` was carried out."""
 
-    @property
     @abstractmethod
+    def ring_at(self, interval: int | None) -> int:
+        """Number of ring slots in use at `interval`. It exceeds the interval when gradients are collected while others
+        are in flight."""
+
+    @property
     def ring(self) -> int:
-        """Number of ring slots in use. It exceeds the interval when gradients are collected while others are in
-        flight."""
+        """Number of ring slots in use."""
+        return self.ring_at(self.state.interval)
 
     @property
     def coming(self) -> int:

@@ -6,6 +6,7 @@ of the config, and the user's optimizer. Contradictions between fields of one se
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -160,7 +161,17 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
             f"zero_optimization.zenflow works with Adam and AdamW, but the optimizer is {name}: "
             "use Adam or AdamW from torch.optim or DeepSpeed, or remove the zenflow section"
         )
+    if name not in DEEPSPEED_ADAMS and not _steps_like_torch(type(optimizer)):
+        raise ConfigError(
+            f"zero_optimization.zenflow updates weights as torch's Adam and AdamW do, but {name} has a step() of its "
+            "own, which would never run: use Adam or AdamW, or remove the zenflow section"
+        )
     for index, group in enumerate(optimizer.param_groups):
+        if bool(group.get("decoupled_weight_decay", decoupled)) is not decoupled and group.get("weight_decay"):
+            raise ConfigError(
+                f"zero_optimization.zenflow does not support decoupled_weight_decay={not decoupled} in parameter group "
+                f"{index} of {name}, which has {decoupled} elsewhere: use one value for all groups"
+            )
         for variant, expected in _VARIANTS.items():
             if bool(group.get(variant, expected)) is not expected:
                 raise ConfigError(
@@ -168,6 +179,12 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
                     f"(parameter group {index} of {name}): set it to {expected}"
                 )
     return decoupled
+
+
+def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether `step` is that of torch's Adam or AdamW, below the wrappers that torch's profiler puts around it."""
+    ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
+    return inspect.unwrap(kind.step) in ours
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:

@@ -102,9 +102,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
             return 1 if interval == 1 else 5 * interval
         return max(self._warm_up_steps, interval)
 
-    @property
-    def ring(self) -> int:
-        interval = self.state.interval
+    def ring_at(self, interval: int | None) -> int:
         return ring_of(interval) if self._overlap and interval is not None else 1
 
     def plan(self) -> PredictivePlan:

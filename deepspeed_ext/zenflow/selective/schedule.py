@@ -66,9 +66,8 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         super().__init__(SelectiveState(interval=settings.update_interval))
         self._settings = settings
 
-    @property
-    def ring(self) -> int:
-        return 1 if self.state.interval is None else ring_of(self.state.interval, self._settings.lag or 0)
+    def ring_at(self, interval: int | None) -> int:
+        return 1 if interval is None else ring_of(interval, self._settings.lag or 0)
 
     def plan(self) -> SelectivePlan:
         """Describe the coming step."""

@@ -146,13 +146,17 @@ class OptimizerProcess:
         self._await(lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s")
         return number
 
-    def wait_for(self, number: int) -> None:
+    def wait_for(self, number: int, timeout_seconds: float | None = None) -> None:
         """Wait until submission `number` is done; its seconds are still counted by the next `wait`.
+
+        Args:
+            number: of the submission.
+            timeout_seconds: longest wait without an answer; None: the value given to the constructor.
 
         Raises:
             WorkerError: as for `wait`.
         """
-        seconds = self._timeout_seconds
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         self._await(lambda: self._done >= number, seconds, f"answer within {seconds:g} s")
 
     def wait_for_writes(self) -> float:
@@ -313,7 +317,12 @@ class OptimizerProcess:
     def _silence(self, what: str) -> WorkerError:
         return self._failure(
             f"did not {what} (zenflow.worker_timeout_seconds = {self._timeout_seconds:g}). "
-            "It may be stopped, starved of CPU or swapping: give it more cores (core_binding), or raise the timeout"
+            + (
+                "It may still be writing a checkpoint to a file system that stalls: raise the timeout"
+                if self._done < self._newest_write
+                else "It may be stopped, starved of CPU or swapping: give it more cores (core_binding), or raise the "
+                "timeout"
+            )
         )
 
     def _failure(self, what: str) -> WorkerError:

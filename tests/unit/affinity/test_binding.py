@@ -240,6 +240,7 @@ def test_a_worker_takes_its_place_with_every_thread() -> None:
 import os, sys, threading
 stop = threading.Event()
 threading.Thread(target=stop.wait).start()
+sys.modules["torch"] = sys  # as where a start-up hook of this Python imports it
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 print(WorkerPlacement(frozenset({int(sys.argv[1])})).bind_process(), sorted(set(map(tuple, thread_masks().values()))))

@@ -6,6 +6,7 @@ simulated accelerator. Run by `test_trainer` and `test_bare_machine`.
 
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -101,4 +102,9 @@ if __name__ == "__main__":
         thread = threading.Thread(target=main, args=["idle"])
         thread.start()
         thread.join()
+    if sys.argv[1] == "saving in a forked process":  # as in a notebook
+        forked = multiprocessing.get_context("fork").Process(target=main, args=sys.argv[1:2])
+        forked.start()
+        forked.join()
+        sys.exit(forked.exitcode)
     main(sys.argv[1])

@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.errors import StateError
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.worker.link import WorkerLink
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
@@ -19,28 +20,30 @@ from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 pytestmark = pytest.mark.sampled(2)
 
 POINTS = {
+    ("wait", 0): "has broken off the last optimizer step",
     ("begin_step", 0): "has broken off the last optimizer step",
     ("step_partition", 0): "has broken off the last optimizer step",
     ("step_partition", 1): "has broken off the last optimizer step",
     ("finish_weights", 0): "has broken off the last optimizer step",
     ("end_step", 0): "",
 }
-"""After which call of which method Ctrl-C arrives, and what a step and a save say then."""
+"""After which call of which method Ctrl-C arrives, and what a step and a save say then. `wait` is the link's."""
 
 
 @contextmanager
 def interrupted_after(name: str, calls: int) -> Iterator[None]:
     """Ctrl-C arrives at the end of a method of the optimizer that was called `calls` times before."""
-    method, left = getattr(OffloadedAdam, name), [calls]
+    owner = WorkerLink if name == "wait" else OffloadedAdam
+    method, left = getattr(owner, name), [calls]
 
-    def then_interrupt(self: OffloadedAdam, *args: Any, **kwargs: Any) -> Any:
+    def then_interrupt(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         return result
 
-    with patch.object(OffloadedAdam, name, then_interrupt):
+    with patch.object(owner, name, then_interrupt):
         yield
 
 

@@ -114,7 +114,9 @@ def test_a_preempted_script_saves_and_ends(start: Callable[[str], Script]) -> No
     assert gone(worker)
 
 
-@pytest.mark.parametrize("end", ["saving", "saving without a process group", "saving before a mistake"])
+@pytest.mark.parametrize(
+    "end", ["saving", "saving without a process group", "saving before a mistake", "saving in a forked process"]
+)
 def test_a_save_beside_training_is_complete_when_the_script_has_ended(start: Callable[[str], Script], end: str) -> None:
     script = start(end)
     worker = script.worker

@@ -280,3 +280,27 @@ def save_and(config: dict[str, Any], folder: str, then: str) -> dict[str, Any]:
 def test_something_else_before_the_next_step(then: str, tmp_path: Path) -> None:
     for found in run_ranks(2, save_and, config_of(2, "predictive"), str(tmp_path), then):
         assert found == {"equal": True, "left": []}
+
+
+def steps_until_complete(config: dict[str, Any], folder: str) -> int:
+    """Steps after the files are written, at most 3, until a save is complete."""
+    data = batches(AFTER, dist.get_rank())
+    engine = make_engine(config)
+    train(engine, data[:BEFORE])
+    engine.save_checkpoint(folder, tag="t")
+    for file in engine.checkpoint_engine._files:
+        file.exception(30)
+    dist.barrier()
+    steps = 0
+    while engine.checkpoint_engine.is_saving and steps < 3:
+        train(engine, data[BEFORE + steps : BEFORE + steps + 1])
+        steps += 1
+    engine.destroy()
+    return steps
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_the_next_step_completes_what_is_written(managed: bool, tmp_path: Path) -> None:
+    """Also where the user calls `step` only once the gradients have been accumulated."""
+    config = config_of(2, "predictive") | {"managed_gradient_accumulation": managed}
+    assert run_ranks(2, steps_until_complete, config, str(tmp_path)) == [1, 1]

@@ -9,6 +9,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime import torch_autocast
 
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.supported import is_decoupled
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
@@ -77,9 +78,43 @@ def maximizing(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, maximize=True)
 
 
-@pytest.mark.parametrize(("optimizer", "named"), [(amsgrad, "amsgrad"), (maximizing, "maximize")])
+class Renamed(torch.optim.AdamW):
+    """Steps as AdamW does."""
+
+
+class Cautious(torch.optim.AdamW):
+    """Has a step of its own, which the optimizer process knows nothing of."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def two_kinds(parameters: Any) -> torch.optim.Optimizer:
+    """Torch's own step looks at each group."""
+    first, *others = parameters
+    groups = [{"params": [first], "decoupled_weight_decay": True}, {"params": others}]
+    return torch.optim.Adam(groups, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, Renamed])
+def test_a_subclass_that_steps_like_adam_is_one(kind: Any) -> None:
+    """Also when torch has put its profiler's wrapper around `step`."""
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    assert is_decoupled(kind(parameters)) is is_decoupled(kind(parameters)) is (kind is not torch.optim.Adam)
+
+
+VARIANTS = [
+    (amsgrad, "amsgrad"),
+    (maximizing, "maximize"),
+    (Cautious, "step() of its own"),
+    (two_kinds, "decoupled_weight_decay=True in parameter group 0"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "named"), VARIANTS)
 def test_variants_of_adam(optimizer: Any, named: str) -> None:
-    assert named in run_ranks(1, refusal, zenflow_config(2), optimizer=optimizer)[0]
+    config = zenflow_config(2) | {"zero_allow_untested_optimizer": True}
+    assert named in run_ranks(1, refusal, config, optimizer=optimizer)[0]
 
 
 class Experts(torch.nn.Module):
