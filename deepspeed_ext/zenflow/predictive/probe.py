@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.predictive.guard import PredictionErrors
 
 __all__ = ["Sample", "blocks_per_sample"]
 
-SAMPLE_NUMEL = 1 << 14
+SAMPLE_NUMEL = 1 << 13
 """Elements in the samples of all of a rank's partitions."""
 _FEWEST_BLOCKS = 8
 _FP32_ROUNDING = 2.0**-24
