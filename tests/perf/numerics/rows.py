@@ -155,6 +155,13 @@ GROUPS: tuple[Group, ...] = (
         (("bytes-1m", "base", ("ours-1-one-mean", "ours-1-exact-v", "ours-2", "ours-8")),),
     ),
     Group("five", "Five million parameters", (("bytes-5m", "base", DELAYED),)),
+    Group("five-chance", "Chance at five million, an amendment", (("bytes-5m", "base", ("adamw-disturbed",)),)),
+    Group(
+        "five-seeds",
+        "Six seeds of five million, an amendment",
+        (("bytes-5m", "base", ("ours-1",)),),
+        seeds=tuple(range(6)),
+    ),
     Group("ranks", "Simulated ranks", _each(("bytes-1m",), ("ranks-2", "ranks-4"), ("ours-1", "ours-4"))),
     Group("batch", "Batch size", _each(("bytes-1m",), ("batch-quarter", "batch-4x"), ("ours-1", "ours-4"))),
     Group("precision", "Precision and clipping", _each(("bytes-1m",), ("fp16", "no-clip"), ("ours-1", "ours-4"))),
