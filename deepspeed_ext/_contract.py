@@ -114,6 +114,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "get_optimizer_configuration": "(self, optimizer_parameters, adam_w_mode, allow_legacy_fallback)",
         "gradient_accumulation_steps": "(self)",
         "is_gradient_accumulation_boundary": "(self)",
+        "managed_gradient_accumulation": "(self)",
         "is_sanity_checks_enabled": "(self)",
         "load_checkpoint": (
             "(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,"
@@ -249,7 +250,10 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_rigid_load_state_dict": EXISTS,
         "empty_partition_cache": "(self)",
         "invalidate_secondary_tensor": "(self)",
+        "partition_grads": "(self, params_to_release, grad_partitions)",
         "unscale_and_clip_grads": "(self, sub_group_id, total_norm)",
+        "_offload_boundary_param_ids": ASSIGNED,
+        "averaged_gradients": ASSIGNED,
         "deepspeed_adam_offload": ASSIGNED,
         "fp16_groups": ASSIGNED,
         "fp16_partitioned_groups_flat": ASSIGNED,
@@ -257,6 +261,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "inf_or_nan_tracker": ASSIGNED,
         "lp_grad_partitions_flat_pin_buffers": ASSIGNED,
         "lp_param_contiguous_pin_buffer": ASSIGNED,
+        "micro_step_id": ASSIGNED,
         "module": ASSIGNED,
         "offload_optimizer": ASSIGNED,
         "offload_optimizer_pin_memory": ASSIGNED,
