@@ -10,7 +10,6 @@ from deepspeed_ext.memory.accelerator import accelerator_parts
 from deepspeed_ext.memory.host import host_parts
 from deepspeed_ext.memory.parts import MemoryPlan, Place
 from deepspeed_ext.memory.setup import Model, Ranks, Setup, Stage
-from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 
 __all__ = ["INTERVALS", "STAGES", "neighbours", "plan_memory", "usual_setups"]
 
@@ -39,7 +38,7 @@ def _notes(setup: Setup) -> Iterator[str]:
     if setup.partitions_weights:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
     if zenflow is not None and zenflow.update_interval is None:
-        yield f"the interval is measured at the start: 1 to {MEASURED_INTERVAL_LIMIT}, counted as the longest"
+        yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
     if zenflow is not None and zenflow.hide_transfers is None:
         yield "the room is left out if a rank would have less than a tenth of its accelerator memory free"
     if zenflow is not None and zenflow.hide_transfers is False and setup.partitions_weights:

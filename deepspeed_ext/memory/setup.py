@@ -10,7 +10,6 @@ from deepspeed_ext.config import FlattenTier, ZenFlowConfig
 from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES
 from deepspeed_ext.zenflow.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.sizes import RuleSettings, gradient_dtype
 
@@ -130,10 +129,9 @@ class Setup:
     def rule(self) -> RuleSettings:
         """Settings of ZenFlow's rule. An open interval counts as the longest that measurement may choose."""
         assert self.zenflow is not None
-        section = self.zenflow
-        if section.update_interval is None:
-            section = section.model_copy(update={"update_interval": MEASURED_INTERVAL_LIMIT})
-        return SelectiveSettings.of(section) if section.rule == "selective" else PredictiveSettings.of(section)
+        kind = SelectiveSettings if self.zenflow.rule == "selective" else PredictiveSettings
+        longest = kind.of(self.zenflow).longest_interval
+        return kind.of(self.zenflow.model_copy(update={"update_interval": longest}))
 
     @property
     def hides_transfers(self) -> bool:

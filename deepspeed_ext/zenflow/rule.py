@@ -15,7 +15,8 @@ import torch
 
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.partition import Partition
-from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT, Schedule, StepPlan
+from deepspeed_ext.zenflow.schedule import Schedule, StepPlan
+from deepspeed_ext.zenflow.sizes import RuleSettings
 from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
@@ -158,10 +159,10 @@ class UpdateRule(ABC, Generic[PlanT]):
         return (*self.schedule.latest(count - 1), self.schedule.coming)
 
     @staticmethod
-    def _interval_fits(here: int | None, there: int | None) -> bool:
-        """Whether a checkpoint at interval `there` continues with the configured interval `here`; None: not
-        configured."""
-        return here == there or (here is None and (there or 1) <= MEASURED_INTERVAL_LIMIT)
+    def _interval_fits(settings: RuleSettings, there: int | None) -> bool:
+        """Whether a checkpoint at interval `there` (None: not chosen) continues with these settings."""
+        here = settings.update_interval
+        return here == there or (here is None and (there or 1) <= settings.longest_interval)
 
     def _take_published(self, partition: Partition) -> None:
         """Copy a partition's published weights to its weights."""

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 __all__ = [
-    "MEASURED_INTERVAL_LIMIT",
     "MEASURED_STEPS",
     "Schedule",
     "State",
@@ -115,8 +114,6 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         self.state = type(self.state)(**state, position=position, written=position)
 
 
-MEASURED_INTERVAL_LIMIT = 8
-"""Longest interval that measurement may choose; the ring has slots for it."""
 MEASURED_STEPS = 5
 """Synchronous steps that are timed before an interval is chosen."""
 

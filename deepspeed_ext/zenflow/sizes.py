@@ -22,12 +22,16 @@ class RuleSettings(Protocol):
         """Optimizer steps handed over together; None: chosen by measurement."""
 
     @property
+    def longest_interval(self) -> int:
+        """`update_interval`, or the longest that measurement may choose; the ring has slots for it."""
+
+    @property
     def block_size(self) -> int:
         """Elements per block; the worker splits its work at block boundaries."""
 
     @property
     def slots(self) -> int:
-        """Slots of the gradient ring. If the interval is chosen later, enough for the longest one."""
+        """Slots of the gradient ring at `longest_interval`."""
 
     @property
     def per_block(self) -> tuple[str, str, bool]:

@@ -23,7 +23,7 @@ from deepspeed_ext.zenflow.predictive.schedule import PredictivePlan, Predictive
 from deepspeed_ext.zenflow.predictive.section import PredictivePartitionValues
 from deepspeed_ext.zenflow.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rule import UpdateRule
-from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT, is_overloaded, smallest_interval
+from deepspeed_ext.zenflow.schedule import is_overloaded, smallest_interval
 from deepspeed_ext.zenflow.worker.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 
@@ -148,7 +148,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         worker, device, mine = 0.0, 0.0, 1
         with self._link.keeping():
             worker, device = self._metrics.typical()
-            mine = smallest_interval(worker, device, MEASURED_INTERVAL_LIMIT)
+            mine = smallest_interval(worker, device, self._settings.longest_interval)
         interval = -self._ranks.minimum(-mine)[0]
         if self._ranks.rank == 0:
             logger.info(
@@ -269,8 +269,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         ]
 
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
-        there, here = schedule["interval"], self._settings.update_interval
-        if self._settings.overlapped and not self._interval_fits(here, there):
+        there = schedule["interval"]
+        if self._settings.overlapped and not self._interval_fits(self._settings, there):
             return f"zenflow.update_interval ({there} in the checkpoint)"
         return None if self._settings.overlapped or not position else "zenflow.overlap_step"
 

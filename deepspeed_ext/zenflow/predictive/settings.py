@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.device_sizes import ACCELERATOR_CHUNK_NUMEL, COMPILED_FROM_NUMEL, chunk_of
 from deepspeed_ext.zenflow.predictive.schedule import ring_of
-from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 
 __all__ = ["PredictiveSettings"]
 
 _FLOAT_BYTES = 4
+_LONGEST_MEASURED = 4
+"""Interval 8 costs 5 % of the loss (docs/lab/numerics.md): only a config chooses that."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,14 @@ class PredictiveSettings:
         )
 
     @property
+    def longest_interval(self) -> int:
+        """`update_interval`, or the longest that measurement may choose."""
+        return self.update_interval or _LONGEST_MEASURED
+
+    @property
     def slots(self) -> int:
-        """Slots of the gradient ring. If the interval is chosen later, enough for the longest one."""
-        if not self.overlapped:
-            return 1
-        return ring_of(self.update_interval or MEASURED_INTERVAL_LIMIT)
+        """Slots of the gradient ring at `longest_interval`."""
+        return ring_of(self.longest_interval) if self.overlapped else 1
 
     @property
     def per_block(self) -> tuple[str, str, bool]:

@@ -26,7 +26,6 @@ from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.rule import UpdateRule
-from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 from deepspeed_ext.zenflow.selective.schedule import SelectivePlan, SelectiveSchedule
 from deepspeed_ext.zenflow.selective.section import SelectivePartitionValues
 from deepspeed_ext.zenflow.selective.selection import scores, select
@@ -129,7 +128,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         with self._link.keeping():
             mean_hot, mean_cold = self._mean_scores()
             mine = math.ceil(self._settings.auto_ratio * mean_hot / mean_cold) if mean_cold > 0 else 1
-        most = min(MEASURED_INTERVAL_LIMIT, self._settings.steps_between_selections(1) or MEASURED_INTERVAL_LIMIT)
+        longest = self._settings.longest_interval
+        most = min(longest, self._settings.steps_between_selections(1) or longest)
         interval = max(self._settings.lag or 1, min(most, -self._ranks.minimum(-mine)[0]))
         if self._ranks.rank == 0:
             logger.info(
@@ -238,7 +238,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
         there, in_flight = schedule["interval"], schedule["steps_in_flight"]
-        if not self._interval_fits(self._settings.update_interval, there):
+        if not self._interval_fits(self._settings, there):
             return f"zenflow.update_interval ({there} in the checkpoint)"
         fits = in_flight is None or (self._settings.lag is not None and in_flight < self._settings.lag)
         return None if fits else "zenflow.overlap_step or overlap_lag"

@@ -9,11 +9,11 @@ from deepspeed_ext._logging import logger
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.device_sizes import COMPILED_FROM_NUMEL
-from deepspeed_ext.zenflow.schedule import MEASURED_INTERVAL_LIMIT
 
 __all__ = ["SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
 _AUTO_SELECT_STEPS = 16
+_LONGEST_CHOSEN = 8
 _BALANCE = 2
 _ARRAY_BYTES = 4
 _STATE_BYTES = 3 * _ARRAY_BYTES
@@ -85,10 +85,14 @@ class SelectiveSettings:
         return settings
 
     @property
+    def longest_interval(self) -> int:
+        """`update_interval`, or the longest that the first selection may choose."""
+        return self.update_interval or max(_LONGEST_CHOSEN, self.lag or 0)
+
+    @property
     def slots(self) -> int:
-        """Slots of the gradient ring. If the interval is chosen later, enough for the longest one."""
-        lag = self.lag or 0
-        return ring_of(self.update_interval or max(MEASURED_INTERVAL_LIMIT, lag), lag)
+        """Slots of the gradient ring at `longest_interval`."""
+        return ring_of(self.longest_interval, self.lag or 0)
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
