@@ -17,8 +17,11 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from deepspeed_ext import cli
+from deepspeed_ext._config_file import read_json
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify import command, processes
 from tests.support.paths import ROOT
 from tests.support.verify_faults import Fault
@@ -61,6 +64,8 @@ CONFIGS: dict[str, Callable[[Path], None]] = {
     "UTF-16": of_text('{"train_batch_size": 8}'.encode("utf-16")),
     "a mark in front": of_text(b"\xef\xbb\xbf{}"),
     "zeros": of_size(1000),
+    "a section twice": of_text('{"train_batch_size": 8, "optimizer": {}, "optimizer": {}}'),
+    "a number without end": of_text('{"train_batch_size": 8, "gradient_clipping": 1e400}'),
     "100 MB": of_size(100 << 20),
     "nested 70 deep": of_text(nested(70)),
     "nested 600 deep": of_text(nested(600)),
@@ -69,6 +74,28 @@ CONFIGS: dict[str, Callable[[Path], None]] = {
     "no learning rate": of_text('{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": NaN}}}'),
     "an unknown dtype": of_text('{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "int3"}}'),
 }
+
+
+COMMENTED = """{
+  // of the run
+  "train_batch_size": 8, # two ranks
+  "optimizer": {"type": "Adam", "params": {"lr": 1e-3,},},
+}
+"""
+
+
+def test_a_config_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    """It takes comments and trailing commas, and refuses a section that comes twice."""
+    path = tmp_path / "ds.json"
+    path.write_text(COMMENTED)
+    config = read_json(str(path))
+    assert config == {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    assert DeepSpeedConfig(str(path))._param_dict == config
+    CONFIGS["a section twice"](path)
+    with pytest.raises(ConfigError, match="more than once: optimizer"):
+        read_json(str(path))
+    with pytest.raises(ValueError, match="optimizer"):
+        DeepSpeedConfig(str(path))
 
 
 def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
