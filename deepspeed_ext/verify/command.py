@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -151,7 +151,11 @@ def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], N
     with ranks:
         ended = ranks.wait(limit_seconds, leave)
     files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
-    return merge([Found.read(file) for file in files]), ended
+    found = merge([Found.read(file) for file in files])
+    if not ended.why and found.failure is None and found.death is None:  # after a worker's death all may happen
+        wrong = [f"rank {rank} ended with status {status}" for rank, status in enumerate(ended.statuses) if status]
+        ended = replace(ended, why="; ".join(wrong[:1]))
+    return found, ended
 
 
 def _require_accepted(found: Found) -> None:

@@ -23,6 +23,10 @@ from deepspeed_ext import cli
 from deepspeed_ext._config_file import read_json
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify import command, processes
+from deepspeed_ext.verify.checks import check_end
+from deepspeed_ext.verify.config import plan_check
+from deepspeed_ext.verify.figures import Death, Failure, Found, write
+from deepspeed_ext.verify.rank import result_file
 from tests.support.paths import ROOT
 from tests.support.verify_faults import Fault
 from tests.support.verify_runs import ForkedRanks, left_behind, nursery, shared_segments
@@ -201,6 +205,24 @@ class Brief(processes.Ranks):
 
     def _alive(self) -> list[int]:
         return []
+
+
+class Badly(Brief):
+    """Ranks of which the last ends with a status."""
+
+    def _process(self, start: str, environment: dict[str, str], log: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", f"exit $((7 * {environment['RANK']}))"], env=environment)
+
+
+def test_a_rank_that_ends_with_a_status_after_its_last_stage_has_not_passed(tmp_path: Path) -> None:
+    plan = plan_check(RIGHT, 2, 4, False, str(tmp_path))
+    error = Failure("worker", ("WorkerError",), "the optimizer process was killed")
+    for found, fails in ((Found("end"), True), (Found("worker", death=Death(0.1, 1, error)), False)):
+        for rank in range(2):
+            write(found, result_file(tmp_path, "train", rank))
+        merged, ended = command._phase(Badly(tmp_path, "train", 2), plan, 10.0, lambda: None)
+        end = check_end(merged, ended.why)
+        assert ("rank 1 ended with status 7" in end.detail) == (end.status == "FAIL") == fails
 
 
 class SignalAt:
