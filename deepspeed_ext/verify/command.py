@@ -113,7 +113,7 @@ def verify(
         steps: optimizer steps; None: enough for the config.
         upstream: train with stock DeepSpeed.
         limit_seconds: for each of the two phases.
-        start: Python code that runs a rank.
+        start: module whose `main` runs a rank.
         kind: how the ranks are started.
         leave: called while ranks run; it may raise.
 

@@ -166,17 +166,23 @@ def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path) -> None:
     """A user's folder may hold a random.py or a data.json.py; only a missing plan may stop this rank."""
     for name in ("random", "json", "queue", "torch", "signal", "deepspeed"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the folder')")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), processes.PARENT: str(os.getpid()), "RANK": "0"}
-    code = [sys.executable, "-c", processes.START_RANK, str(tmp_path), "train"]
+    environment = {**os.environ, processes.PARENT: str(os.getpid()), "RANK": "0"}
+    code = [sys.executable, processes.START_PROCESS, processes.START_RANK, str(tmp_path), "train"]
     done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert "plan.json" in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_ranks_search_where_this_process_does(tmp_path: Path) -> None:
+    """The package's folder, which may be site-packages, once came before the standard library."""
+    environment = Brief(tmp_path, "train", 0)._environment(0, 1)
+    assert environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
 
 
 def test_a_rank_that_starts_after_its_check_has_ended_ends(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), processes.PARENT: str(ended.pid), "RANK": "0"}
-    code = [sys.executable, "-c", processes.START_RANK, str(tmp_path), "train"]
+    environment = {**os.environ, processes.PARENT: str(ended.pid), "RANK": "0"}
+    code = [sys.executable, processes.START_PROCESS, processes.START_RANK, str(tmp_path), "train"]
     done = subprocess.run(code, env=environment, capture_output=True, text=True, check=False)
     assert "the check has ended" in done.stderr
 
