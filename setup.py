@@ -61,6 +61,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",
+        "hjson",
         "psutil>=5.9",
         "pydantic>=2.5",
         "tqdm",

@@ -1,9 +1,9 @@
-"""Reads a DeepSpeed config file, without DeepSpeed: an object of JSON, of a size that a config has."""
+"""Reads a DeepSpeed config file as DeepSpeed does, without importing it: an object of Hjson, no larger than configs."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +11,8 @@ from deepspeed_ext.errors import ConfigError
 
 __all__ = ["count_in", "is_deeper", "read_json", "section_of"]
 
-MOST_BYTES = 1 << 24
-"""A config is smaller than that; anything larger is another file."""
+MOST_BYTES = 1 << 20
+"""A config is smaller than that; anything larger is another file, and hjson takes two seconds for a MiB."""
 MOST_COUNT = 1 << 31
 MOST_DEPTH = 64
 """Of sections in sections. A config has a handful, and copying one of hundreds fails in Python."""
@@ -22,22 +22,32 @@ def read_json(path: str) -> dict[str, Any]:
     """Read the file that ``--config`` names.
 
     Raises:
-        ConfigError: there is none, or it holds no JSON object.
+        ConfigError: there is none, or it holds no object, or the same key twice.
     """
+    import hjson
+
     if not os.path.isfile(path):
         raise ConfigError(f"--config: found no file {path[:200]}")
     try:
         if os.path.getsize(path) > MOST_BYTES:
             raise ConfigError(f"--config: {path[:200]} is larger than {MOST_BYTES:,} bytes")
         with open(path, encoding="utf-8") as file:
-            config = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--config: {path[:200]} is not a readable JSON file: {error}") from None
+            config = hjson.load(file, object_pairs_hook=_without_duplicates)
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"--config: {path[:200]} is not a readable JSON file: {str(error)[:300]}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--config: {path[:200]} holds a {type(config).__name__}, expected an object")
     if is_deeper(config, MOST_DEPTH):
         raise ConfigError(f"--config: {path[:200]} is nested more than {MOST_DEPTH} deep")
     return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the file, whose keys are different."""
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"these keys come more than once: {', '.join(twice)}")
+    return dict(pairs)
 
 
 def is_deeper(value: Any, levels: int) -> bool:

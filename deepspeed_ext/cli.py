@@ -301,17 +301,20 @@ def _plan_cores(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.tuning.tuner import run_from_cli
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
+        from deepspeed_ext.tuning.tuner import run_from_cli
 
-    for text in run_from_cli(arguments):
-        print(text)
+        for text in run_from_cli(arguments):
+            print(text, file=out)
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.verify.command import run_from_cli
+    with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
+        from deepspeed_ext.verify.command import run_from_cli
 
-    text, passed = run_from_cli(arguments)
+        text, passed = run_from_cli(arguments)
     print(text)
     return 0 if passed else EXIT_PROBLEM
 

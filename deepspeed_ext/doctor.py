@@ -112,7 +112,7 @@ def check_deepspeed() -> Check:
 
         _upstream.check()
     except ImportError as error:
-        return _problem("deepspeed", f"cannot be imported: {error}", "pip install 'deepspeed>=0.19,<0.20'")
+        return _problem("deepspeed", f"cannot be imported: {error}", "pip install 'deepspeed>=0.19.8,<0.20'")
     except UpstreamError as error:
         return _problem("deepspeed", str(error), "install the supported version")
     return _ok("deepspeed", f"{_upstream.deepspeed.__version__}, every member that deepspeed_ext relies on exists")
@@ -137,12 +137,13 @@ def check_backends() -> Check:
 
     if not dist.is_available():
         return _problem("backends", "torch was built without torch.distributed", "install a torch that has it")
-    present = [name for name in ("gloo", "mpi", "nccl", "ucc", "xccl") if dist.is_backend_available(name)]
-    detail = ", ".join(present) or "none"
     wanted = get_accelerator().communication_backend_name()
     if get_accelerator().device_name() == "cpu":
         wanted = "gloo"
-    if wanted not in present:
+    # Accelerators with a torch of their own, such as NPU (hccl) and MLU (cncl), register theirs when they are found.
+    names = sorted({"gloo", "mpi", "nccl", "ucc", "xccl", wanted})
+    detail = ", ".join(name for name in names if dist.is_backend_available(name)) or "none"
+    if not dist.is_backend_available(wanted):
         return _problem("backends", f"{detail}; {wanted} is missing", f"install a torch that has {wanted}")
     return _ok("backends", detail)
 

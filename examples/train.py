@@ -84,7 +84,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--dim {args.dim} must be divisible by twice --heads {args.heads}")
     if args.config is not None and not args.config.is_file():
         parser.error(f"--config {args.config}: no such file")
-    args.output = args.output or ROOT / "outputs" / args.mode
+    args.output = args.output or ROOT / "outputs" / (f"{args.mode}-upstream" if args.upstream else args.mode)
     return args
 
 

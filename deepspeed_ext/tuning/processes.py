@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,8 +22,9 @@ __all__ = ["MeasuringProcesses", "ForeignLoad"]
 
 ANSWER_TIMEOUT_SECONDS = 120.0
 FOREIGN_LOAD_FRACTION = 0.05
-# Not started with -m: requests must unpickle to the classes of the module, not of __main__.
-START_WORKER = "from deepspeed_ext.tuning.measuring_process import main; main()"
+# Not run as __main__: requests must unpickle to the classes of the module.
+MODULE = "deepspeed_ext.tuning.measuring_process"
+START_PROCESS = str(Path(__file__).resolve().parents[1] / "_start_process.py")
 
 
 class MeasuringProcesses:
@@ -41,7 +43,7 @@ class MeasuringProcesses:
         for rank, placement in enumerate(placements):
             ours, theirs = Pipe()
             arguments = [str(theirs.fileno()), str(placement), role, str(rank), str(elements)]
-            command = [sys.executable, "-c", START_WORKER, *arguments]
+            command = [sys.executable, START_PROCESS, MODULE, *arguments]
             self.processes.append(
                 subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL

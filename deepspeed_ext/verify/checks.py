@@ -70,7 +70,7 @@ def check_all(
         plan: the check's plan.
         found: what the first phase found.
         resumed: what the second phase found; None: it was not run.
-        why_ended: why the first phase's processes were killed, if they were.
+        why_ended: why the first phase's processes were killed, or which ended badly; empty if all is well.
         why_resumed_ended: the same of the second phase.
     """
     checks = [

@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -113,7 +113,7 @@ def verify(
         steps: optimizer steps; None: enough for the config.
         upstream: train with stock DeepSpeed.
         limit_seconds: for each of the two phases.
-        start: Python code that runs a rank.
+        start: module whose `main` runs a rank.
         kind: how the ranks are started.
         leave: called while ranks run; it may raise.
 
@@ -151,7 +151,11 @@ def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], N
     with ranks:
         ended = ranks.wait(limit_seconds, leave)
     files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
-    return merge([Found.read(file) for file in files]), ended
+    found = merge([Found.read(file) for file in files])
+    if not ended.why and found.failure is None and found.death is None:  # after a worker's death all may happen
+        wrong = [f"rank {rank} ended with status {status}" for rank, status in enumerate(ended.statuses) if status]
+        ended = replace(ended, why="; ".join(wrong[:1]))
+    return found, ended
 
 
 def _require_accepted(found: Found) -> None:

@@ -152,7 +152,7 @@ def _dtype(config: dict[str, Any], changes: list[str]) -> str:
     sections = {name: dict(section_of(config, name)) for name in ("bf16", "bfloat16", "fp16") if name in config}
     on = [name for name, section in sections.items() if section.get("enabled") is True]
     for name, section in sections.items():
-        if section.get("enabled", "auto") == "auto":
+        if section.get("enabled") == "auto":
             section["enabled"] = not on
             on = on or [name]
             changes.append(f"{name}.enabled: {str(section['enabled']).lower()} in place of auto")

@@ -19,10 +19,10 @@ import psutil
 
 from deepspeed_ext.verify.rank import KILLED, PARENT
 
-__all__ = ["MARK", "PARENT", "START_RANK", "Ended", "Ranks"]
+__all__ = ["MARK", "PARENT", "START_PROCESS", "START_RANK", "Ended", "Ranks"]
 
-START_RANK = "import sys; sys.path[:1] = filter(None, sys.path[:1]); from deepspeed_ext.verify.rank import main; main()"
-"""Without the working folder in the path, whose files may be named like modules."""
+START_RANK = "deepspeed_ext.verify.rank"
+START_PROCESS = str(Path(__file__).resolve().parents[1] / "_start_process.py")
 MARK = "DSEXT_VERIFY_MARK"
 """Variable in the environment of everything that a rank starts."""
 GRACE_SECONDS = 30.0
@@ -56,7 +56,7 @@ class Ranks:
         folder: of the check.
         phase: ``train`` or ``resume``.
         count: of ranks.
-        start: Python code that runs a rank.
+        start: module whose `main` runs a rank.
     """
 
     def __init__(self, folder: Path, phase: str, count: int, start: str = START_RANK) -> None:
@@ -74,7 +74,7 @@ class Ranks:
     def _process(self, start: str, environment: dict[str, str], log: BinaryIO) -> Any:
         """Start a rank, with `log` as its output."""
         return subprocess.Popen(
-            [sys.executable, "-c", start, str(self.folder), self.phase],
+            [sys.executable, START_PROCESS, start, str(self.folder), self.phase],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -87,11 +87,7 @@ class Ranks:
         environment.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
         environment.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count)))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-        # Found by its folder, also by a Python that was started elsewhere.
-        package = str(Path(__file__).resolve().parents[2])
-        paths = [package, *filter(None, [environment.get("PYTHONPATH")])]
-        environment |= {"DSEXT_VERIFY_PHASE": self.phase, PARENT: str(os.getpid()), MARK: self._mark}
-        return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+        return environment | {"DSEXT_VERIFY_PHASE": self.phase, PARENT: str(os.getpid()), MARK: self._mark}
 
     def __enter__(self) -> Ranks:
         return self

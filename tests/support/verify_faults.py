@@ -57,6 +57,7 @@ KINDS = {
     "no checkpoint": {"resume"},
     "worker unnoticed": {"worker's death"},
     "worker waited for": {"worker's death"},
+    "ends badly": {"end"},
     "raises": {"initialize", "losses", "gradients", "resume", "end"},
     "dies": {"initialize", "losses", "gradients", "resume", "end"},
     "hangs": {"initialize", "losses", "gradients", "resume", "end"},
@@ -143,6 +144,11 @@ class Faulty(rank.Rank):
             safe_set_full_optimizer_state(parameter, torch.zeros_like(moment), "exp_avg")
         if self._has("the schedule"):
             self.engine.lr_scheduler.last_batch_iteration = 0
+
+    def end(self) -> None:
+        super().end()
+        if self._has("ends badly"):
+            os._exit(7)
 
 
 def main() -> None:

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 
 import deepspeed_ext
 from deepspeed_ext import cli, doctor, shared_buffers
@@ -54,6 +56,19 @@ def test_real_report_is_complete_json() -> None:
         assert (check["status"] == "ok") == (check["remedy"] == "")
     assert report["problems"] == sum(check["status"] == "problem" for check in report["checks"])
     assert done.returncode == (1 if report["problems"] else 0)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_backend_of_another_accelerator_counts_if_it_is_registered(
+    registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ascend's NPU has hccl, which is none of torch's own."""
+    names = ["gloo", *(["hccl"] if registered else [])]
+    npu = SimpleNamespace(device_name=lambda: "npu", communication_backend_name=lambda: "hccl")
+    monkeypatch.setattr("deepspeed_ext._upstream.get_accelerator", lambda: npu)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in names)
+    check = doctor.check_backends()
+    assert (check.status, "hccl" in check.detail) == ("ok" if registered else "problem", True)
 
 
 def test_the_kernel_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,20 @@ def train(folder: str, *flags: str) -> float:
     return example.run(example.parse_args([*SMALL, "--output", folder, *flags]))
 
 
+def output_of(*flags: str) -> tuple[str, set[str]]:
+    if str(ROOT / "examples") not in sys.path:
+        sys.path.insert(0, str(ROOT / "examples"))
+    import train as example
+
+    args = example.parse_args([*flags])
+    return args.output.name, set(example.load_config(args)["zero_optimization"])
+
+
+def test_upstream_overwrites_no_other_run() -> None:
+    assert run_ranks(1, output_of) == [("zenflow", {"stage", "zenflow"})]
+    assert run_ranks(1, output_of, "--upstream") == [("zenflow-upstream", {"stage"})]
+
+
 def losses(folder: Path) -> list[tuple[int, float]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [(line["step"], line["loss"]) for line in map(json.loads, lines)]

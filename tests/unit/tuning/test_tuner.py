@@ -191,6 +191,14 @@ def test_load_is_that_of_the_cpus_of_these_numbers(monkeypatch: pytest.MonkeyPat
     assert [ForeignLoad(cpus)._busy() for cpus in ({0}, {2}, {3}, {2, 3}, {1})] == [1.0, 20.0, 300.0, 320.0, 0.0]
 
 
+def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("random", "json", "queue", "torch", "signal", "psutil", "deepspeed"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the folder')")
+    monkeypatch.chdir(tmp_path)
+    with MeasuringProcesses("training", [WorkerPlacement(frozenset(CPUS[:1]))], 0) as processes:
+        assert len(processes.pids) == 1
+
+
 def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
     place = WorkerPlacement(frozenset(CPUS[:1]))
     with MeasuringProcesses("optimizer:torch-fused-adamw", [place, place], 1 << 16) as processes:

@@ -59,6 +59,9 @@ def test_the_trainers_values_take_the_place_of_auto_and_are_named() -> None:
         ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, "bfloat16"),
         ({"fp16": {"enabled": True}}, "float16"),
         ({"bf16": {"enabled": False}}, "float32"),
+        ({"bf16": {}}, "float32"),  # DeepSpeed's default is off
+        ({"fp16": {"loss_scale": 0}}, "float32"),
+        ({"fp16": {"enabled": "auto"}}, "float16"),
     ],
 )
 def test_the_dtype_is_the_configs(sections: dict[str, Any], dtype: str) -> None:

@@ -17,9 +17,16 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from deepspeed_ext import cli
+from deepspeed_ext._config_file import read_json
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify import command, processes
+from deepspeed_ext.verify.checks import check_end
+from deepspeed_ext.verify.config import plan_check
+from deepspeed_ext.verify.figures import Death, Failure, Found, write
+from deepspeed_ext.verify.rank import result_file
 from tests.support.paths import ROOT
 from tests.support.verify_faults import Fault
 from tests.support.verify_runs import ForkedRanks, left_behind, nursery, shared_segments
@@ -61,6 +68,8 @@ CONFIGS: dict[str, Callable[[Path], None]] = {
     "UTF-16": of_text('{"train_batch_size": 8}'.encode("utf-16")),
     "a mark in front": of_text(b"\xef\xbb\xbf{}"),
     "zeros": of_size(1000),
+    "a section twice": of_text('{"train_batch_size": 8, "optimizer": {}, "optimizer": {}}'),
+    "a number without end": of_text('{"train_batch_size": 8, "gradient_clipping": 1e400}'),
     "100 MB": of_size(100 << 20),
     "nested 70 deep": of_text(nested(70)),
     "nested 600 deep": of_text(nested(600)),
@@ -69,6 +78,28 @@ CONFIGS: dict[str, Callable[[Path], None]] = {
     "no learning rate": of_text('{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": NaN}}}'),
     "an unknown dtype": of_text('{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "int3"}}'),
 }
+
+
+COMMENTED = """{
+  // of the run
+  "train_batch_size": 8, # two ranks
+  "optimizer": {"type": "Adam", "params": {"lr": 1e-3,},},
+}
+"""
+
+
+def test_a_config_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    """It takes comments and trailing commas, and refuses a section that comes twice."""
+    path = tmp_path / "ds.json"
+    path.write_text(COMMENTED)
+    config = read_json(str(path))
+    assert config == {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    assert DeepSpeedConfig(str(path))._param_dict == config
+    CONFIGS["a section twice"](path)
+    with pytest.raises(ConfigError, match="more than once: optimizer"):
+        read_json(str(path))
+    with pytest.raises(ValueError, match="optimizer"):
+        DeepSpeedConfig(str(path))
 
 
 def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -135,17 +166,23 @@ def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path) -> None:
     """A user's folder may hold a random.py or a data.json.py; only a missing plan may stop this rank."""
     for name in ("random", "json", "queue", "torch", "signal", "deepspeed"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the folder')")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), processes.PARENT: str(os.getpid()), "RANK": "0"}
-    code = [sys.executable, "-c", processes.START_RANK, str(tmp_path), "train"]
+    environment = {**os.environ, processes.PARENT: str(os.getpid()), "RANK": "0"}
+    code = [sys.executable, processes.START_PROCESS, processes.START_RANK, str(tmp_path), "train"]
     done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert "plan.json" in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_ranks_search_where_this_process_does(tmp_path: Path) -> None:
+    """The package's folder, which may be site-packages, once came before the standard library."""
+    environment = Brief(tmp_path, "train", 0)._environment(0, 1)
+    assert environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
 
 
 def test_a_rank_that_starts_after_its_check_has_ended_ends(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), processes.PARENT: str(ended.pid), "RANK": "0"}
-    code = [sys.executable, "-c", processes.START_RANK, str(tmp_path), "train"]
+    environment = {**os.environ, processes.PARENT: str(ended.pid), "RANK": "0"}
+    code = [sys.executable, processes.START_PROCESS, processes.START_RANK, str(tmp_path), "train"]
     done = subprocess.run(code, env=environment, capture_output=True, text=True, check=False)
     assert "the check has ended" in done.stderr
 
@@ -174,6 +211,24 @@ class Brief(processes.Ranks):
 
     def _alive(self) -> list[int]:
         return []
+
+
+class Badly(Brief):
+    """Ranks of which the last ends with a status."""
+
+    def _process(self, start: str, environment: dict[str, str], log: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", f"exit $((7 * {environment['RANK']}))"], env=environment)
+
+
+def test_a_rank_that_ends_with_a_status_after_its_last_stage_has_not_passed(tmp_path: Path) -> None:
+    plan = plan_check(RIGHT, 2, 4, False, str(tmp_path))
+    error = Failure("worker", ("WorkerError",), "the optimizer process was killed")
+    for found, fails in ((Found("end"), True), (Found("worker", death=Death(0.1, 1, error)), False)):
+        for rank in range(2):
+            write(found, result_file(tmp_path, "train", rank))
+        merged, ended = command._phase(Badly(tmp_path, "train", 2), plan, 10.0, lambda: None)
+        end = check_end(merged, ended.why)
+        assert ("rank 1 ended with status 7" in end.detail) == (end.status == "FAIL") == fails
 
 
 class SignalAt:
