@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext._agreement import RankGroup, require_same_plan, together
-from deepspeed_ext._logging import logger
+from deepspeed_ext._logging import log_once, logger
 from deepspeed_ext._upstream import (
     DeepSpeedEngine,
     DeepSpeedZeroOptimizer,
@@ -157,6 +158,21 @@ class ReshardingEngine(DeepSpeedEngine):
         """Called before p and the optimizer's state are written from outside."""
 
     # -- what DeepSpeed calls while it loads ------------------------------------------------------------------------
+
+    def zero_load_from_fp32_weights(self) -> bool:
+        """Also true if the weights cannot give p: while resharding they may not be loaded yet, and ZenFlow's are
+        predictions."""
+        wanted = bool(super().zero_load_from_fp32_weights())
+        if wanted or (self._resharding is None and not self._reads_section()):
+            return wanted
+        if self.global_rank == 0:
+            why = "ZenFlow's weights are predictions" if self._resharding is None else "the layout has changed"
+            log_once(
+                logging.INFO,
+                f"zero_optimization.load_from_fp32_weights = false has no effect on this load, because {why}: the "
+                "optimizer's fp32 values are those of the checkpoint",
+            )
+        return True
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
         if self._resharding is None:
