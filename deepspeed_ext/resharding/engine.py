@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from deepspeed_ext._upstream import (
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizerStage3,
     PipelineEngine,
+    Swap,
     TorchCheckpointEngine,
     get_accelerator,
+    swapped,
 )
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.resharding.load import load_frozen, load_masters, load_optimizer
@@ -236,7 +239,23 @@ class ReshardingEngine(DeepSpeedEngine):
         return states
 
     def _load_zero_checkpoint(self, load_dir: str, tag: Any, load_optimizer_states: bool = True) -> Any:
-        loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        if loaded and self._resharding is not None:
+        if self._resharding is None:
+            return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        with self._loading_at_once():
+            loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        if loaded:
             self._write_weights(self._resharding.target)
         return loaded
+
+    def _loading_at_once(self) -> AbstractContextManager[None]:
+        """Ignore ``pipeline_loading_checkpoint``: a rank would wait for the one before it, which waits in a collective.
+        It saves host memory, of which resharding needs little."""
+        settings = self._config.zero_config
+        if settings.pipeline_loading_checkpoint and self.global_rank == 0:
+            log_once(
+                logging.INFO,
+                "zero_optimization.pipeline_loading_checkpoint has no effect on this load, because the layout has "
+                "changed: all ranks load at once, each only its own partitions",
+            )
+        at_once = settings.model_copy(update={"pipeline_loading_checkpoint": False})
+        return swapped(Swap(self._config, "zero_config", at_once))

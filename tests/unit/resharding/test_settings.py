@@ -32,3 +32,11 @@ def test_masters_come_from_the_checkpoint_if_weights_cannot_give_them(
     goes_on = saved.stage == resumed.stage
     for difference, _ in run_ranks(2, resume, resumed, folder, steps, pool=resumed.pool, goes_on=goes_on):
         assert difference == ""
+
+
+def test_ranks_that_load_one_after_the_other_load_another_layout_together(module_folder: Path) -> None:
+    """With ``pipeline_loading_checkpoint`` a rank waits for the one before it, which would wait in our collectives."""
+    resumed = Run(2, 3, "zero", "pipeline_loading_checkpoint")
+    folder, _ = saved_by(Run(3, 2, "zero"), module_folder)
+    for difference, _ in run_ranks(2, resume, resumed, folder, pool=resumed.pool, timeout_seconds=60):
+        assert difference == ""
