@@ -136,7 +136,8 @@ class ReshardingEngine(DeepSpeedEngine):
         if only_weights and (same_kind or (saved.has_whole_weights and not partitions_weights)):
             return None
         try:
-            is_same = same_kind and saved.layout == target.layout and (self._reads_section() or not saved.has_section)
+            fits = same_kind and target.layout.fits(saved.layout)
+            is_same = fits and (self._reads_section() or not saved.has_section)
         except Exception:
             if same_kind:  # DeepSpeed loads it, and says what is damaged
                 return None
