@@ -133,6 +133,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "zenflow_config": "(self)",
         "zero_cpu_offload": "(self)",
         "zero_force_ds_cpu_optimizer": "(self)",
+        "zero_load_from_fp32_weights": "(self)",
         "zero_nvme_offload_optimizer": "(self)",
         "zero_optimization": "(self)",
         "zero_optimization_partition_weights": "(self)",

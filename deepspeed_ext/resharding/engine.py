@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext._agreement import RankGroup, require_same_plan, together
-from deepspeed_ext._logging import logger
+from deepspeed_ext._logging import log_once, logger
 from deepspeed_ext._upstream import (
     DeepSpeedEngine,
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizerStage3,
     PipelineEngine,
+    Swap,
     TorchCheckpointEngine,
     get_accelerator,
+    swapped,
 )
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.resharding.load import load_frozen, load_masters, load_optimizer
@@ -132,7 +136,8 @@ class ReshardingEngine(DeepSpeedEngine):
         if only_weights and (same_kind or (saved.has_whole_weights and not partitions_weights)):
             return None
         try:
-            is_same = same_kind and saved.layout == target.layout and (self._reads_section() or not saved.has_section)
+            fits = same_kind and target.layout.fits(saved.layout)
+            is_same = fits and (self._reads_section() or not saved.has_section)
         except Exception:
             if same_kind:  # DeepSpeed loads it, and says what is damaged
                 return None
@@ -157,6 +162,21 @@ class ReshardingEngine(DeepSpeedEngine):
         """Called before p and the optimizer's state are written from outside."""
 
     # -- what DeepSpeed calls while it loads ------------------------------------------------------------------------
+
+    def zero_load_from_fp32_weights(self) -> bool:
+        """Also true if the weights cannot give p: while resharding they may not be loaded yet, and ZenFlow's are
+        predictions."""
+        wanted = bool(super().zero_load_from_fp32_weights())
+        if wanted or (self._resharding is None and not self._reads_section()):
+            return wanted
+        if self.global_rank == 0:
+            why = "ZenFlow's weights are predictions" if self._resharding is None else "the layout has changed"
+            log_once(
+                logging.INFO,
+                f"zero_optimization.load_from_fp32_weights = false has no effect on this load, because {why}: the "
+                "optimizer's fp32 values are those of the checkpoint",
+            )
+        return True
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
         if self._resharding is None:
@@ -220,7 +240,23 @@ class ReshardingEngine(DeepSpeedEngine):
         return states
 
     def _load_zero_checkpoint(self, load_dir: str, tag: Any, load_optimizer_states: bool = True) -> Any:
-        loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        if loaded and self._resharding is not None:
+        if self._resharding is None:
+            return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        with self._loading_at_once():
+            loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        if loaded:
             self._write_weights(self._resharding.target)
         return loaded
+
+    def _loading_at_once(self) -> AbstractContextManager[None]:
+        """Ignore ``pipeline_loading_checkpoint``: a rank would wait for the one before it, which waits in a collective.
+        It saves host memory, of which resharding needs little."""
+        settings = self._config.zero_config
+        if settings.pipeline_loading_checkpoint and self.global_rank == 0:
+            log_once(
+                logging.INFO,
+                "zero_optimization.pipeline_loading_checkpoint has no effect on this load, because the layout has "
+                "changed: all ranks load at once, each only its own partitions",
+            )
+        at_once = settings.model_copy(update={"pipeline_loading_checkpoint": False})
+        return swapped(Swap(self._config, "zero_config", at_once))

@@ -122,6 +122,16 @@ class Layout:
                 base += stride
         return cls(ranks, placements)
 
+    def fits(self, other: Layout) -> bool:
+        """Whether partitions of the `other` layout are partitions of this one as they are: every place holds the same
+        elements, under the same name or, if names have changed, under one that the other layout does not have."""
+        mine, theirs = self.placements, other.placements
+        return (
+            self.ranks == other.ranks
+            and list(mine.values()) == list(theirs.values())
+            and all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys())
+        )
+
     def require_same_parameters(self, other: Layout) -> None:
         """Compare names and sizes of parameters with the `other` layout, of a checkpoint.
 

@@ -25,7 +25,7 @@ __all__ = ["MASTER", "SavedCheckpoint", "SavedPartitions", "holds_partitions"]
 
 MASTER = "fp32"
 """The name of p among the tensors of a partition; the others have the names of the optimizer's state."""
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _WEIGHTS_STAGE = 3
@@ -34,7 +34,7 @@ _WEIGHTS_STAGE = 3
 def holds_partitions(folder: str) -> bool:
     """Whether a folder holds files of a ZeRO optimizer, of a run without model parallelism."""
     found = [_OPTIMIZER_FILE.fullmatch(name) for name in (os.listdir(folder) if os.path.isdir(folder) else ())]
-    return {int(match[2]) for match in found if match is not None} == {0}
+    return {int(match[3]) for match in found if match is not None} == {0}
 
 
 class SavedPartitions:
@@ -107,20 +107,20 @@ class SavedPartitions:
 class SavedCheckpoint:
     """One checkpoint: the files of all ranks under one tag.
 
+    Plain ZeRO saves again under a tag by writing over the files of the same names. Files of other names stay: those of
+    another stage, of ranks that there are no more, and of weights in another dtype.
+
     Args:
         folder: the folder of the tag; see `holds_partitions`.
-
-    Attributes:
-        has_whole_weights: whether one file holds all weights, as at stages 1 and 2.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._files: dict[int, str] = {}
+        saves: dict[str | None, dict[int, str]] = {}
         for name in os.listdir(folder):
             if (match := _OPTIMIZER_FILE.fullmatch(name)) is not None:
-                self._files[int(match[1])] = os.path.join(folder, name)
-        self.has_whole_weights = not os.path.exists(os.path.join(folder, _PARTITIONED_MODEL.format(rank=0)))
+                saves.setdefault(match[1], {})[int(match[2])] = os.path.join(folder, name)
+        *self._older, self._files = sorted(saves.values(), key=lambda files: os.path.getmtime(files[min(files)]))
         self._opened: dict[int, SavedPartitions] = {}
         self._models: dict[str, Mapping[str, Any]] = {}
         self._save_ids: dict[Any, str] = {}  # one path for each id
@@ -133,6 +133,14 @@ class SavedCheckpoint:
         except (CheckpointError, KeyError):
             return len(self._files)
         return counts if isinstance(counts, int) else max(counts)
+
+    @cached_property
+    def has_whole_weights(self) -> bool:
+        """Whether one file holds all weights, as at stages 1 and 2."""
+        try:
+            return self.stage != _WEIGHTS_STAGE
+        except (CheckpointError, KeyError):
+            return not os.path.exists(os.path.join(self.folder, _PARTITIONED_MODEL.format(rank=0)))
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -196,10 +204,16 @@ class SavedCheckpoint:
         """Where the trained parameters lie in the ranks' partitions.
 
         Raises:
-            CheckpointError: a rank's file is missing, or one does not fit.
+            CheckpointError: a rank's file is missing, or one does not fit, or the files are of two saves.
         """
+        if self._older:  # their times say which is newer, but not after they were copied
+            names = sorted(os.path.basename(files[min(files)]) for files in (*self._older, self._files))
+            raise CheckpointError(
+                f"{self.folder} holds the optimizer's files of several saves, such as {' and '.join(names)}: move the "
+                "files of the older save elsewhere, or load another checkpoint by its tag"
+            )
         first = self.partitions(min(self._files))
-        if self._files.keys() != set(range(self.ranks)):
+        if not self._files.keys() >= set(range(self.ranks)):
             raise CheckpointError(
                 f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of ranks "
                 f"{format_cpulist(self._files)}: copy the missing files there, or load another checkpoint by its tag"

@@ -64,6 +64,8 @@ def require_section(section: Any) -> None:
             "offload_optimizer.super_offload": offload is not None and offload.super_offload,
             "offload_param": offload_param is not None and offload_param.device != OffloadDeviceEnum.none,
             "elastic_checkpoint": section.elastic_checkpoint,
+            # a rank waits for the one before it, which waits in our collectives
+            "pipeline_loading_checkpoint": section.pipeline_loading_checkpoint,
             "compute_grad_norm = false": not section.compute_grad_norm,
             "zero_quantized_weights": section.zero_quantized_weights,
             "zero_quantized_nontrainable_weights": section.zero_quantized_nontrainable_weights,

@@ -88,3 +88,13 @@ def test_another_model_is_named() -> None:
     theirs = Layout(1, {"same": Placement(3, 0, 0, 9, 0), "old": Placement(5, 0, 4, 9, 0)})
     with pytest.raises(CheckpointError, match=r"old is only in the checkpoint; other is not in the checkpoint; same"):
         mine.require_same_parameters(theirs)
+
+
+@pytest.mark.parametrize(
+    ("names", "fits"),
+    [("abc", True), ("xyz", True), ("abz", True), ("bac", False), ("baz", False), ("ab", False)],
+)
+def test_partitions_fit_under_new_names_but_not_under_swapped_ones(names: str, fits: bool) -> None:
+    saved = Layout.of_sub_groups([dict.fromkeys("abc", 6)], 2)
+    assert Layout.of_sub_groups([dict.fromkeys(names, 6)], 2).fits(saved) is fits
+    assert not Layout.of_sub_groups([dict.fromkeys(names, 6)], 3).fits(saved)

@@ -26,6 +26,7 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "super_offload": (3, {"offload_optimizer": {**CPU, "super_offload": True}}),
     "offload_param": (3, {"offload_param": CPU}),
     "elastic_checkpoint": (1, {"elastic_checkpoint": True}),
+    "pipeline_loading_checkpoint": (3, {"pipeline_loading_checkpoint": True}),
     "compute_grad_norm": (2, {"compute_grad_norm": False}),
     "zero_quantized_weights": (3, {"zero_quantized_weights": True}),
     "zero_quantized_nontrainable_weights": (3, {"zero_quantized_nontrainable_weights": True}),
