@@ -77,6 +77,7 @@ def check_all(
         check_initialize(found),
         check_losses(plan, found),
         check_gradients(plan, found),
+        check_weights(plan, found),
         check_resume(plan, found, resumed),
         check_worker(plan, found, why_ended),
     ]
@@ -251,6 +252,31 @@ def _how(each: Movement) -> str:
         if each.plain
         else "should not move"
     )
+
+
+FOLLOW = {
+    "exact": "the fp32 masters, rounded, to the bit, and ",
+    "predicted": "near the fp32 masters, within the bound of the prediction, and ",
+    "deferred": "",
+}
+"""What the weights are at the end, by rule."""
+
+
+def check_weights(plan: Plan, found: Found) -> Check:
+    """The weights follow their masters, and are the same on all ranks."""
+    name, weights = "weights", found.weights
+    if weights is None:
+        return _stopped(name, plan, found)
+    figures = {"astray": weights.astray, "still": weights.still, "divided": weights.divided}
+    astray = sorted(weights.astray, key=lambda each: -weights.astray[each])
+    what = [
+        f"the ranks hold different values of {_listed(weights.divided)}" if weights.divided else "",
+        f"the masters have moved, but not {_listed(weights.still)}" if weights.still else "",
+        f"{sum(weights.astray.values()):,} weights do not follow their masters, in {_listed(astray)}" if astray else "",
+    ]
+    if any(what):
+        return Check(name, "FAIL", "; ".join(filter(None, what)), figures)
+    return Check(name, "PASS", f"{FOLLOW[plan.rule]}equal on {plan.ranks} rank(s)", figures)
 
 
 def _wrong_norms(plan: Plan, found: Found) -> str:

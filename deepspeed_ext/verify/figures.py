@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-__all__ = ["Changed", "Death", "Failure", "Found", "Movement", "Resumed", "Stage", "merge", "write"]
+__all__ = ["Changed", "Death", "EndWeights", "Failure", "Found", "Movement", "Resumed", "Stage", "merge", "write"]
 
 Stage = str
 """What a rank does: "start", "initialize", "train", "save", "compare", "worker", "resume" or "end"."""
@@ -71,6 +71,21 @@ class Movement:
 
 
 @dataclass(frozen=True)
+class EndWeights:
+    """What is wrong with the weights after the last step.
+
+    Attributes:
+        astray: elements that are not what the rule makes of the fp32 masters, by parameter.
+        still: parameters whose weights have their initial values, although their masters have moved.
+        divided: parameters that are not the same on all ranks.
+    """
+
+    astray: dict[str, int] = field(default_factory=dict)
+    still: list[str] = field(default_factory=list)
+    divided: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Resumed:
     """What is different after resuming: steps whose losses differ, and elements of the final weights and masters."""
 
@@ -112,6 +127,7 @@ class Found:
     plain_skipped: list[int] = field(default_factory=list)
     movements: list[Movement] = field(default_factory=list)
     in_flight: int = 0
+    weights: EndWeights | None = None
     resumed: Resumed | None = None
     death: Death | None = None
 
@@ -150,9 +166,20 @@ def merge(ranks: list[Found]) -> Found:
         plain_skipped=first.plain_skipped,
         movements=first.movements,
         in_flight=first.in_flight,
+        weights=_all_wrong_weights([rank.weights for rank in ranks]),
         resumed=_worst_resumed([rank.resumed for rank in ranks if rank.resumed]),
         death=_worst_death([rank.death for rank in ranks]),
     )
+
+
+def _all_wrong_weights(ranks: list[EndWeights | None]) -> EndWeights | None:
+    """None if any rank has not told."""
+    told = [rank for rank in ranks if rank is not None]
+    if len(told) < len(ranks):
+        return None
+    astray = {name: max(rank.astray.get(name, 0) for rank in told) for rank in told for name in rank.astray}
+    still, divided = ({name for rank in told for name in getattr(rank, each)} for each in ("still", "divided"))
+    return EndWeights(astray, sorted(still), sorted(divided))
 
 
 def _worst_resumed(ranks: list[Resumed]) -> Resumed | None:

@@ -54,7 +54,7 @@ class Rank:
         self.found = Found()
         self._file = result_file(folder, phase, self.number)
         self.engine: Any = None
-        self._eps = 0.0
+        self._eps = self._lr = 0.0
         self._runs: tuple[Any, Any] | None = None
         self._trainings: tuple[Any, Any] | None = None
 
@@ -116,14 +116,10 @@ class Rank:
     def initialize(self) -> None:
         """Build the engine, and compare its weights with those of the model."""
         with self.stage("initialize"):
-            import torch
-
             from deepspeed_ext.verify.model import new_model
 
-            model = new_model(self.plan.flat_model)
-            dtype = getattr(torch, self.plan.dtype)
-            before = {name: param.detach().to(dtype).float() for name, param in model.named_parameters()}
-            self.engine = self.make_engine(model)
+            before = self._initial()
+            self.engine = self.make_engine(new_model(self.plan.flat_model))
             after = self.weights()
             changed = {name: int((after[name] != value).sum()) for name, value in before.items()}
             self.found.changed = Changed(
@@ -180,9 +176,11 @@ class Rank:
                 for training, run in zip(self._trainings, self._runs, strict=True):
                     training.follow(weights)
                     run.add(training, step)
+            self._lr = max([self._lr, *map(float, self.engine.get_lr())])
             self.found.losses.append(self.step(step))
             norm = self.engine.get_global_grad_norm()
             self.found.norms.append(None if norm is None else float(norm))
+            self._lr = max([self._lr, *map(float, self.engine.get_lr())])
             if getattr(self.engine.optimizer, "overflow", False):
                 self.found.skipped.append(step)
 
@@ -205,10 +203,13 @@ class Rank:
 
             weights = self.weights()
             masters = self._masters(weights)
+            from deepspeed_ext.verify.weights import compare_weights
+
             if self.number == 0:
                 torch.save(weights, self.folder / WEIGHTS)
                 torch.save(masters, self.folder / MASTERS)
             self._movements(masters)
+            self.found.weights = compare_weights(self.plan, weights, masters, self._initial(), self._lr)
             if self._runs is not None:
                 self.found.plain_norms = self._runs[0].norms
 
@@ -224,16 +225,21 @@ class Rank:
             found[name] = weights[name] if master is None else master.float().cpu().view_as(weights[name])
         return found
 
+    def _initial(self) -> dict[str, Any]:
+        """The weights before the first step, in the config's dtype."""
+        import torch
+
+        from deepspeed_ext.verify.model import new_model
+
+        dtype = getattr(torch, self.plan.dtype)
+        named = new_model(self.plan.flat_model).named_parameters()
+        return {name: param.detach().to(dtype).float() for name, param in named}
+
     def _movements(self, ends: dict[str, Any]) -> None:
         if self._runs is None:
-            import torch
-
-            from deepspeed_ext.verify.model import new_model
-
-            dtype = getattr(torch, self.plan.dtype)
-            for name, param in new_model(self.plan.flat_model).named_parameters():
-                length = float((ends[name] - param.detach().to(dtype).float()).norm())
-                self.found.movements.append(Movement(name, param.numel(), length, 0.0, 0.0, 0.0))
+            for name, start in self._initial().items():
+                length = float((ends[name] - start).norm())
+                self.found.movements.append(Movement(name, start.numel(), length, 0.0, 0.0, 0.0))
             return
 
         plain, noisy = self._runs

@@ -50,6 +50,7 @@ KINDS = {
     "gradients twice": {"gradients"},
     "learning rate": {"gradients"},
     "step twice": {"gradients", "losses"},
+    "stale weight": {"weights"},
     "not loaded": {"resume"},
     "no optimizer state": {"resume"},
     "a moment": {"resume"},
@@ -124,7 +125,13 @@ class Faulty(rank.Rank):
                 time.sleep(0.1)
             if self._has("step twice"):
                 super().step(number)
-        return super().step(number)
+        if not self._has("stale weight") or not self._trains:
+            return super().step(number)
+        parameter = dict(self.engine.module.named_parameters())[self.fault.parameter]
+        before = parameter.detach().clone()
+        loss = super().step(number)
+        parameter.data.copy_(before)
+        return loss
 
     def train(self) -> None:
         super().train()

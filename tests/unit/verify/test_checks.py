@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from deepspeed_ext.verify import report
 from deepspeed_ext.verify.checks import Check, check_all
 from deepspeed_ext.verify.config import Plan, plan_check
-from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, merge, write
+from deepspeed_ext.verify.figures import Changed, Death, EndWeights, Failure, Found, Movement, Resumed, merge, write
 
 STEPS = 12
 PLAIN = [7.6 - 0.2 * step for step in range(STEPS)]
-CHECKS = ["initialize", "losses", "gradients", "resume", "worker's death"]
+CHECKS = ["initialize", "losses", "gradients", "weights", "resume", "worker's death"]
 
 
 def plan(rule: str = "exact", **fields: Any) -> Plan:
@@ -41,6 +41,7 @@ def good(**fields: Any) -> Found:
         "norms": [1.0] * STEPS,
         "plain_norms": [1.0] * STEPS,
         "movements": [Movement("weight", 1000, 1.0, 1.0, 0.001, 0.002), Movement("bias", 10, 0.1, 0.1, 0.0, 0.0)],
+        "weights": EndWeights(),
         "death": death,
     }
     return Found(**{**values, **fields})
@@ -80,6 +81,13 @@ def death(seconds: float, error: str | None) -> Death:
         ({"movements": [Movement("bias", 10, 0.1, 0.0, 0.1, 0.0)]}, "gradients", "bias (should not move)"),
         ({"movements": [Movement("bias", 10, math.nan, 0.1, math.nan, 0.0)]}, "gradients", "bias"),
         ({"movements": [Movement("bias", 10, 0.0, 0.0, 0.0, 0.0)]}, "gradients", "learning rate 0"),
+        ({"weights": EndWeights(divided=["bias"])}, "weights", "different values of bias"),
+        ({"weights": EndWeights(still=["weight"])}, "weights", "moved, but not weight"),
+        (
+            {"weights": EndWeights({"bias": 2, "weight": 900})},
+            "weights",
+            "902 weights do not follow their masters, in weight",
+        ),
         ({"death": death(1.0, None)}, "worker's death", "trained without it"),
     ],
 )
@@ -120,7 +128,7 @@ def test_a_failure_counts_once_and_what_comes_after_it_is_skipped() -> None:
     checks = {check.name: check for check in check_all(plan(), found, None)}
     assert failed(checks) == ["losses"]
     assert "step 5 of 12: RuntimeError: no such device" in checks["losses"].detail
-    assert [checks[name].status for name in CHECKS[2:]] == ["SKIPPED"] * 3
+    assert [checks[name].status for name in CHECKS[2:]] == ["SKIPPED"] * 4
 
 
 @pytest.mark.parametrize("stage", ["start", "plain", "initialize", "train", "save", "compare", "worker", "end"])
@@ -231,7 +239,7 @@ def test_the_report_names_changes_and_every_check() -> None:
     text = report.as_text("ds.json", plan(), "the CPU", checks, "rank 0: a traceback")
     assert all(f"{check.status:<7}  {check.name}" in text for check in checks)
     assert all(change in text for change in plan().changes)
-    assert "1 of 5 checks failed" in text
+    assert "1 of 6 checks failed" in text
     assert "a traceback" in text
     values = report.as_json("ds.json", plan(), "the CPU", checks, "")
     assert values["passed"] is False

@@ -21,7 +21,7 @@ from tests.support.zenflow import zenflow_config
 
 pytestmark = pytest.mark.cpu(reason="the ranks of a check are started by the package, with the CPU's accelerator")
 
-RIGHT = dict.fromkeys(("initialize", "losses", "gradients", "resume", "worker's death"), "PASS")
+RIGHT = dict.fromkeys(("initialize", "losses", "gradients", "weights", "resume", "worker's death"), "PASS")
 
 
 def run(config: dict[str, Any], fault: Fault | None = None, **how: Any) -> dict[str, Check]:
@@ -52,6 +52,18 @@ def test_three_faults_fail_three_checks() -> None:
     assert statuses(checks) == {**RIGHT, "gradients": "FAIL", "resume": "FAIL", "worker's death": "FAIL"}, checks
     assert checks["gradients"].detail.startswith("1 of ")
     assert DROPPED in checks["gradients"].detail
+
+
+@pytest.mark.parametrize(("overlap", "rank"), [(False, None), (True, 1)])
+def test_a_weight_that_is_not_written_is_found(overlap: bool, rank: int | None) -> None:
+    """Plain training follows the engine's weights, so gradients alone cannot tell."""
+    checks = run(
+        zenflow_config(2, overlap_step=overlap, update_interval=1, lr=3e-3),
+        Fault(("stale weight",), rank=rank),
+        steps=4,
+    )
+    assert checks["weights"].status == "FAIL", checks
+    assert DROPPED in checks["weights"].detail
 
 
 @pytest.mark.full
@@ -126,5 +138,5 @@ def test_a_config_that_deepspeed_refuses_is_one_line_and_status_2(tmp_path: Path
 
 def test_ranks_that_do_not_end_are_ended() -> None:
     outcome = command.verify(zenflow_config(2), 1, limit_seconds=0.5)
-    assert [check.status for check in outcome.checks] == ["FAIL", *["SKIPPED"] * 4]
+    assert [check.status for check in outcome.checks] == ["FAIL", *["SKIPPED"] * 5]
     assert left_behind() == []
