@@ -211,7 +211,8 @@ class Engine(OffloadingEngine):
             if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
                 afterwards.callback(self.optimizer.zenflow_adam.close)
             if self.parameter_gather is not None:
-                all_gather.detach(self.module)
+                all_gather.detach(self.module, self.parameter_gather)
+                self.parameter_gather = None
             super().destroy()
 
     def _finish_save_alone(self) -> KeptError:

@@ -155,12 +155,18 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
     return gather
 
 
-def detach(module: torch.nn.Module) -> None:
-    """Restore upstream's all-gather on the parameters of `module`; parameters that still have it are unchanged."""
+def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -> None:
+    """Restore upstream's all-gather on the parameters of `module`; parameters that still have it are unchanged.
+
+    Args:
+        module: the model.
+        only: the gather to take away; a later engine of the same model may have another. None: any.
+    """
     served = [
         param
         for param in module.parameters()
-        if isinstance(getattr(param, "all_gather_coalesced", None), SingleParameterGather)
+        if isinstance(found := getattr(param, "all_gather_coalesced", None), SingleParameterGather)
+        and only in (None, found)
     ]
     _set_gather(served, lambda param: param.all_gather_coalesced.stock(param))
 

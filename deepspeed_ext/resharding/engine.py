@@ -90,10 +90,11 @@ class ReshardingEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be read.
         """
-        world, found = self._world(), None
+        if not self._can_reshard():  # on no rank: it depends on the config and the model only
+            return None
+        world, found = self._loaders(), None
         with together(world, CheckpointError):
-            if self._can_reshard():
-                found = self._differing(folder, only_weights)
+            found = self._differing(folder, only_weights)
         if world.all(found is None):
             return None
         with together(world, CheckpointError):
@@ -146,8 +147,14 @@ class ReshardingEngine(DeepSpeedEngine):
 
     def _write_weights(self, target: Target) -> None:
         """Write p to the weights. A collective."""
-        with together(self._world(), CheckpointError):
+        with together(self._loaders(), CheckpointError):
             target.write_weights()
+
+    def _loaders(self) -> RankGroup:
+        """All ranks that load together: with an `mpu` those of this engine."""
+        if self.mpu is None:
+            return self._world()
+        return RankGroup.of(self.seq_data_parallel_group, torch.device(get_accelerator().current_device_name()))
 
     def _world(self) -> RankGroup:
         """All ranks."""
@@ -197,7 +204,7 @@ class ReshardingEngine(DeepSpeedEngine):
             self.checkpoint_engine = usual
         self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
         if only_weights:
-            with together(self._world(), CheckpointError):
+            with together(self._loaders(), CheckpointError):
                 self._open_masters()
                 load_masters(resharding.saved, resharding.target)
             self._write_weights(resharding.target)
@@ -210,7 +217,7 @@ class ReshardingEngine(DeepSpeedEngine):
         if self._resharding is None or self._resharding.whole_weights:
             super().load_module_state_dict(checkpoint, strict, custom_load_fn, *args, **kwargs)
             return
-        with together(self._world(), CheckpointError):
+        with together(self._loaders(), CheckpointError):
             self._load_beside_trained(checkpoint["module"], strict, self._resharding)
 
     def _load_beside_trained(self, saved: dict[str, Any], strict: bool, resharding: Resharding) -> None:
@@ -234,7 +241,7 @@ class ReshardingEngine(DeepSpeedEngine):
             return super()._get_all_zero_checkpoints(load_dir, tag)
         target = self._resharding.target
         states: list[Any] = [None] * target.ranks
-        with together(self._world(), CheckpointError):
+        with together(self._loaders(), CheckpointError):
             self._open_masters()
             states[target.rank] = load_optimizer(self._resharding.saved, target)
         return states

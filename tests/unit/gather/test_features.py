@@ -225,6 +225,8 @@ def off_body() -> None:
     assert {vars(p)["all_gather_coalesced"] for p in model.parameters()} == {engine.parameter_gather}
     again = engine_for(OURS, model)  # as the HF Trainer does for a second `train`
     assert {vars(p)["all_gather_coalesced"] for p in model.parameters()} == {again.parameter_gather}
+    engine.destroy()
+    assert {vars(p)["all_gather_coalesced"] for p in model.parameters()} == {again.parameter_gather}
     engine_for({}, model)
     assert not any(isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather) for p in model.parameters())
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed import comm as dist
 
 from tests.support.models import OddModel, two_groups
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.resharded import STEPS, Run, data, resume, saved_by, state_of
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, train
@@ -84,3 +85,39 @@ def resume_compiled(run: Run, extended: bool, folder: str) -> str:
 )
 def test_renamed_parameters_of_the_same_layout_are_loaded_by_position(run: Run, extended: bool, tmp_path: Path) -> None:
     assert run_ranks(2, resume_compiled, run, extended, str(tmp_path), pool=run.pool) == ["", ""]
+
+
+class Alone:
+    """An ``mpu`` that gives every rank an engine of its own."""
+
+    def __init__(self) -> None:
+        self._groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+
+    def _own(self) -> Any:
+        return self._groups[dist.get_rank()]
+
+    get_model_parallel_group = get_data_parallel_group = _own
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    get_data_parallel_rank, get_data_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size
+
+
+def load_on_one_rank(config: dict[str, Any], folder: str) -> bool:
+    engine = make_engine(config, groups=two_groups, mpu=Alone())
+    engine.save_checkpoint(f"{folder}/{dist.get_rank()}", tag="t")
+    path = engine.load_checkpoint(f"{folder}/0", tag="t")[0] if dist.get_rank() == 0 else ""
+    dist.barrier()
+    engine.destroy()
+    return path is not None
+
+
+def test_an_engine_of_some_ranks_loads_without_the_others(tmp_path: Path) -> None:
+    config = Run(1, 2, "zero").config
+    for outcome in run_fresh_ranks(2, load_on_one_rank, config, str(tmp_path), timeout_seconds=35):
+        assert outcome.error is None
+        assert outcome.value
