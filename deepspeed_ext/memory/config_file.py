@@ -49,12 +49,22 @@ def read_config(path: str, ranks: int) -> FileSettings:
     section = section_of(config, "zero_optimization")
     zero = ZeroConfig(**section)
     require_section(zero)
-    _require_known(zero, section)
+    _require_known(zero, section, config)
     dtype, notes = _dtype(config)
-    return FileSettings(_setup(config, section, zero, ranks), dtype, (*notes, *_auto(section)))
+    return FileSettings(_setup(config, section, zero, ranks), dtype, (*notes, *_optimizer(config), *_auto(section)))
 
 
-def _require_known(zero: ZeroConfig, section: Mapping[str, Any]) -> None:
+def _optimizer(config: Mapping[str, Any]) -> list[str]:
+    """A note if the config names an optimizer that is no Adam."""
+    name = str(section_of(config, "optimizer").get("type", "adam"))
+    return [] if "adam" in name.lower() else [f"the optimizer is {name}: two fp32 moments are counted, as for Adam"]
+
+
+_LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", "bf16_optimizer_states")
+
+
+def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    sections = [section_of(config, name) for name in ("bf16", "bfloat16", "fp16")]
     offload, param = zero.offload_optimizer, zero.offload_param
     unknown = {
         "stage 0": int(zero.stage) == 0,
@@ -64,9 +74,9 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any]) -> None:
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
         "quantized weights or gradients": any(section.get(name) is True for name in section if "quantized" in name),
         "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
-    }
+    } | {name: any(section.get(name) is True for section in sections) for name in _LOW_PRECISION}
     if found := [name for name, given in unknown.items() if given]:
-        raise ConfigError(f"plan --memory does not know the memory of {' and '.join(found)} in zero_optimization")
+        raise ConfigError(f"plan --memory does not know the memory of {' and '.join(found)}")
 
 
 def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConfig, ranks: int) -> Setup:

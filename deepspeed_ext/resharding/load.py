@@ -68,16 +68,22 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
         False if the checkpoint does not have it.
 
     Raises:
-        CheckpointError: it has another size there.
+        CheckpointError: it has another size there, or is quantized there or here.
     """
     if (placement := saved.frozen(name)) is None:
         return False
     numel = getattr(param, "ds_numel", param.numel())
     if placement.numel != numel:
         raise CheckpointError(f"{name} has {numel} elements, in the checkpoint {placement.numel}")
+    is_quantized = hasattr(getattr(param, "ds_tensor", None), "ds_quant_scale")
     with target.frozen(param) as (values, begin, end):
         for part in placement.fragments(begin, end):
             source = saved.frozen_part(name, part.rank)[part.offset : part.offset + part.end - part.begin]
+            if is_quantized or source.is_floating_point() != param.is_floating_point():
+                raise CheckpointError(
+                    f"{name} is quantized (zero_quantized_nontrainable_weights), and the layout has changed: the "
+                    "checkpoint has no scales. Resume on the ranks and the stage that it was saved with"
+                )
             values[part.begin - begin : part.end - begin].copy_(source)
     return True
 

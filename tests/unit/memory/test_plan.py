@@ -241,6 +241,7 @@ CONFIGS: list[tuple[Any, str]] = [
     ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1, "overlap_lag": 9, "overlap_step": True,
                                                     "update_interval": 2}}}, "overlap_lag"),
     ({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": -1}, "gradient_accumulation_steps"),
+    ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16_optimizer"),
 ]  # fmt: skip
 
 
@@ -252,6 +253,16 @@ def test_a_config_that_is_refused(config: Any, says: str, tmp_path: Path, capsys
     assert out == ""
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("name", "notes"), [("AdamW", 0), ("OneBitAdam", 0), ("Lion", 1)])
+def test_another_optimizer_is_counted_as_adam_with_a_note(
+    name: str, notes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": name, "params": {"lr": 1e-3}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert status_of([*NEEDED, "--config", str(tmp_path / "config.json")]) == 0
+    assert capsys.readouterr().out.count("as for Adam") == notes
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.stem)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.resharding.layout import Layout, Placement, plan_copies
+from deepspeed_ext.resharding.load import load_frozen
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 RANKS = st.integers(1, 5)
@@ -88,6 +93,25 @@ def test_another_model_is_named() -> None:
     theirs = Layout(1, {"same": Placement(3, 0, 0, 9, 0), "old": Placement(5, 0, 4, 9, 0)})
     with pytest.raises(CheckpointError, match=r"old is only in the checkpoint; other is not in the checkpoint; same"):
         mine.require_same_parameters(theirs)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "in the checkpoint", "here"])
+def test_a_frozen_weight_that_is_quantized_is_refused(where: str) -> None:
+    """Its file has no scale (`zero_quantized_nontrainable_weights`)."""
+    param: Any = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    if where == "here":
+        param.ds_tensor = SimpleNamespace(ds_quant_scale=torch.ones(1))
+    saved = torch.arange(4, dtype=torch.int8 if where == "in the checkpoint" else torch.float32)
+    checkpoint: Any = SimpleNamespace(
+        frozen=lambda name: Placement(4, 0, 0, 4, 0), frozen_part=lambda name, rank: saved
+    )
+    target: Any = SimpleNamespace(frozen=lambda param: nullcontext((param.data, 0, 4)))
+    if where == "nowhere":
+        assert load_frozen(checkpoint, target, "w", param)
+        assert torch.equal(param, saved)
+    else:
+        with pytest.raises(CheckpointError, match="w is quantized"):
+            load_frozen(checkpoint, target, "w", param)
 
 
 @pytest.mark.parametrize(
