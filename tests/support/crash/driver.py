@@ -71,7 +71,7 @@ class InProcess:
         self._failed += [write_from_arena(task, self.arena) for task in tasks]
         return len(self._failed) - 1
 
-    def wait_for(self, number: int) -> None:
+    def wait_for(self, number: int, timeout_seconds: float | None = None) -> None:
         assert number < len(self._failed)
 
     def failed_write(self, number: int) -> str | None:

@@ -36,7 +36,7 @@ class Recorded:
         self.note(f"tell {tasks[0]}")
         return self.newest
 
-    def wait_for(self, number: int) -> None:
+    def wait_for(self, number: int, timeout_seconds: float | None = None) -> None:
         self.note(f"await {number}")
 
     def parcels(self, count: int, task: bool = True, up: bool = True) -> list[Parcel]:
