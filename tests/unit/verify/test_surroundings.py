@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -250,9 +252,13 @@ class SignalAt:
         return self
 
 
-@pytest.mark.parametrize("start", ["ends", "stays"])
+EVERY_THIRD: list[Any] = [("ends", 1, 3), ("stays", 2, 3)]
+EVERY = [pytest.param(start, 1, 1, marks=pytest.mark.full) for start in ("ends", "stays")]
+
+
+@pytest.mark.parametrize(("start", "first", "every"), EVERY_THIRD + EVERY)
 def test_a_signal_at_any_line_cuts_no_clean_up_short(
-    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: str, first: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal that came while ranks were ended or the folder was removed once left both."""
     (tmp_path / "ds.json").write_text(json.dumps(RIGHT))
@@ -261,9 +267,8 @@ def test_a_signal_at_any_line_cuts_no_clean_up_short(
     ours = partial(command.verify, start=start, kind=Brief)
     monkeypatch.setattr(command, "verify", lambda *args, **how: ours(*args, **{**how, "limit_seconds": 0.01}))
     arguments, tracing = ["verify", "--config", str(tmp_path / "ds.json"), "--ranks", "2"], sys.gettrace()
-    n = 0
-    while True:
-        signals, n = SignalAt(n + 1), n + 1
+    for n in itertools.count(first, every):
+        signals = SignalAt(n)
         sys.settrace(signals)
         try:
             cli.main(arguments)

@@ -78,9 +78,7 @@ def with_accumulation(config: dict[str, Any], accumulation: int) -> dict[str, An
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_not_used_has_no_gradient(stage: int, accumulation: int) -> None:
     config = zenflow_config(stage, torch.float32, update_interval=1, overlap_step=False)
-    for seed in range(2):
-        found = run_ranks(2, distance, with_accumulation(config, accumulation), seed)
-        assert max(found) < 1e-5, seed
+    assert max(run_ranks(2, distance, with_accumulation(config, accumulation), 0)) < 1e-5
 
 
 def test_deepspeed_applies_the_last_gradient_again() -> None:
