@@ -27,14 +27,13 @@ from deepspeed_ext._config_file import section_of
 from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.figures import EndWeights
 from deepspeed_ext.zenflow.predictive.elementwise import CLAMP
+from deepspeed_ext.zenflow.predictive.settings import LONGEST_MEASURED
 
 __all__ = ["compare_weights", "prediction_bound"]
 
 LEAST_NUMEL = 32
 """Smaller parameters may return to their initial values by chance."""
 ROUNDINGS = 4
-MOST_INTERVAL = 4
-"""That measurement may choose."""
 
 Weights = dict[str, Tensor]
 """fp32, on the host, by the parameter's name."""
@@ -69,7 +68,7 @@ def _astray(plan: Plan, weights: Tensor, masters: Tensor, lr: float) -> int:
         return int(((weights != rounded) & ~(weights.isnan() & rounded.isnan())).sum())
     params = section_of(section_of(plan.config, "optimizer"), "params")
     betas, decay = params.get("betas", (0.9, 0.999)), float(params.get("weight_decay", 0.0))
-    bound, ahead = prediction_bound(lr, plan.interval or MOST_INTERVAL, betas)
+    bound, ahead = prediction_bound(lr, plan.interval or LONGEST_MEASURED, betas)
     allowed = bound + masters.abs() * (ahead * lr * decay + ROUNDINGS * torch.finfo(dtype).eps)
     return int((~((weights - masters).abs() <= allowed)).sum())
 

@@ -246,12 +246,14 @@ class OffloadedAdam:
 
         The first slot of the ring has been touched; the others take memory from now on.
         """
-        longest = 1
+        longest = shortest = self.rule.schedule.shortest_interval
         with self.link.keeping():
             slot_bytes = sum(partition.ring[0].nbytes for partition in self.partitions)
             room = available_host_bytes() // local_world_size()
             ring_at = self.rule.schedule.ring_at
-            longest = max((n for n in range(1, wanted + 1) if (ring_at(n) - 1) * slot_bytes <= room), default=1)
+            longest = max(
+                (n for n in range(shortest, wanted + 1) if (ring_at(n) - 1) * slot_bytes <= room), default=shortest
+            )
         interval = min(wanted, self.ranks.minimum(longest)[0])
         if interval < wanted and self.ranks.rank == 0:
             logger.warning(

@@ -8,10 +8,10 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.device_sizes import ACCELERATOR_CHUNK_NUMEL, COMPILED_FROM_NUMEL, chunk_of
 from deepspeed_ext.zenflow.predictive.schedule import ring_of
 
-__all__ = ["PredictiveSettings"]
+__all__ = ["LONGEST_MEASURED", "PredictiveSettings"]
 
 _FLOAT_BYTES = 4
-_LONGEST_MEASURED = 4
+LONGEST_MEASURED = 4
 """Interval 8 costs 5 % of the loss (docs/lab/numerics.md): only a config chooses that."""
 
 
@@ -41,7 +41,7 @@ class PredictiveSettings:
     @property
     def longest_interval(self) -> int:
         """`update_interval`, or the longest that measurement may choose."""
-        return self.update_interval or _LONGEST_MEASURED
+        return self.update_interval or LONGEST_MEASURED
 
     @property
     def slots(self) -> int:

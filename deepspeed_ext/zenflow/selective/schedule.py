@@ -66,6 +66,10 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         super().__init__(SelectiveState(interval=settings.update_interval))
         self._settings = settings
 
+    @property
+    def shortest_interval(self) -> int:
+        return self._settings.lag or 1
+
     def ring_at(self, interval: int | None) -> int:
         return 1 if interval is None else ring_of(interval, self._settings.lag or 0)
 
