@@ -46,11 +46,12 @@ class Ours(Rule):
     Args:
         interval: S.
         block_size: elements over which v is averaged; 1: v itself; `WHOLE`: one mean per partition.
+        warm_up_steps: synchronous steps at the start; None: as the schedule chooses.
     """
 
-    def __init__(self, start: Start, interval: int = 1, block_size: int = 32) -> None:
+    def __init__(self, start: Start, interval: int = 1, block_size: int = 32, warm_up_steps: int | None = None) -> None:
         super().__init__(start)
-        self.schedule = PredictiveSchedule(interval, overlap=True, warm_up_steps=None)
+        self.schedule = PredictiveSchedule(interval, overlap=True, warm_up_steps=warm_up_steps)
         self.interval, self.bounds = interval, start.bounds
         self._weights = start.masters.to(start.dtype, copy=True)
         self.parts = []

@@ -179,6 +179,11 @@ GROUPS: tuple[Group, ...] = (
         "The mean of v at interval 4",
         (("bytes-1m", "base", ("ours-4-one-mean", "ours-4-exact-v")),),
     ),
+    Group(
+        "remedies",
+        "A later start of overlap, and smaller blocks, an amendment",
+        (("bytes-5m", "base", ("ours-1-from-40", "ours-4-blocks-8")), ("bytes-1m", "base", ("ours-4-blocks-8",))),
+    ),
 )
 
 
