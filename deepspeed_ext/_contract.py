@@ -47,9 +47,11 @@ _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     ),
     "loss_scale": EXISTS,
     "offload_states": "(self, include, device, pin_memory, non_blocking)",
+    "register_grad_acc_post_hook": "(self, hook)",
     "reload_states": "(self, non_blocking)",
     "state_dict": "(self)",
     "step": "(self, closure)",
+    "unregister_grad_acc_post_hooks": "(self)",
     "device": ASSIGNED,
     "dp_process_group": ASSIGNED,
     "dtype": ASSIGNED,
@@ -76,6 +78,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "initialize": EXISTS,
     },
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": {"pin_empty": EXISTS},
+    "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {"adam_w_mode": ASSIGNED},
+    "deepspeed.ops.adam.fused_adam:FusedAdam": {"adam_w_mode": ASSIGNED},
     "deepspeed.comm.torch": {"build_shm_op": "()"},
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {
         "__init__": "(self, config_params)",
@@ -87,6 +91,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.runtime.engine": {"DeepSpeedZeroOptimizer": EXISTS, "ThroughputTimer": EXISTS},
     "deepspeed.runtime.engine:DeepSpeedEngine": {
+        "_backward_post_hook": "(self)",
         "_backward_prologue": "(self)",
         "_configure_checkpointing": "(self)",
         "_configure_optimizer": "(self, client_optimizer, model_parameters)",
@@ -95,6 +100,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_create_module_forward_post_hook": "(self)",
         "_create_module_forward_pre_hook": "(self)",
         "_do_sanity_check": "(self)",
+        "_forward_epilogue": "(self)",
+        "_forward_prologue": "(self, inputs, kwargs)",
         "_get_all_ckpt_names": "(self, checkpoints_path, tag)",
         "_get_all_zero_checkpoints": "(self, load_dir, tag)",
         "_get_zero_param_shapes": "(self)",
@@ -165,6 +172,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.runtime.fp16.loss_scaler:LossScaler": {"__init__": "(self, scale)", "update_scale": "(self, overflow)"},
     "deepspeed.runtime.lr_schedules": {"WarmupLR": EXISTS, "WarmupDecayLR": EXISTS, "OneCycle": EXISTS},
+    "deepspeed.runtime.pipe.module": {"ds_pipe_replicated": ASSIGNED},
     "deepspeed.runtime.pipe.module:PipelineModule": {"mpu": "(self)"},
     "deepspeed.runtime.zero.config": {"get_zero_config": "(param_dict)"},
     "deepspeed.runtime.zero.config:DeepSpeedZeroConfig": {"__init__": EXISTS},
@@ -204,6 +212,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
             "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, allgather_bucket_size)"
         ),
         "get_accelerator": EXISTS,
+        "_zero_padding": ASSIGNED,
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
         **_OF_BOTH_OPTIMIZERS,

@@ -247,6 +247,8 @@ class Engine(OffloadingEngine):
                 self.checkpoint_engine = AsyncCheckpointEngine(self._config, world, leads, adam.link)
             else:
                 self.checkpoint_engine = JointCheckpointEngine(self._config, world, leads)
+        elif self._has_own_zenflow() and self._config.zero_config.zenflow.async_save:
+            logger.warning("zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or datastates")
 
     def save_checkpoint(
         self,

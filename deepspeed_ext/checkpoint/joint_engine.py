@@ -92,7 +92,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self.kept.raise_here()  # kept when the folder of all tags was created
             folder = CheckpointFolder(info.save_dir, info.tag)
             folder.require_savable()
-        self._recover(folder)
+        try:
+            self._recover(folder)
+        except CheckpointError as error:  # advises those who load
+            raise agreed(CheckpointError(f"{what}: {error}. To go on: save under another tag"), self._ranks) from error
         with self._all(what, "save elsewhere"):
             if self._leads:
                 folder.begin()

@@ -140,7 +140,7 @@ def check_losses(plan: Plan, found: Found) -> Check:
     allowed = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * abs(found.plain[step])
     if plan.rule == "predicted":
         first = next((step for step in range(plan.steps) if not apart[step] <= allowed), plan.steps)
-        allowed += max(PREDICTED_LOSS * learned, _learned_ahead(found.plain[first:], plan.interval or 1))
+        allowed += max(PREDICTED_LOSS * learned, _learned_ahead(found.plain[first:], plan.longest_interval))
     figures |= {"difference": apart[step], "allowed": allowed, "step": step + 1}
     what += f"; largest difference {apart[step]:.1e} at step {step + 1}, allowed {allowed:.1e}"
     if learned < LOSS_ROUNDING[plan.dtype] * found.plain[0]:
@@ -160,7 +160,7 @@ def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any
         sum(found.untrained[i] - losses[i] for i in last) / len(last) for losses in (found.losses, found.plain)
     )
     noise = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * found.plain[-1]
-    least = 1.0 / (plan.interval or 4)
+    least = 1.0 / plan.longest_interval
     share = ours / plain if plain > 0 else math.nan
     figures |= {"progress": ours, "plain_progress": plain, "least_share": least}
     if plain <= noise:
@@ -233,7 +233,7 @@ def _deviates(plan: Plan, each: Movement) -> bool:
     if plan.rule == "deferred" and each.plain:
         share = each.length / each.plain
         turned = _cosine(each) < DEFERRED_DIRECTION
-        return turned or not DEFERRED_WAY / (plan.interval or 4) <= share <= DEFERRED_MOST
+        return turned or not DEFERRED_WAY / plan.longest_interval <= share <= DEFERRED_MOST
     return not _deviation(each) <= _allowed(plan, each)
 
 
@@ -257,9 +257,8 @@ def _how(each: Movement) -> str:
 FOLLOW = {
     "exact": "the fp32 masters, rounded, to the bit, and ",
     "predicted": "near the fp32 masters, within the bound of the prediction, and ",
-    "deferred": "",
 }
-"""What the weights are at the end, by rule."""
+"""What the weights are at the end, by rule, if each has its own master."""
 
 
 def check_weights(plan: Plan, found: Found) -> Check:
@@ -276,7 +275,8 @@ def check_weights(plan: Plan, found: Found) -> Check:
     ]
     if any(what):
         return Check(name, "FAIL", "; ".join(filter(None, what)), figures)
-    return Check(name, "PASS", f"{FOLLOW[plan.rule]}equal on {plan.ranks} rank(s)", figures)
+    follow = FOLLOW[plan.rule] if plan.has_rounded_masters else ""
+    return Check(name, "PASS", f"{follow}equal on {plan.ranks} rank(s)", figures)
 
 
 def _wrong_norms(plan: Plan, found: Found) -> str:

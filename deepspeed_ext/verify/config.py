@@ -12,7 +12,9 @@ from deepspeed_ext._config_file import section_of
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify.batches import Batches, plan_batches
+from deepspeed_ext.zenflow.predictive.settings import LONGEST_MEASURED
 from deepspeed_ext.zenflow.schedule import MEASURED_STEPS
+from deepspeed_ext.zenflow.selective.settings import LONGEST_CHOSEN
 
 __all__ = ["Plan", "Rule", "plan_check"]
 
@@ -83,6 +85,17 @@ class Plan:
     flat_model: bool
     summary: str
     changes: tuple[str, ...]
+
+    @property
+    def longest_interval(self) -> int:
+        """`interval`, or the most that may be chosen."""
+        return self.interval or (LONGEST_MEASURED if self.rule == "predicted" else LONGEST_CHOSEN)
+
+    @property
+    def has_rounded_masters(self) -> bool:
+        """Whether each weight follows from its own master: not if only some step, or if weights are quantized."""
+        quantized = section_of(self.config, "zero_optimization").get("zero_quantized_weights")
+        return self.rule != "deferred" and not quantized
 
 
 def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream: bool, scratch: str) -> Plan:

@@ -33,7 +33,6 @@ PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = "plan.json", "checkpoint", "weights
 PARENT = "DSEXT_VERIFY_PARENT"
 """Variable with the id of the process that checks, which no rank outlives."""
 GROUP_TIMEOUT_SECONDS = 600.0
-MOST_MEASURED_INTERVAL = 16
 
 
 def result_file(folder: Path, phase: str, rank: int) -> Path:
@@ -133,9 +132,9 @@ class Rank:
             return
         from deepspeed_ext.verify.reference import PlainRun, PlainTraining
 
-        interval = self.plan.interval or MOST_MEASURED_INTERVAL  # masters wait for the end of an interval
         plain, noisy = (PlainTraining(self.plan, self.device, noise) for noise in (0.0, self._eps))
-        runs = [PlainRun(initial=each.weights(), masters=deque(maxlen=interval)) for each in (plain, noisy)]
+        kept = self.plan.longest_interval  # masters wait for the end of an interval
+        runs = [PlainRun(initial=each.weights(), masters=deque(maxlen=kept)) for each in (plain, noisy)]
         self._trainings, self._runs = (plain, noisy), (runs[0], runs[1])
 
     def make_engine(self, model: Any) -> Any:
@@ -269,7 +268,7 @@ class Rank:
                 os.kill(victim, signal.SIGKILL)
         begin, steps = time.monotonic(), 0
         error: Failure | None = None
-        most = 4 * (self.plan.interval or 8) + 4
+        most = 4 * self.plan.longest_interval + 4
         try:
             for steps in range(1, most + 1):
                 self.step(self.plan.steps + steps)

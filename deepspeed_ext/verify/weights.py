@@ -27,7 +27,6 @@ from deepspeed_ext._config_file import section_of
 from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.figures import EndWeights
 from deepspeed_ext.zenflow.predictive.elementwise import CLAMP
-from deepspeed_ext.zenflow.predictive.settings import LONGEST_MEASURED
 
 __all__ = ["compare_weights", "prediction_bound"]
 
@@ -61,14 +60,14 @@ def compare_weights(plan: Plan, weights: Weights, masters: Weights, initial: Wei
 def _astray(plan: Plan, weights: Tensor, masters: Tensor, lr: float) -> int:
     """Elements that are not what the rule makes of the masters."""
     dtype = getattr(torch, plan.dtype)
-    if plan.rule == "deferred" or section_of(plan.config, "zero_optimization").get("zero_quantized_weights"):
+    if not plan.has_rounded_masters:
         return 0
     if plan.rule == "exact":
         rounded = masters.to(dtype).float()
         return int(((weights != rounded) & ~(weights.isnan() & rounded.isnan())).sum())
     params = section_of(section_of(plan.config, "optimizer"), "params")
     betas, decay = params.get("betas", (0.9, 0.999)), float(params.get("weight_decay", 0.0))
-    bound, ahead = prediction_bound(lr, plan.interval or LONGEST_MEASURED, betas)
+    bound, ahead = prediction_bound(lr, plan.longest_interval, betas)
     allowed = bound + masters.abs() * (ahead * lr * decay + ROUNDINGS * torch.finfo(dtype).eps)
     return int((~((weights - masters).abs() <= allowed)).sum())
 

@@ -156,6 +156,28 @@ def test_what_deepspeed_hangs_on_parameters_is_in_the_contract() -> None:
     assert used <= set(_contract.CONTRACT["deepspeed.runtime.zero.partition_parameters"])
 
 
+OF_OTHERS = {
+    *("accelerator", "all_gather_single", "cudart", "get_device_properties", "mem_get_info", "supports_coalescing"),
+    *("__closure__", "__module__", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
+    *("iowait", "sched_getaffinity"),
+    *("arena", "measurements", "process", "transfers", "zenflow_adam"),
+}
+"""Attributes of torch, Python, the operating system and this package that may be missing."""
+
+
+def test_attributes_with_a_default_are_in_the_contract() -> None:
+    """``getattr(x, "name", default)`` hides a rename in DeepSpeed: an Adam with L2 decay would train as AdamW."""
+    used = {
+        node.args[1].value
+        for _, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        if isinstance(node.args[1], ast.Constant)
+    }
+    assert used >= OF_OTHERS | {"adam_w_mode", "_zero_padding"}
+    assert used - OF_OTHERS <= {name for members in _contract.CONTRACT.values() for name in members}
+
+
 def test_keyword_arguments_that_we_read_are_in_the_contract() -> None:
     """Of the optimizers' constructors: ``kwargs["x"]`` and ``kwargs.get("x")``."""
     used = set()

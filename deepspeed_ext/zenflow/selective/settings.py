@@ -10,10 +10,11 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.device_sizes import COMPILED_FROM_NUMEL
 
-__all__ = ["SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
+__all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
 _AUTO_SELECT_STEPS = 16
-_LONGEST_CHOSEN = 8
+LONGEST_CHOSEN = 8
+"""The longest interval that the rule chooses if the config does not say."""
 _BALANCE = 2
 _ARRAY_BYTES = 4
 _STATE_BYTES = 3 * _ARRAY_BYTES
@@ -87,7 +88,7 @@ class SelectiveSettings:
     @property
     def longest_interval(self) -> int:
         """`update_interval`, or the longest that the first selection may choose."""
-        return self.update_interval or max(_LONGEST_CHOSEN, self.lag or 0)
+        return self.update_interval or max(LONGEST_CHOSEN, self.lag or 0)
 
     @property
     def slots(self) -> int:

@@ -187,6 +187,15 @@ def test_a_damaged_marker_is_a_checkpoint_error(text: str, tmp_path: Path) -> No
         CheckpointFolder(str(tmp_path), "t").state()
 
 
+def test_a_damaged_marker_under_the_saves_own_tag_is_an_error_of_the_save(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / checkpoint_folder._MARKER).write_text("[]")
+    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
+    engine.begin_save(names_latest=True)
+    with pytest.raises(CheckpointError, match=r"'t' was not saved: .*damaged.*save under another tag"):
+        engine.create(SimpleNamespace(tag="t", save_dir=str(tmp_path)))
+
+
 INTERRUPTIONS = ("created", "folder made", "a file failed", "a file saved", "committing")
 
 

@@ -177,6 +177,20 @@ def test_deferred_updates_need_a_share_of_the_progress_and_the_direction() -> No
     assert failed(verdicts(deferred, good(movements=turned))) == ["gradients"]
 
 
+def test_an_interval_that_the_run_chooses_allows_the_longest() -> None:
+    """With gradients of 15 steps lost a run once passed, because they might have been in flight."""
+    assert (plan("predicted", interval=None).longest_interval, plan("predicted", interval=2).longest_interval) == (4, 2)
+    seldom = [Movement("weight", 1000, 0.1, 1.0, 0.9, 0.0)]  # a step in eight
+    for interval, wrong in ((None, []), (4, ["gradients"])):
+        assert failed(verdicts(plan("deferred", interval=interval), good(movements=seldom))) == wrong
+
+
+def test_quantized_weights_are_not_said_to_follow_their_masters() -> None:
+    config = {**plan().config, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+    told = [verdicts(plan(config=config), good())["weights"].detail, verdicts(plan(), good())["weights"].detail]
+    assert ["masters" in each for each in told] == [False, True]
+
+
 def test_a_parameter_that_rounding_moves_is_not_judged() -> None:
     noisy = Movement("bias", 10, 0.1, 0.1, 0.2, 0.05)
     checks = verdicts(plan(), good(movements=[*good().movements, noisy]))

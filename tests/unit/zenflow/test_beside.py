@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
@@ -236,7 +237,9 @@ def pipelined(config: dict[str, Any], num_stages: int, extended: bool) -> list[f
     ]
     module = PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss)
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
-    engine, *_ = initialize(model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(config))
+    with patch("deepspeed_ext.engine.logger.warning") as warning:
+        engine, *_ = initialize(model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(config))
+    assert any("async_save has no effect on pipelines" in str(call) for call in warning.mock_calls) == extended
     generator = torch.Generator().manual_seed(7)
     data = ((torch.randn(4, 33, generator=generator), torch.randn(4, 7, generator=generator)) for _ in range(20))
     losses = [float(engine.train_batch(data)) for _ in range(10)]
@@ -246,7 +249,7 @@ def pipelined(config: dict[str, Any], num_stages: int, extended: bool) -> list[f
 
 @pytest.mark.parametrize(("num_stages", "rule"), [(2, "predictive"), (1, "selective"), (2, "selective")])
 def test_pipelines(num_stages: int, rule: str) -> None:
-    config = zenflow_config(1, torch.float32, accumulation=2, **RULES[rule])
+    config = zenflow_config(1, torch.float32, accumulation=2, async_save=True, **RULES[rule])
     alone = {"pool": f"pipeline of {num_stages}"}  # DeepSpeed keeps the topology of a pipeline for the whole process
     expected = run_ranks(2, pipelined, offload_config(config), num_stages, False, **alone)
     for theirs, ours in zip(expected, run_ranks(2, pipelined, config, num_stages, True, **alone), strict=True):
