@@ -152,7 +152,7 @@ def check_compiler() -> Check:
     compiler = _words(os.environ.get("CXX", "") or "c++")[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if missing:
-        remedy = f"install {' and '.join(missing)} to build native operators; without them, slower torch operations run"
+        remedy = f"install {' and '.join(missing)} to build native operators; DeepSpeed's CPU Adam needs them"
         return _warning("compiler", f"{' and '.join(missing)} not found", remedy)
     return _ok("compiler", f"{shutil.which(compiler)}, {shutil.which('ninja')}")
 
@@ -198,7 +198,7 @@ def check_host_memory() -> Check:
         detail += f", control group limit {total / GIB:.1f} GiB"
         if total < machine // 2:
             return _warning(
-                "host memory", detail, "offloading needs 18 bytes per parameter: raise the limit if that is more"
+                "host memory", detail, "offloading needs 16 to 28 bytes per parameter: raise the limit if that is more"
             )
     return _ok("host memory", detail)
 

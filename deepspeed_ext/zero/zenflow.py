@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
+from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
@@ -128,8 +129,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         weights_dtype = self._weights(0).dtype
         require_publishable(self._settings, dtype_name(weights_dtype))
         device = torch.device(get_accelerator().current_device_name())
+        settings = self._settings
         self.zenflow_adam = start_adam(
-            self._settings,
+            settings,
             self.optimizer,
             self._masters,
             groups,
@@ -139,6 +141,10 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             placement=self._placement,
             local_ranks=local_world_size(),
         )
+        if self.zenflow_adam.ranks.rank == 0:
+            interval = settings.update_interval or "to be measured"
+            how = "overlapped" if settings.overlapped else "every step waits for its own result"
+            logger.info(f"ZenFlow: {settings.rule} rule, update_interval {interval}, {how}")
         self._stand_ins = [
             PartitionStandIn(partition.master.data, self._grad_dtype) for partition in self.zenflow_adam.partitions
         ]
