@@ -39,7 +39,9 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     and 2."""
 
     fp32_partitioned_groups_flat: list[Any]
+    grad_partitions_flat_buffer: torch.Tensor
     inf_or_nan_tracker: torch.Tensor
+    _is_stepping: bool = False
 
     def __init__(
         self,
@@ -71,8 +73,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self.offload_optimizer_pin_memory = False
         self.deepspeed_adam_offload = False
         self._clear_padding()
-        trained = (param for group in self.fp16_groups for param in group if self._held_numel(param))
-        self._trained_here = {param.ds_id for param in trained}
         self.device = get_accelerator().current_device_name()
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
 
@@ -106,34 +106,19 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
-    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
-        """Take reduced gradients. The first one of a step replaces what its buffer holds; DeepSpeed adds it to the one
-        of an earlier step if this step's first micro-step had none."""
-        if self.micro_step_id == 0:
-            super().partition_grads(params_to_release, grad_partitions)
-            return
-        first: Any = ([], [])
-        others: Any = ([], [])
-        for param, grad in zip(params_to_release, grad_partitions, strict=True):
-            params, grads = others if param.ds_id in self._offload_boundary_param_ids else first
-            params.append(param)
-            grads.append(grad)
-        with swapped(Swap(self, "micro_step_id", 0)):
-            super().partition_grads(*first)
-        super().partition_grads(*others)
-
-    def _clear_stale_gradients(self) -> None:
-        """Zero the gradients of parameters that had none in this step. DeepSpeed applies their last ones again."""
-        if stale := self._trained_here - self._offload_boundary_param_ids:
-            for index, grads in self.averaged_gradients.items():
-                for param, grad in zip(self.fp16_groups[index], grads or (), strict=False):
-                    if param.ds_id in stale:
-                        grad.zero_()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, also the reduced ones. DeepSpeed keeps these, and applies that of a parameter which the
+        coming step does not use again. The engine calls this after every step; a step calls it before it takes them."""
+        super().zero_grad(set_to_none)
+        if not self._is_stepping:
+            self.grad_partitions_flat_buffer.zero_()
 
     def step(self, closure: Any = None) -> None:
-        with self.zenflow_adam.link.keeping():
-            self._clear_stale_gradients()
-        super().step(closure)
+        self._is_stepping = True
+        try:
+            super().step(closure)
+        finally:
+            self._is_stepping = False
         with self.zenflow_adam.link.keeping():
             self._order_gathers()
 

@@ -4,12 +4,15 @@ DeepSpeed 0.19.8 applies the gradient of the last step that used them again: at 
 stage (`test_deepspeed_applies_the_last_gradient_again` shows when that has changed).
 """
 
+import math
 import random
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_grad
 from torch import nn
 
 from tests.support.models import on_device
@@ -79,6 +82,68 @@ def with_accumulation(config: dict[str, Any], accumulation: int) -> dict[str, An
 def test_what_is_not_used_has_no_gradient(stage: int, accumulation: int) -> None:
     config = zenflow_config(stage, torch.float32, update_interval=1, overlap_step=False)
     assert max(run_ranks(2, distance, with_accumulation(config, accumulation), 0)) < 1e-5
+
+
+def moved(engine: Any, step: Callable[[Any, Callable[[list[int]], None]], None], branch: int) -> float:
+    """How far a branch's weight moves by a step, its decay left out; `step` gets the engine and a backward."""
+    weight, x = (
+        engine.module.branches[branch].weight,
+        on_device(torch.randn(4, WIDTH)).to(engine.module.stem.weight.dtype),
+    )
+    before = safe_get_full_fp32_param(weight).clone()
+    step(engine, lambda used: engine.backward(engine(x, used)))
+    return float((safe_get_full_fp32_param(weight) - before * (1 - 1e-3)).abs().max())
+
+
+def sets_one(engine: Any, backward: Callable[[list[int]], None]) -> None:
+    backward([0])
+    weight = engine.module.branches[1].weight
+    safe_set_full_grad(weight, torch.ones(WIDTH, WIDTH, device=weight.device))
+    engine.step()
+
+
+def discards_one(engine: Any, backward: Callable[[list[int]], None]) -> None:
+    backward([1])
+    engine.optimizer.zero_grad()
+    backward([0])
+    engine.step()
+
+
+def breaks_off(engine: Any, backward: Callable[[list[int]], None]) -> None:
+    backward([0, 1, 2])
+    place = "_get_norm_groups" if engine.zero_optimization_stage() == 3 else "get_grad_norm_direct"
+    with patch.object(type(engine.optimizer), place, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.step()
+
+
+def overflows(engine: Any, backward: Callable[[list[int]], None]) -> None:
+    backward([1])
+    weight = engine.module.branches[1].weight
+    safe_set_full_grad(weight, torch.full((WIDTH, WIDTH), math.inf, device=weight.device))
+    engine.step()
+    backward([0])
+    engine.step()
+
+
+def movements(config: dict[str, Any], dtype: torch.dtype) -> list[float]:
+    """Of branch 1, each by an engine of its own."""
+    cases = [sets_one, discards_one, breaks_off] if dtype is torch.float32 else [overflows]
+    found = []
+    for case in cases:
+        engine = make_engine(config, model=Branches)
+        found.append(moved(engine, case, 1))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_are_set_discarded_or_broken_off(stage: int, dtype: torch.dtype) -> None:
+    config = with_accumulation(zenflow_config(stage, dtype, update_interval=1, overlap_step=False), 1)
+    expected = [0.01, 0.0, 0.01] if dtype is torch.float32 else [0.0]
+    for found in run_ranks(2, movements, config, dtype):
+        assert found == pytest.approx(expected, abs=1e-3)
 
 
 def test_deepspeed_applies_the_last_gradient_again() -> None:
