@@ -55,6 +55,7 @@ class Rank:
         self.engine: Any = None
         self._eps = self._lr = 0.0
         self._runs: tuple[Any, Any] | None = None
+        self._earlier: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._trainings: tuple[Any, Any] | None = None
 
     @contextmanager
@@ -169,7 +170,11 @@ class Rank:
             self._train(self.plan.save_after, self.plan.steps)
 
     def _train(self, first: int, last: int) -> None:
+        looked_at = (self.plan.steps // 2, self.plan.steps - 2 * self.plan.longest_interval)
         for step in range(first, last):
+            if step in looked_at and step:
+                weights = self.weights()
+                self._earlier.append((weights, self._masters(weights)))
             if self._trainings is not None and self._runs is not None:
                 weights = self.weights()
                 for training, run in zip(self._trainings, self._runs, strict=True):
@@ -208,7 +213,8 @@ class Rank:
                 torch.save(weights, self.folder / WEIGHTS)
                 torch.save(masters, self.folder / MASTERS)
             self._movements(masters)
-            self.found.weights = compare_weights(self.plan, weights, masters, self._initial(), self._lr)
+            earlier = [(self._initial(), self._initial()), *self._earlier]
+            self.found.weights = compare_weights(self.plan, weights, masters, earlier, self._lr)
             if self._runs is not None:
                 self.found.plain_norms = self._runs[0].norms
 

@@ -11,13 +11,14 @@ per element, follows from its formulas. With S the interval, K = CLAMP, and U lr
 
 U = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), by the inequality of Cauchy and Schwarz; twice that, because bias
 corrections of the first steps are not one. The bound is coarse: it finds weights that belong to something else, not one
-lost step.
+lost step. A weight that is no longer written stands still while its masters move.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,23 +39,34 @@ Weights = dict[str, Tensor]
 """fp32, on the host, by the parameter's name."""
 
 
-def compare_weights(plan: Plan, weights: Weights, masters: Weights, initial: Weights, lr: float) -> EndWeights:
+def compare_weights(
+    plan: Plan, weights: Weights, masters: Weights, earlier: Sequence[tuple[Weights, Weights]], lr: float
+) -> EndWeights:
     """What is wrong with this rank's weights; all ranks call this together.
 
     Args:
         plan: the check.
         weights: of this rank's module, in full.
         masters: in full, or the weights if there are none.
-        initial: weights before the first step.
+        earlier: weights and masters of earlier times, each an update or more ago.
         lr: the largest learning rate of the run.
     """
-    dtype = getattr(torch, plan.dtype)
-    rounded = {name: master.to(dtype).float() for name, master in masters.items()}
+    rounded = _rounded(plan, masters)
+    earlier = [(old, _rounded(plan, old_masters)) for old, old_masters in earlier]
     return EndWeights(
         astray={name: count for name in weights if (count := _astray(plan, weights[name], masters[name], lr))},
-        still=[name for name in weights if _stands_still(weights[name], rounded[name], initial[name])],
+        still=[
+            name
+            for name in weights
+            if any(_stands_still(weights[name], rounded[name], old[name], master[name]) for old, master in earlier)
+        ],
         divided=_divided(weights),
     )
+
+
+def _rounded(plan: Plan, masters: Weights) -> Weights:
+    dtype = getattr(torch, plan.dtype)
+    return {name: master.to(dtype).float() for name, master in masters.items()}
 
 
 def _astray(plan: Plan, weights: Tensor, masters: Tensor, lr: float) -> int:
@@ -81,10 +93,10 @@ def prediction_bound(lr: float, interval: int, betas: tuple[float, float]) -> tu
     return interval * lr * (4 * CLAMP + 3 * 2 * step), 3 * interval
 
 
-def _stands_still(weights: Tensor, rounded: Tensor, initial: Tensor) -> bool:
-    """Whether no weight has changed, although most of the masters have. No rule does that."""
-    moved = int((rounded != initial).sum())
-    return weights.numel() >= LEAST_NUMEL and 2 * moved > weights.numel() and torch.equal(weights, initial)
+def _stands_still(weights: Tensor, rounded: Tensor, old_weights: Tensor, old_rounded: Tensor) -> bool:
+    """Whether no weight has changed, although most of the rounded masters have. No rule does that."""
+    moved = int((rounded != old_rounded).sum())
+    return weights.numel() >= LEAST_NUMEL and 2 * moved > weights.numel() and torch.equal(weights, old_weights)
 
 
 def _divided(weights: Weights) -> list[str]:

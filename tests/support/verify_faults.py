@@ -125,7 +125,7 @@ class Faulty(rank.Rank):
                 time.sleep(0.1)
             if self._has("step twice"):
                 super().step(number)
-        if not self._has("stale weight") or not self._trains:
+        if not self._has("stale weight") or not self._trains or number < self.fault.step:
             return super().step(number)
         parameter = dict(self.engine.module.named_parameters())[self.fault.parameter]
         before = parameter.detach().clone()

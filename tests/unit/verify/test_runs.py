@@ -54,13 +54,13 @@ def test_three_faults_fail_three_checks() -> None:
     assert DROPPED in checks["gradients"].detail
 
 
-@pytest.mark.parametrize(("overlap", "rank"), [(False, None), (True, 1)])
-def test_a_weight_that_is_not_written_is_found(overlap: bool, rank: int | None) -> None:
-    """Plain training follows the engine's weights, so gradients alone cannot tell."""
+@pytest.mark.parametrize(("overlap", "rank", "steps"), [(False, None, 4), (True, 1, 4), (True, None, 12)])
+def test_a_weight_that_is_no_longer_written_is_found(overlap: bool, rank: int | None, steps: int) -> None:
+    """From the second step on. Plain training follows the engine's weights, so gradients alone cannot tell."""
     checks = run(
         zenflow_config(2, overlap_step=overlap, update_interval=1, lr=3e-3),
         Fault(("stale weight",), rank=rank),
-        steps=4,
+        steps=steps,
     )
     assert checks["weights"].status == "FAIL", checks
     assert DROPPED in checks["weights"].detail
