@@ -116,6 +116,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_set_distributed_vars": "(self, args)",
         "_take_model_step": "(self, lr_kwargs)",
         "backward": "(self, loss, retain_graph, scale_wrt_gas)",
+        "bfloat16_enabled": "(self)",
         "destroy": "(self)",
         "forward": "(self, inputs, kwargs)",
         "get_optimizer_configuration": "(self, optimizer_parameters, adam_w_mode, allow_legacy_fallback)",

@@ -27,6 +27,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.resharding.load import load_frozen, load_masters, load_optimizer
 from deepspeed_ext.resharding.saved import SavedCheckpoint, holds_partitions
 from deepspeed_ext.resharding.target import Target, target_of
+from deepspeed_ext.zenflow.checkpoint import SECTION
 
 __all__ = ["ReshardingEngine"]
 
@@ -77,12 +78,13 @@ class ReshardingEngine(DeepSpeedEngine):
 
     checkpoint_engine: Any
     _resharding: Resharding | None = None
+    _loads_section: bool = False  # that of ZenFlow, in the layout of this run
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().load_checkpoint(*args, **kwargs)
         finally:
-            self._resharding = None
+            self._resharding, self._loads_section = None, False
 
     def _plan_resharding(self, folder: str, only_weights: bool, custom_load_fn: Any) -> Resharding | None:
         """Compare the layout of the checkpoint in `folder` with this run's; None: DeepSpeed can load it. A collective.
@@ -136,6 +138,8 @@ class ReshardingEngine(DeepSpeedEngine):
         same_kind = saved.ranks == target.ranks and saved.has_whole_weights != partitions_weights
         if only_weights and (same_kind or (saved.has_whole_weights and not partitions_weights)):
             return None
+        if same_kind and saved.several:
+            self._require_newer(saved)
         try:
             fits = same_kind and target.layout.fits(saved.layout)
             is_same = fits and (self._reads_section() or not saved.has_section)
@@ -144,6 +148,15 @@ class ReshardingEngine(DeepSpeedEngine):
                 return None
             raise
         return None if is_same else Resharding(saved, target, partitions_weights, self._config)
+
+    def _require_newer(self, saved: SavedCheckpoint) -> None:
+        """Refuse an optimizer's files that may be older than the model's file; DeepSpeed takes those of its dtype."""
+        saved.require_newer(bool(self.bfloat16_enabled()))
+        if self.global_rank == 0:
+            logger.warning(
+                f"{saved.several}. Those of this run's dtype are loaded. They are the newer ones by their times; if "
+                "the folder was copied, that may be wrong: load another checkpoint by its tag then"
+            )
 
     def _write_weights(self, target: Target) -> None:
         """Write p to the weights. A collective."""
@@ -171,12 +184,12 @@ class ReshardingEngine(DeepSpeedEngine):
     # -- what DeepSpeed calls while it loads ------------------------------------------------------------------------
 
     def zero_load_from_fp32_weights(self) -> bool:
-        """Also true if the weights cannot give p: while resharding they may not be loaded yet, and ZenFlow's are
-        predictions."""
+        """Also true if the weights cannot give p: while resharding they may not be loaded yet, and those that ZenFlow
+        saved are predictions."""
         wanted = bool(super().zero_load_from_fp32_weights())
-        if wanted or (self._resharding is None and not self._reads_section()):
+        if wanted or (self._resharding is None and not self._loads_section):
             return wanted
-        if self.global_rank == 0:
+        if self.global_rank == 0 and not self.zero_optimization_partition_weights():  # stage 3 has no use for it
             why = "ZenFlow's weights are predictions" if self._resharding is None else "the layout has changed"
             log_once(
                 logging.INFO,
@@ -237,10 +250,13 @@ class ReshardingEngine(DeepSpeedEngine):
             )
 
     def _get_all_zero_checkpoints(self, load_dir: str, tag: Any) -> Any:
+        states: list[Any]
         if self._resharding is None:
-            return super()._get_all_zero_checkpoints(load_dir, tag)
+            states = super()._get_all_zero_checkpoints(load_dir, tag)
+            self._loads_section = any(isinstance(state, Mapping) and SECTION in state for state in states or ())
+            return states
         target = self._resharding.target
-        states: list[Any] = [None] * target.ranks
+        states = [None] * target.ranks
         with together(self._loaders(), CheckpointError):
             self._open_masters()
             states[target.rank] = load_optimizer(self._resharding.saved, target)

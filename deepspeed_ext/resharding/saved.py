@@ -120,7 +120,7 @@ class SavedCheckpoint:
         for name in os.listdir(folder):
             if (match := _OPTIMIZER_FILE.fullmatch(name)) is not None:
                 saves.setdefault(match[1], {})[int(match[2])] = os.path.join(folder, name)
-        *self._older, self._files = sorted(saves.values(), key=lambda files: os.path.getmtime(files[min(files)]))
+        *self._older, self._files = sorted(saves.values(), key=lambda files: os.path.getmtime(_first(files)))
         self._opened: dict[int, SavedPartitions] = {}
         self._models: dict[str, Mapping[str, Any]] = {}
         self._save_ids: dict[Any, str] = {}  # one path for each id
@@ -141,6 +141,35 @@ class SavedCheckpoint:
             return self.stage != _WEIGHTS_STAGE
         except (CheckpointError, KeyError):
             return not os.path.exists(os.path.join(self.folder, _PARTITIONED_MODEL.format(rank=0)))
+
+    # -- several saves --------------------------------------------------------------------------------------------
+
+    @property
+    def several(self) -> str:
+        """Says that the optimizer's files are of several saves, which differ in dtype; empty if they are of one."""
+        if not self._older:
+            return ""
+        names = sorted(os.path.basename(_first(files)) for files in (*self._older, self._files))
+        return f"{self.folder} holds the optimizer's files of several saves, such as {' and '.join(names)}"
+
+    def require_newer(self, bf16: bool) -> None:
+        """Refuse what DeepSpeed would load, which is the files of the run's dtype, unless all others are older.
+
+        Args:
+            bf16: whether the run trains in bf16.
+
+        Raises:
+            CheckpointError: the model's file may then be of another save than the optimizer's.
+        """
+        own = "bf16_zero_" if bf16 else "zero_"
+        is_newer = all(os.path.getmtime(_first(files)) < os.path.getmtime(_first(self._files)) for files in self._older)
+        if self._older and not (is_newer and os.path.basename(_first(self._files)).startswith(own)):
+            raise CheckpointError(
+                f"{self.several}. DeepSpeed would load {own}* because of this run's dtype, and by their times these "
+                "are not the newer ones, to which the model's file belongs: resume with the dtype of the newer save, "
+                "or load another checkpoint by its tag. If the times are wrong, move the files of the older save "
+                "elsewhere"
+            )
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -207,10 +236,8 @@ class SavedCheckpoint:
             CheckpointError: a rank's file is missing, or one does not fit, or the files are of two saves.
         """
         if self._older:  # their times say which is newer, but not after they were copied
-            names = sorted(os.path.basename(files[min(files)]) for files in (*self._older, self._files))
             raise CheckpointError(
-                f"{self.folder} holds the optimizer's files of several saves, such as {' and '.join(names)}: move the "
-                "files of the older save elsewhere, or load another checkpoint by its tag"
+                f"{self.several}: move the files of the older save elsewhere, or load another checkpoint by its tag"
             )
         first = self.partitions(min(self._files))
         if not self._files.keys() >= set(range(self.ranks)):
@@ -241,6 +268,11 @@ class SavedCheckpoint:
         """What `rank` saved of it, 1-D."""
         content = self.model(rank)
         return content["module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS][name].reshape(-1)
+
+
+def _first(files: Mapping[int, str]) -> str:
+    """The file of the first rank that has one."""
+    return files[min(files)]
 
 
 def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:

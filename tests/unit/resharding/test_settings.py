@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext import _logging
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_fresh_ranks, run_ranks
-from tests.support.resharded import STEPS, Run, data, resume, saved_by, state_of
-from tests.support.same import first_difference
+from tests.support.resharded import STEPS, Model, Run, data, resume, saved_by, state_of
+from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import make_engine, train
 
 
@@ -38,6 +43,45 @@ def test_masters_come_from_the_checkpoint_if_weights_cannot_give_them(
     goes_on = saved.stage == resumed.stage
     for difference, _ in run_ranks(2, resume, resumed, folder, steps, pool=resumed.pool, goes_on=goes_on):
         assert difference == ""
+
+
+def load_and_listen(run: Run, folder: str) -> tuple[dict[str, Any], list[str]]:
+    """p by name of the parameter, and what the load logs about ``load_from_fp32_weights``."""
+    _logging._logged.clear()  # of earlier tests in this process
+    heard = Mock(level=logging.NOTSET)
+    engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
+    _logging.logger.addHandler(heard)
+    try:
+        engine.load_checkpoint(folder, tag="t")
+    finally:
+        _logging.logger.removeHandler(heard)
+    masters = {name: values[0] for name, values in state_of(engine).items() if name != "step"}
+    engine.destroy()
+    texts = [call.args[0].getMessage() for call in heard.handle.call_args_list]
+    return masters, [text for text in texts if "load_from_fp32_weights" in text]
+
+
+def test_with_zenflow_masters_come_from_edited_weights_of_plain_zero(module_folder: Path, tmp_path: Path) -> None:
+    """Only weights that ZenFlow saved are predictions."""
+    folder, _ = saved_by(Run(2, 2, "zero"), module_folder)
+    shutil.copytree(Path(folder, "t"), tmp_path / "t")
+    file = tmp_path / "t" / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    edited = {name: value * 2 for name, value in content["module"].items()}
+    torch.save({**content, "module": edited}, file)
+    run = Run(2, 2, "predictive", "load_from_fp32_weights")
+    for masters, said in run_ranks(2, load_and_listen, run, str(tmp_path), pool=run.pool):
+        assert_same({name: edited[name].float() for name in masters}, masters, "masters")
+        assert said == []
+
+
+@pytest.mark.parametrize(("stage", "is_said"), [(2, True), (3, False)])
+def test_it_is_said_where_deepspeed_would_read_the_setting(stage: int, is_said: bool, module_folder: Path) -> None:
+    folder, _ = saved_by(Run(2, stage, "predictive"), module_folder, STEPS + 1)
+    run = Run(2, stage, "predictive", "load_from_fp32_weights")
+    (_, said), (_, said_elsewhere) = run_ranks(2, load_and_listen, run, folder, pool=run.pool)
+    assert ["ZenFlow's weights are predictions" in text for text in said] == [True] * is_said
+    assert said_elsewhere == []
 
 
 def test_ranks_that_load_one_after_the_other_load_another_layout_together(module_folder: Path) -> None:
