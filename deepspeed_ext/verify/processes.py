@@ -104,7 +104,8 @@ class Ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies after that
+                process.wait(END_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         while set(started) & set(self._alive()) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import namedtuple
+from multiprocessing.connection import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -120,6 +123,51 @@ def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
     assert [len(seconds) for seconds in answers] == [3, 3]
     assert masks == [set(CPUS[:1])] * 2
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_process_that_cannot_start_leaves_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(subprocess.Popen(["sleep", "600"]))
+        return started[0]
+
+    fake = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(processes, "subprocess", fake)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(WorkerError, match="could not be started: no more processes"):
+        MeasuringProcesses("training", [WorkerPlacement(frozenset(CPUS[:1]))] * 2, 0)
+    assert started[0].poll() == -signal.SIGKILL
+    assert os.listdir("/proc/self/fd") == before
+
+
+class Stuck:
+    """A process in an uninterruptible call: it is killed, and does not end."""
+
+    pid = 1 << 30
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "this wait would never end"
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_a_process_that_does_not_end_is_one_failed_point() -> None:
+    """Neither the end of the measurement nor the question for its status waits for it without end."""
+    crew = MeasuringProcesses("training", [], 0)
+    ours, theirs = Pipe()
+    theirs.close()
+    crew.connections.append(ours)
+    crew.processes.append(Stuck())  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match="does not exit"), crew:
+        pass
+    load = ForeignLoad({CPUS[0]})
+    with pytest.raises(WorkerError, match="ended between two measurements"):
+        load.begin([Stuck.pid])
 
 
 def test_quick_run_writes_a_result_that_training_finds(tmp_path: Path) -> None:

@@ -204,6 +204,25 @@ def test_ranks_that_have_started_end_if_another_cannot_start(tmp_path: Path) -> 
     assert started[0].poll() == -signal.SIGKILL
 
 
+def test_a_rank_that_does_not_end_does_not_stop_the_check(tmp_path: Path) -> None:
+    class Stuck(processes.Ranks):
+        def _process(self, start: str, environment: dict[str, str], log: object) -> Any:
+            return self
+
+        pid = 1 << 30
+
+        def poll(self) -> None:
+            pass
+
+        def wait(self, *limit: Any) -> Any:  # type: ignore[override]
+            assert limit, "this wait would never end"
+            raise subprocess.TimeoutExpired("rank", limit[0])
+
+    with Stuck(tmp_path, "train", 1) as ranks:
+        pass
+    assert ranks._alive() == []
+
+
 class Brief(processes.Ranks):
     """Ranks that end at once, without a result; the last one stays."""
 
