@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from deepspeed_ext._cache import cache_folder
 from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import RankFacts
@@ -55,14 +56,14 @@ def test_results_are_found_in_the_cache_and_broken_ones_are_not(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuning_results.load_all() == {}
-    tuning_results.save("good", {"schema": 1, "opt_cores_per_rank": 3})
-    tuning_results.save("old", {"schema": 0, "opt_cores_per_rank": 3})
-    tuning_results.save("none", {"schema": 1, "opt_cores_per_rank": 0})
-    (tuning_results.cache_folder() / "tune-broken.json").write_text("{")
+    cache_folder().mkdir()
+    for key, schema, number in (("good", 1, 3), ("old", 0, 3), ("none", 1, 0)):
+        result = {"schema": schema, "opt_cores_per_rank": number}
+        tuning_results.cached(key).write_bytes(tuning_results.as_bytes(result))
+    tuning_results.cached("broken").write_text("{")
     assert tuning_results.load_all() == {"good": 3}
-    assert sorted(path.name for path in tuning_results.cache_folder().iterdir())[-1] == "tune-old.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert tuning_results.cache_folder() == Path.home() / ".cache/deepspeed_ext"
+    assert cache_folder() == Path.home() / ".cache/deepspeed_ext"
 
 
 def test_cache_bytes_count_each_last_level_cache_once(tmp_path: Path) -> None:
