@@ -87,7 +87,7 @@ class Ranks:
         environment.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
         environment.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count)))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-        return environment | {"DSEXT_VERIFY_PHASE": self.phase, PARENT: str(os.getpid()), MARK: self._mark}
+        return environment | {PARENT: str(os.getpid()), MARK: self._mark}
 
     def __enter__(self) -> Ranks:
         return self

@@ -49,7 +49,7 @@ class Rank:
     """A rank and what it has found. Each public method is a part of the check, in this order."""
 
     def __init__(self, folder: Path, phase: str) -> None:
-        self.folder, self.number = folder, int(os.environ["RANK"])
+        self.folder, self.phase, self.number = folder, phase, int(os.environ["RANK"])
         self.plan = read_plan(folder)
         self.found = Found()
         self._file = result_file(folder, phase, self.number)
@@ -84,7 +84,7 @@ class Rank:
             if accelerator.device_name() != "cpu":
                 accelerator.set_device(int(os.environ["LOCAL_RANK"]))
                 backend = accelerator.communication_backend_name()
-            meeting = str(self.folder / f"rendezvous-{os.environ['DSEXT_VERIFY_PHASE']}")
+            meeting = str(self.folder / f"rendezvous-{self.phase}")
             torch.distributed.init_process_group(
                 backend,
                 store=torch.distributed.FileStore(meeting, self.plan.ranks),  # a URL would end at a # of the path
