@@ -24,7 +24,16 @@ from deepspeed_ext.zenflow.worker.channel import above_standard
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "ArenaLayout", "ArrayKey", "ArraySpec", "PlacedArray", "bytes_at_start", "plan_layout"]
+__all__ = [
+    "Arena",
+    "ArenaLayout",
+    "ArrayKey",
+    "ArraySpec",
+    "PlacedArray",
+    "bytes_at_start",
+    "partition_specs",
+    "plan_layout",
+]
 
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
@@ -106,6 +115,41 @@ class ArenaLayout:
 def _page_bytes(array: PlacedArray) -> int:
     first = array.offset // _PAGE_BYTES * _PAGE_BYTES
     return 0 if array.spec.numel == 0 else _round_up(array.offset + array.spec.nbytes, _PAGE_BYTES) - first
+
+
+def partition_specs(
+    partition: int,
+    numel: int,
+    *,
+    block_size: int,
+    publish_dtype: str,
+    grad_dtype: str,
+    slots: int,
+    touched_slots: int,
+    per_block: tuple[str, str, bool],
+) -> list[ArraySpec]:
+    """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
+
+    Args:
+        partition: number of the partition.
+        numel: its elements, n.
+        block_size: elements per block.
+        publish_dtype: dtype of y.
+        grad_dtype: dtype of the gradients.
+        slots: slots of the gradient ring.
+        touched_slots: slots that are certainly used; the others take memory only on first use.
+        per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
+    """
+    blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
+    return [
+        *(ArraySpec(name, "float32", numel, partition) for name in ("p", "m", "v")),
+        ArraySpec("y", publish_dtype, numel, partition, exchanged=True),
+        ArraySpec(kind, dtype, blocks, partition, exchanged=exchanged),
+        *(
+            ArraySpec("g", grad_dtype, numel, partition, slot, touched=slot < touched_slots, exchanged=True)
+            for slot in range(slots)
+        ),
+    ]
 
 
 def bytes_at_start(specs: Iterable[ArraySpec]) -> int:

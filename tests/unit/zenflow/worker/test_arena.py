@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.zenflow.predictive.schedule import ring_of
 from deepspeed_ext.zenflow.worker import arena as arena_module
 from deepspeed_ext.zenflow.worker import page_locks as page_locks_module
-from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
-from deepspeed_ext.zenflow.worker.messages import partition_specs
+from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, partition_specs, plan_layout
 from deepspeed_ext.zenflow.worker.page_locks import PageLocks
 
 PAGE, MIB = 4096, 1 << 20
