@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from deepspeed_ext.verify.config import Plan
-from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, write
+from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, Stage, write
 
 __all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "result_file", "main"]
 
@@ -59,7 +59,7 @@ class Rank:
         self._trainings: tuple[Any, Any] | None = None
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: Stage) -> Iterator[None]:
         """Write what is found at the end of a part, or the error that ended it."""
         self.found.stage = name
         try:
