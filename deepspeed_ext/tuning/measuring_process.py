@@ -70,6 +70,7 @@ def adam_pass_step(elements: int) -> Step:
     """Return ZenFlow's Adam pass at interval 1: bf16 gradients in, bf16 weights out; native if it can be built."""
     import torch
 
+    from deepspeed_ext.zenflow.device_sizes import dtype_name
     from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array, Publish, library_path, load_kernel
 
     library = library_path()
@@ -77,7 +78,7 @@ def adam_pass_step(elements: int) -> Step:
     gradient, published = (torch.full((elements,), 1e-3, dtype=torch.bfloat16) for _ in range(2))
     means = torch.zeros(-(-elements // PASS_BLOCK_SIZE))
     p, m, v, g, y, block_means = (
-        Array(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel())
+        Array(tensor.data_ptr(), dtype_name(tensor.dtype), tensor.numel())
         for tensor in (*state, gradient, published, means)
     )
     adam = AdamStep(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, step=10, grad_scale=1.0)
