@@ -4,10 +4,8 @@
 answers requests on the connection: `Move` to other cores, or take `Steps`. It ends at end-of-file.
 """
 
-import ctypes
 import functools
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -16,10 +14,10 @@ from multiprocessing.connection import Connection
 
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.host.child_process import end_with_parent
 
 __all__ = ["BYTES_PER_ELEMENT", "Move", "Steps"]
 
-PR_SET_PDEATHSIG = 1
 TRAINING_LAYERS, TRAINING_WIDTH, TRAINING_BATCH = 24, 128, 8
 
 BYTES_PER_ELEMENT = {"zenflow-adam-pass": 28, "torch-fused-adamw": 28}
@@ -148,7 +146,7 @@ class _Worker:
 
 def main() -> None:
     """Serve requests until the tuner closes the connection."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # if it has ended already, its end of the connection is closed
     descriptor, placement_text, role, rank, elements = sys.argv[1:]
     connection = Connection(int(descriptor))
     placement = WorkerPlacement.parse(placement_text)

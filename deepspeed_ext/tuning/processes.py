@@ -2,12 +2,10 @@
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +15,7 @@ from deepspeed_ext.affinity.topology import read_online
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.host.cgroup import read_throttled_count
+from deepspeed_ext.host.child_process import python_command
 from deepspeed_ext.tuning.measuring_process import Move, Steps
 
 __all__ = ["MeasuringProcesses", "ForeignLoad"]
@@ -27,7 +26,6 @@ END_SECONDS = 10.0
 FOREIGN_LOAD_FRACTION = 0.05
 # Not run as __main__: requests must unpickle to the classes of the module.
 MODULE = "deepspeed_ext.tuning.measuring_process"
-START_PROCESS = str(Path(__file__).resolve().parents[1] / "_start_process.py")
 
 
 class MeasuringProcesses:
@@ -63,7 +61,7 @@ class MeasuringProcesses:
         ours, theirs = Pipe()
         self.connections.append(ours)
         with theirs:
-            command = [sys.executable, START_PROCESS, MODULE, str(theirs.fileno()), *arguments]
+            command = python_command(MODULE, str(theirs.fileno()), *arguments)
             self.processes.append(
                 subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -17,12 +16,12 @@ from typing import Any, BinaryIO
 
 import psutil
 
+from deepspeed_ext.host.child_process import python_command
 from deepspeed_ext.verify.rank import KILLED, PARENT
 
-__all__ = ["MARK", "PARENT", "START_PROCESS", "START_RANK", "Ended", "Ranks"]
+__all__ = ["MARK", "PARENT", "START_RANK", "Ended", "Ranks"]
 
 START_RANK = "deepspeed_ext.verify.rank"
-START_PROCESS = str(Path(__file__).resolve().parents[1] / "_start_process.py")
 MARK = "DSEXT_VERIFY_MARK"
 """Variable in the environment of everything that a rank starts."""
 GRACE_SECONDS = 30.0
@@ -74,7 +73,7 @@ class Ranks:
     def _process(self, start: str, environment: dict[str, str], log: BinaryIO) -> Any:
         """Start a rank, with `log` as its output."""
         return subprocess.Popen(
-            [sys.executable, START_PROCESS, start, str(self.folder), self.phase],
+            python_command(start, str(self.folder), self.phase),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

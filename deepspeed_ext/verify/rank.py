@@ -7,7 +7,6 @@ part, so that a later part that hangs or crashes takes nothing of it away.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,12 +21,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from deepspeed_ext.host.child_process import end_with_parent
 from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, Stage, write
 
 __all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "result_file", "main"]
 
-PR_SET_PDEATHSIG = 1
 PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = "plan.json", "checkpoint", "weights.pt", "masters.pt", "killed"
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
 PARENT = "DSEXT_VERIFY_PARENT"
@@ -330,7 +329,7 @@ def main(kind: Callable[[Path, str], Rank] = Rank) -> None:
     Args:
         kind: a subclass, for tests, that does something wrong.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if not os.path.exists(f"/proc/{os.environ[PARENT]}"):  # it ended before the line above ran
         raise SystemExit("the check has ended before this rank began")
     folder, phase = Path(sys.argv[1]), sys.argv[2]

@@ -12,8 +12,8 @@ import pytest
 
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.host import child_process
 from deepspeed_ext.zenflow.kernel import library_path
-from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import PASS, running
 from tests.support.paths import ROOT
@@ -122,7 +122,7 @@ def test_neighbours_of_the_package_do_not_hide_the_standard_library(
     shutil.copytree(ROOT / "deepspeed_ext", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("enum", "dataclasses", "socket"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
-    monkeypatch.setattr(process_module, "_SCRIPT", package / "zenflow" / "worker" / "start_worker.py")
+    monkeypatch.setattr(child_process, "START_PROCESS", package / "_start_process.py")
     with running() as (_, process):
         process.submit([PASS])
         assert process.wait().number == 1
