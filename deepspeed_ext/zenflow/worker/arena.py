@@ -45,7 +45,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _BIG_BYTES = 1 << 20
 """From this size on, the position of an array matters; smaller arrays stay in a cache anyway."""
 _HUGE_PAGE_BYTES = 1 << 21
@@ -253,12 +252,6 @@ class Arena:
         if spec.numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=spec.numel, offset=offset)
-
-    def resident_bytes(self) -> int:
-        """Bytes of memory that the arena takes now, counting touched pages."""
-        is_resident = (ctypes.c_char * -(-self.layout.nbytes // mmap.PAGESIZE))()
-        _require(_libc.mincore(self._address, self.layout.nbytes, is_resident) == 0)
-        return is_resident.raw.count(1) * mmap.PAGESIZE
 
     def close(self) -> None:
         """Close the memfd, so that no other process can map the arena. The memory is freed once no process maps it
