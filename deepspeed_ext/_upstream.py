@@ -104,6 +104,7 @@ __all__ = [
     "schedule_class",
     "stage3_optimizer_class",
     "swapped",
+    "throughput_timer",
 ]
 
 PartitionedParameter = Any

@@ -17,7 +17,7 @@ from deepspeed_ext._logging import logger
 from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import ParameterStatus, PartitionedParameter, dist
 
-__all__ = ["PendingParameter", "GatherHandle", "can_group", "gather_singles", "gather_together"]
+__all__ = ["PendingParameter", "GatherHandle", "can_group", "gather_singles", "gather_together", "Work"]
 
 _SEGMENT_BYTES = 64
 """Alignment of parameters in a shared bucket, as the CPU allocator's: kernels may depend on the alignment."""

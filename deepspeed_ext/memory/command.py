@@ -14,7 +14,7 @@ from deepspeed_ext.memory.plan import neighbours, plan_memory, usual_setups
 from deepspeed_ext.memory.report import as_json, as_text
 from deepspeed_ext.memory.setup import Model, Ranks, Setup, typical_largest
 
-__all__ = ["DTYPES", "MOST_PARAMS", "parse_numel", "run_from_cli"]
+__all__ = ["parse_numel", "run_from_cli"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST_PARAMS = 10**15

@@ -26,7 +26,7 @@ from deepspeed_ext.tuning.plot import plot_format, plot_result
 from deepspeed_ext.tuning.processes import ForeignLoad, MeasuringProcesses
 from deepspeed_ext.tuning.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
 
-__all__ = ["TuneSettings", "Tuner", "local_host"]
+__all__ = ["TuneSettings", "Tuner", "local_host", "run_from_cli"]
 
 STEADY_SPREAD = 0.03
 HOST_MEMORY_FRACTION = 0.25

@@ -19,7 +19,7 @@ import psutil
 from deepspeed_ext.host.child_process import python_command
 from deepspeed_ext.verify.rank import KILLED, PARENT
 
-__all__ = ["MARK", "PARENT", "START_RANK", "Ended", "Ranks"]
+__all__ = ["PARENT", "START_RANK", "Ended", "Ranks"]
 
 START_RANK = "deepspeed_ext.verify.rank"
 MARK = "DSEXT_VERIFY_MARK"

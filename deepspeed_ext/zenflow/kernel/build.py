@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.kernel.compile_flags import COMPILE_FLAGS
 from deepspeed_ext.zenflow.kernel.native import ABI_VERSION, NativeKernel
 from deepspeed_ext.zenflow.kernel.sealed import is_whole_elf, is_whole_sealed, seal
 
-__all__ = ["BUILT_NAME", "COMPILE_FLAGS", "FOLDER", "library_path"]
+__all__ = ["BUILT_NAME", "FOLDER", "library_path"]
 
 FOLDER = Path(__file__).parent
 """Folder of the sources (``*.cpp``, ``*.h``), and of the library that ``setup.py`` built."""

@@ -10,7 +10,7 @@ import torch
 import deepspeed_ext._first_calls  # noqa: F401
 from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
 
-__all__ = ["ReferenceKernel", "as_tensor", "block_means_into", "publish_into"]
+__all__ = ["ReferenceKernel", "block_means_into", "publish_into"]
 
 _START_SECONDS = 60.0
 """For all threads of a pool to start, on a busy machine."""
