@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed_ext import errors
-from deepspeed_ext._upstream import dist
+from deepspeed_ext._upstream import dist, get_accelerator
 from deepspeed_ext.errors import DeepSpeedExtError, PlanMismatchError, RankError
 from deepspeed_ext.host.cpulist import format_cpulist
 
@@ -34,6 +34,7 @@ __all__ = [
     "KeptError",
     "RankGroup",
     "agreed",
+    "all_gather_single",
     "raise_together",
     "rank_list",
     "require_same_plan",
@@ -47,7 +48,7 @@ MOST_TOLD = 8
 _FAILED, _FLAGGED, _FINE = range(3)
 """What a rank says in an agreement. The least of all ranks counts."""
 _SCRATCH_NUMEL = 8
-_all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 _SHOWN_BEFORE, _SHOWN = 100, 1000
 """Characters of a plan in a message: before the first difference, and in all."""
 
@@ -73,8 +74,12 @@ class RankGroup:
     scratch: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, group: Any, device: torch.device, *, keeps_scratch: bool = False) -> RankGroup:
-        """Look up rank and size of `group` (None: all ranks); with `keeps_scratch`, allocate `scratch`."""
+    def of(cls, group: Any, device: torch.device | None = None, *, keeps_scratch: bool = False) -> RankGroup:
+        """Look up rank and size of `group` (None: all ranks); with `keeps_scratch`, allocate `scratch`.
+
+        Without a `device`, it is the accelerator's current one.
+        """
+        device = device or torch.device(get_accelerator().current_device_name())
         scratch = torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device) if keeps_scratch else None
         return cls(group, dist.get_rank(group=group), dist.get_world_size(group=group), device, scratch)
 
@@ -82,6 +87,12 @@ class RankGroup:
     def alone(cls) -> RankGroup:
         """This process as the only rank; needs no process group."""
         return cls(None, 0, 1, torch.device("cpu"))
+
+    @property
+    def backend(self) -> Any:
+        """Torch's backend that communicates tensors on `device`."""
+        group: Any = torch.distributed.group.WORLD if self.group is None else self.group
+        return group._get_backend(self.device)
 
     def global_rank(self, rank: int) -> int:
         """Return the number among all ranks of the group's `rank`."""
@@ -125,7 +136,7 @@ class RankGroup:
         if self.size == 1:
             return tensor.unsqueeze(0)
         found = tensor.new_empty(self.size, *tensor.shape)
-        _all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=self.group)
+        all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=self.group)
         return found
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:

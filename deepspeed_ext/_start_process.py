@@ -2,7 +2,7 @@
 
 The search path stays as it is. Code for ``python -c`` would find the modules of the working folder first, and with a
 PYTHONPATH entry for the package's folder, which may be site-packages, everything there would come before the standard
-library. `deepspeed_ext.zenflow.worker.start_worker` does the same for the optimizer process.
+library.
 """
 
 import os

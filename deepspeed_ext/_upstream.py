@@ -92,6 +92,7 @@ __all__ = [
     "host_offload_config",
     "is_on_nvme",
     "is_quantized",
+    "is_stored_quantized",
     "local_rank",
     "local_world_size",
     "loss_scaler",
@@ -103,6 +104,7 @@ __all__ = [
     "schedule_class",
     "stage3_optimizer_class",
     "swapped",
+    "throughput_timer",
 ]
 
 PartitionedParameter = Any
@@ -311,9 +313,14 @@ def is_on_nvme(param: PartitionedParameter) -> bool:
     return param.ds_tensor.final_location == OffloadDeviceEnum.nvme
 
 
+def is_stored_quantized(param: Any) -> bool:
+    """Whether `param` is partitioned, and its partition is quantized."""
+    return hasattr(getattr(param, "ds_tensor", None), "ds_quant_scale")
+
+
 def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) -> bool:
     """Whether `param` is communicated quantized: it is stored so, or the config quantizes every all-gather."""
-    return hasattr(param.ds_tensor, "ds_quant_scale") or zero_config.zero_quantized_weights
+    return is_stored_quantized(param) or zero_config.zero_quantized_weights
 
 
 def schedule_class(name: str) -> Any:

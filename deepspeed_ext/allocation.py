@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,7 +26,6 @@ __all__ = [
     "can_page_lock",
     "free_accelerator_bytes",
     "host_empty",
-    "is_host_storage",
     "is_out_of_memory",
     "total_accelerator_bytes",
     "try_on_all_ranks",
@@ -35,7 +33,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_host_storages: set[int] = set()
 _REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -86,9 +83,6 @@ def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
     buffer = _page_locked(numel, dtype) if pin else None
     if buffer is None:
         buffer = torch.empty(numel, dtype=dtype, device="cpu")
-    key = buffer.untyped_storage()._cdata
-    _host_storages.add(key)
-    weakref.finalize(buffer.untyped_storage(), _host_storages.discard, key)
     return buffer
 
 
@@ -111,11 +105,6 @@ def can_page_lock() -> bool:
     """Whether the accelerator page-locks host memory; the CPU accelerator usually does not."""
     probe = _page_locked(1, torch.uint8)
     return probe is not None and bool(get_accelerator().is_pinned(probe))
-
-
-def is_host_storage(storage: torch.UntypedStorage) -> bool:
-    """Whether `host_empty` made `storage`; distinguishes the roles of memory if the CPU is the accelerator."""
-    return storage._cdata in _host_storages
 
 
 def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T | None:

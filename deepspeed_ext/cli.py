@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from deepspeed_ext._logging import quoted
 from deepspeed_ext._version import __version__
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 
@@ -201,9 +202,7 @@ def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if re.fullmatch("[0-9]{1,18}", text) is None or not minimum <= int(text) <= maximum:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number from {minimum} to {maximum}, got {_shortened(text)}"
-            )
+            raise argparse.ArgumentTypeError(f"expected a whole number from {minimum} to {maximum}, got {quoted(text)}")
         return int(text)
 
     return parse
@@ -240,13 +239,9 @@ def _milliseconds(text: str) -> float:
         value = math.nan
     if not 0.0 < value <= MAX_MILLISECONDS:  # also rejects NaN
         raise argparse.ArgumentTypeError(
-            f"expected milliseconds above 0 and at most {MAX_MILLISECONDS:g}, got {_shortened(text)}"
+            f"expected milliseconds above 0 and at most {MAX_MILLISECONDS:g}, got {quoted(text)}"
         )
     return value
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from deepspeed_ext._agreement import RankGroup, raise_together
 from deepspeed_ext._upstream import dist, get_accelerator, local_rank, pipeline_topology
 
@@ -27,7 +25,7 @@ def builders(mpu: Any) -> RankGroup:
     """
     if mpu is not None or not dist.is_initialized():
         return RankGroup.alone()
-    return RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
+    return RankGroup.of(None)
 
 
 @contextmanager

@@ -327,7 +327,7 @@ def check_tuning() -> Check:
         return _ok(
             "tuning", "no result in the cache, so the optimizer gets half of each rank's cores; run deepspeed-ext tune"
         )
-    return _ok("tuning", f"{number} result(s) in {tuning_results.cache_folder()}")
+    return _ok("tuning", f"{number} result(s) in {cache_folder()}")
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from deepspeed_ext._logging import quoted
 from deepspeed_ext.errors import ConfigError
 
 __all__ = ["LaunchPlan", "first_host", "plan_launch", "tasks_on_node"]
@@ -172,7 +173,7 @@ def first_host(hostlist: str) -> str:
     found = _FIRST_HOST.fullmatch(hostlist)
     if found is None:
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={_shortened(hostlist)}: expected host names such as node[01-03,7]; set all of "
+            f"SLURM_STEP_NODELIST={quoted(hostlist)}: expected host names such as node[01-03,7]; set all of "
             f"{', '.join(NEEDED)} instead"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
@@ -191,12 +192,12 @@ def tasks_on_node(counts: str, node: int, size: int) -> int:
     """
     groups = list(_groups(counts))
     if sum(tasks * nodes for tasks, nodes in groups) != size:
-        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={_shortened(counts)}, but SLURM_STEP_NUM_TASKS={size}")
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}, but SLURM_STEP_NUM_TASKS={size}")
     for tasks, nodes in groups:
         if node < nodes:
             return tasks
         node -= nodes
-    raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={_shortened(counts)} has fewer nodes than SLURM_NODEID says")
+    raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)} has fewer nodes than SLURM_NODEID says")
 
 
 def _groups(counts: str) -> Iterator[tuple[int, int]]:
@@ -205,8 +206,7 @@ def _groups(counts: str) -> Iterator[tuple[int, int]]:
         found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", group)
         if found is None:
             raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={_shortened(counts)}: expected counts such as 2(x3),1, got "
-                f"{_shortened(group)}"
+                f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}: expected counts such as 2(x3),1, got {quoted(group)}"
             )
         yield int(found[1]), int(found[2] or 1)
 
@@ -228,7 +228,7 @@ def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
     if len(missing) == len(RANK_VARIABLES):
         return
     if missing:
-        present = ", ".join(f"{name}={_shortened(given[name])}" for name in RANK_VARIABLES if name in given)
+        present = ", ".join(f"{name}={quoted(given[name])}" for name in RANK_VARIABLES if name in given)
         raise ConfigError(
             f"{present}, but {' and '.join(missing)} not set, and no launcher tells: set all of "
             f"{', '.join(RANK_VARIABLES)} or none"
@@ -282,7 +282,7 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
         return default
     value = _value(given, name)
     if re.fullmatch("[0-9]{1,9}", value) is None:
-        raise ConfigError(f"the environment variable {name}={_shortened(value)}: expected a whole number")
+        raise ConfigError(f"the environment variable {name}={quoted(value)}: expected a whole number")
     return int(value)
 
 
@@ -293,7 +293,3 @@ def _value(given: Mapping[str, str], name: str) -> str:
             f"all of {', '.join(NEEDED)}"
         )
     return given[name]
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")

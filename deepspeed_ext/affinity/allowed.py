@@ -12,7 +12,7 @@ from deepspeed_ext.host.cgroup import read_cpuset
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from deepspeed_ext.host.procfs import numbered, read_text
 
-__all__ = ["ALLOWED_VARIABLE", "OMP_BINDING_VARIABLES", "Allowed", "find_allowed", "omp_binding"]
+__all__ = ["ALLOWED_VARIABLE", "OMP_BINDING_VARIABLES", "Allowed", "find_allowed", "omp_binding", "status_mask"]
 
 ALLOWED_VARIABLE = "DSEXT_ALLOWED_CPUS"
 OMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

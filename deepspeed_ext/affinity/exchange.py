@@ -6,7 +6,6 @@ and the hashes of the plans are compared. A rank that cannot read its host, or m
 every collective.
 """
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from deepspeed_ext.affinity.tuning_results import DEFAULT_KERNEL, Fingerprint
 from deepspeed_ext.errors import PlanMismatchError, UnsupportedError
 from deepspeed_ext.host.cgroup import CpuQuota, read_cpu_quotas
 from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
-from deepspeed_ext.host.procfs import read_text
+from deepspeed_ext.host.procfs import host_id
 
 __all__ = ["Agreement", "RankReport", "agree", "report_rank"]
 
@@ -111,7 +110,7 @@ def report_rank(
         topology, warnings = None, (str(unreadable),)
     report = RankReport(
         rank=rank,
-        boot_id=read_text(Path(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname(),
+        boot_id=host_id(root),
         local_rank=local_rank,
         allowed=format_cpulist(allowed),
         topology_digest=topology.digest() if topology else None,

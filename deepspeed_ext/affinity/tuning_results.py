@@ -9,15 +9,13 @@ from pathlib import Path
 
 from deepspeed_ext._cache import cache_folder
 from deepspeed_ext._logging import warn_once
-from deepspeed_ext._output_file import OutputFile
 from deepspeed_ext._version import __version__
 from deepspeed_ext.affinity.plan import RankFacts
 from deepspeed_ext.affinity.topology import Topology
-from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.host.cpulist import MAX_CPU_ID, format_cpulist
 from deepspeed_ext.host.procfs import read_text
 
-__all__ = ["DEFAULT_KERNEL", "SCHEMA", "Fingerprint", "as_bytes", "cache_folder", "cached", "load_all", "save"]
+__all__ = ["DEFAULT_KERNEL", "SCHEMA", "Fingerprint", "as_bytes", "cached", "load_all"]
 
 SCHEMA = 1
 # Enough for thousands of CPUs, at about 2 KB each.
@@ -74,31 +72,13 @@ def _cpu_model() -> str:
 
 
 def cached(key: str) -> Path:
-    """Return the path in the cache of the result for `key`.
-
-    Raises:
-        ConfigError: there is no home directory, and no variable names a cache.
-    """
-    try:
-        return cache_folder() / f"tune-{key}.json"
-    except RuntimeError as error:
-        raise ConfigError(f"cannot find a folder for the cache ({error}): set DSEXT_CACHE_DIR to one") from None
+    """Return the path in the cache of the result for `key`."""
+    return cache_folder() / f"tune-{key}.json"
 
 
 def as_bytes(result: Mapping[str, object]) -> bytes:
     """Return a result as it is stored: JSON text."""
     return f"{json.dumps(result, indent=2)}\n".encode()
-
-
-def save(key: str, result: Mapping[str, object]) -> Path:
-    """Write a result to the cache atomically, and return its path.
-
-    Raises:
-        ConfigError: the cache cannot be written.
-    """
-    target = OutputFile.check(cached(key), "the tuning result")
-    target.write(as_bytes(result))
-    return target.path
 
 
 def load_all() -> dict[str, int]:
@@ -110,7 +90,7 @@ def load_all() -> dict[str, int]:
     ignored: list[str] = []
     try:
         paths = sorted(cache_folder().glob("tune-*.json"))
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home directory
+    except (OSError, ValueError) as error:
         paths, ignored = [], [str(error)]
     for path in paths:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -41,8 +41,7 @@ def exchange_for(backend: str) -> Exchange:
 
 def backend_of(ranks: RankGroup) -> str:
     """Return the name of the backend for tensors on the ranks' device."""
-    group: Any = torch.distributed.group.WORLD if ranks.group is None else ranks.group
-    return str(group._get_backend(ranks.device).name()).lower()
+    return str(ranks.backend.name()).lower()
 
 
 def all_gather(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 
@@ -30,8 +29,6 @@ from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.flatten.staging import Staging
 
 __all__ = ["accelerator", "distributed", "host"]
-
-T = TypeVar("T")
 
 
 def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:

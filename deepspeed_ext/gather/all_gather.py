@@ -139,7 +139,7 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
                 "zero_optimization.stage3_single_param_min_numel has no effect: stage3_allgather_single_param is off"
             )
         return None
-    ranks = RankGroup.of(group, torch.device(get_accelerator().current_device_name()))
+    ranks = RankGroup.of(group)
     params: list[PartitionedParameter] = list(module.parameters())
     grouped = can_group(ranks)
     plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))

@@ -12,17 +12,15 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext._agreement import RankGroup, all_gather_single
 from deepspeed_ext._logging import logger
 from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import ParameterStatus, PartitionedParameter, dist
 
-__all__ = ["PendingParameter", "GatherHandle", "can_group", "gather_singles", "gather_together"]
+__all__ = ["PendingParameter", "GatherHandle", "can_group", "gather_singles", "gather_together", "Work"]
 
 _SEGMENT_BYTES = 64
 """Alignment of parameters in a shared bucket, as the CPU allocator's: kernels may depend on the alignment."""
-
-_all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 
 
 class Work(Protocol):
@@ -97,8 +95,7 @@ class GatherHandle:
 
 def can_group(ranks: RankGroup) -> bool:
     """Whether the backend of `ranks` can group several collectives into one launch, as NCCL can and gloo cannot."""
-    backend = ranks.group._get_backend(ranks.device)
-    return bool(getattr(backend, "supports_coalescing", False))
+    return bool(getattr(ranks.backend, "supports_coalescing", False))
 
 
 def gather_singles(pending: Sequence[PendingParameter], ranks: RankGroup, grouped: bool) -> list[Work]:
@@ -118,7 +115,7 @@ def gather_singles(pending: Sequence[PendingParameter], ranks: RankGroup, groupe
     manager: Any
     with torch.distributed._coalescing_manager(group=ranks.group, async_ops=True) as manager:
         for output, part in pairs:
-            _all_gather_single(output.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True)
+            all_gather_single(output.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True)
     return [manager]
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-__all__ = ["format_cpulist", "parse_cpulist", "parse_cpumask"]
+__all__ = ["format_cpulist", "parse_cpulist", "parse_cpumask", "MAX_CPU_ID"]
 
 # Linux supports at most 8192 CPUs. The bound keeps a typing error such as 0-4000000000 from filling the memory.
 MAX_CPU_ID = (1 << 16) - 1

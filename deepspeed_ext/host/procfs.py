@@ -6,6 +6,7 @@ Opening a FIFO would wait for a writer, and a device may be endless, so neither 
 
 import os
 import re
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from deepspeed_ext.host.cpulist import parse_cpulist, parse_cpumask
 
-__all__ = ["numbered", "parse_whole", "positive", "read_cpus", "read_int", "read_text"]
+__all__ = ["host_id", "numbered", "parse_whole", "positive", "read_cpus", "read_int", "read_text"]
 
 Value = TypeVar("Value")
 
@@ -44,6 +45,15 @@ def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str | None:
     finally:
         os.close(descriptor)
     return None if content is None else content.decode(errors="replace").strip()
+
+
+def host_id(root: Path | str = "/") -> str:
+    """Return a text that the processes of one host share: the kernel's boot id, or the host's name.
+
+    Args:
+        root: folder that holds ``proc``.
+    """
+    return read_text(Path(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def _read(descriptor: int, limit_bytes: int) -> bytes | None:

@@ -8,12 +8,13 @@ import json
 import re
 from typing import Any
 
+from deepspeed_ext._logging import quoted
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.memory.plan import neighbours, plan_memory, usual_setups
 from deepspeed_ext.memory.report import as_json, as_text
 from deepspeed_ext.memory.setup import Model, Ranks, Setup, typical_largest
 
-__all__ = ["DTYPES", "MOST_PARAMS", "parse_numel", "run_from_cli"]
+__all__ = ["parse_numel", "run_from_cli"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST_PARAMS = 10**15
@@ -32,8 +33,7 @@ def parse_numel(text: str) -> int:
         numel, rest = divmod(int(whole + part) * 10**exponent * _FACTORS[suffix], 10 ** len(part))
         if rest == 0 and 1 <= numel <= MOST_PARAMS:
             return numel
-    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
-    raise ValueError(f"expected a number of parameters from 1 to 1e15, such as 7e9, 7B or 124M, got {shown}")
+    raise ValueError(f"expected a number of parameters from 1 to 1e15, such as 7e9, 7B or 124M, got {quoted(text)}")
 
 
 def run_from_cli(arguments: Any) -> str:

@@ -11,7 +11,7 @@ from deepspeed_ext.memory.host import host_parts
 from deepspeed_ext.memory.parts import MemoryPlan, Place
 from deepspeed_ext.memory.setup import Model, Ranks, Setup, Stage
 
-__all__ = ["INTERVALS", "STAGES", "neighbours", "plan_memory", "usual_setups"]
+__all__ = ["neighbours", "plan_memory", "usual_setups"]
 
 STAGES: tuple[Stage, ...] = (1, 2, 3)
 INTERVALS = (1, 2, 4, 8)

@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed_ext.memory.parts import MemoryPlan, Phase, Place
 
-__all__ = ["as_json", "as_text", "detail_text", "neighbours_text"]
+__all__ = ["as_json", "as_text"]
 
 SCHEMA = 1
 _GIB, _MIB = 1 << 30, 1 << 20

@@ -20,7 +20,6 @@ from deepspeed_ext._upstream import (
     PipelineEngine,
     Swap,
     TorchCheckpointEngine,
-    get_accelerator,
     swapped,
 )
 from deepspeed_ext.errors import CheckpointError
@@ -167,11 +166,11 @@ class ReshardingEngine(DeepSpeedEngine):
         """All ranks that load together: with an `mpu` those of this engine."""
         if self.mpu is None:
             return self._world()
-        return RankGroup.of(self.seq_data_parallel_group, torch.device(get_accelerator().current_device_name()))
+        return RankGroup.of(self.seq_data_parallel_group)
 
     def _world(self) -> RankGroup:
         """All ranks."""
-        return RankGroup.of(None, torch.device(get_accelerator().current_device_name()))
+        return RankGroup.of(None)
 
     def _reads_section(self) -> bool:
         """Whether this run continues from the ZenFlow section of a checkpoint. If not, its gradients are applied to p,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._upstream import checkpoint_keys
+from deepspeed_ext._upstream import checkpoint_keys, is_stored_quantized
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.resharding.layout import Copy, plan_copies
 from deepspeed_ext.resharding.saved import MASTER, SavedCheckpoint, SavedPartitions
@@ -75,7 +75,7 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
     numel = getattr(param, "ds_numel", param.numel())
     if placement.numel != numel:
         raise CheckpointError(f"{name} has {numel} elements, in the checkpoint {placement.numel}")
-    is_quantized = hasattr(getattr(param, "ds_tensor", None), "ds_quant_scale")
+    is_quantized = is_stored_quantized(param)
     with target.frozen(param) as (values, begin, end):
         for part in placement.fragments(begin, end):
             source = saved.frozen_part(name, part.rank)[part.offset : part.offset + part.end - part.begin]

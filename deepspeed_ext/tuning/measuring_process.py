@@ -4,10 +4,8 @@
 answers requests on the connection: `Move` to other cores, or take `Steps`. It ends at end-of-file.
 """
 
-import ctypes
 import functools
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -16,10 +14,10 @@ from multiprocessing.connection import Connection
 
 from deepspeed_ext.affinity.thread_masks import thread_masks
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.host.child_process import end_with_parent
 
 __all__ = ["BYTES_PER_ELEMENT", "Move", "Steps"]
 
-PR_SET_PDEATHSIG = 1
 TRAINING_LAYERS, TRAINING_WIDTH, TRAINING_BATCH = 24, 128, 8
 
 BYTES_PER_ELEMENT = {"zenflow-adam-pass": 28, "torch-fused-adamw": 28}
@@ -70,6 +68,7 @@ def adam_pass_step(elements: int) -> Step:
     """Return ZenFlow's Adam pass at interval 1: bf16 gradients in, bf16 weights out; native if it can be built."""
     import torch
 
+    from deepspeed_ext.zenflow.device_sizes import dtype_name
     from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array, Publish, library_path, load_kernel
 
     library = library_path()
@@ -77,7 +76,7 @@ def adam_pass_step(elements: int) -> Step:
     gradient, published = (torch.full((elements,), 1e-3, dtype=torch.bfloat16) for _ in range(2))
     means = torch.zeros(-(-elements // PASS_BLOCK_SIZE))
     p, m, v, g, y, block_means = (
-        Array(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel())
+        Array(tensor.data_ptr(), dtype_name(tensor.dtype), tensor.numel())
         for tensor in (*state, gradient, published, means)
     )
     adam = AdamStep(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, step=10, grad_scale=1.0)
@@ -147,7 +146,7 @@ class _Worker:
 
 def main() -> None:
     """Serve requests until the tuner closes the connection."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # if it has ended already, its end of the connection is closed
     descriptor, placement_text, role, rank, elements = sys.argv[1:]
     connection = Connection(int(descriptor))
     placement = WorkerPlacement.parse(placement_text)

@@ -2,11 +2,10 @@
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,15 +15,17 @@ from deepspeed_ext.affinity.topology import read_online
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.host.cgroup import read_throttled_count
+from deepspeed_ext.host.child_process import python_command
 from deepspeed_ext.tuning.measuring_process import Move, Steps
 
 __all__ = ["MeasuringProcesses", "ForeignLoad"]
 
 ANSWER_TIMEOUT_SECONDS = 120.0
+END_SECONDS = 10.0
+"""For a process that was killed, or has closed its connection, on a busy machine."""
 FOREIGN_LOAD_FRACTION = 0.05
 # Not run as __main__: requests must unpickle to the classes of the module.
 MODULE = "deepspeed_ext.tuning.measuring_process"
-START_PROCESS = str(Path(__file__).resolve().parents[1] / "_start_process.py")
 
 
 class MeasuringProcesses:
@@ -34,23 +35,38 @@ class MeasuringProcesses:
         role: ``training``, or ``optimizer:`` and the name of the kernel.
         placements: where each rank's process starts, in rank order.
         elements: number of fp32 parameters that an optimizer step updates; 0 for training.
+
+    Raises:
+        WorkerError: a process cannot be started; none is left.
     """
 
     def __init__(self, role: str, placements: Sequence[WorkerPlacement], elements: int) -> None:
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self._nodes: list[int | None] = [None] * len(placements)
-        for rank, placement in enumerate(placements):
-            ours, theirs = Pipe()
-            arguments = [str(theirs.fileno()), str(placement), role, str(rank), str(elements)]
-            command = [sys.executable, START_PROCESS, MODULE, *arguments]
+        try:
+            for rank, placement in enumerate(placements):
+                self._start([str(placement), role, str(rank), str(elements)])
+        except OSError as error:
+            self.__exit__()
+            raise WorkerError(
+                f"a measuring process could not be started: {error}. Raise this user's limits on processes and open "
+                "files (ulimit -u, ulimit -n), or free memory"
+            ) from error
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _start(self, arguments: list[str]) -> None:
+        ours, theirs = Pipe()
+        self.connections.append(ours)
+        with theirs:
+            command = python_command(MODULE, str(theirs.fileno()), *arguments)
             self.processes.append(
                 subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
                 )
             )
-            theirs.close()
-            self.connections.append(ours)
 
     def __enter__(self) -> "MeasuringProcesses":
         try:
@@ -65,7 +81,9 @@ class MeasuringProcesses:
             connection.close()
         for process in self.processes:
             process.kill()
-            process.wait()
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies after that
+                process.wait(END_SECONDS)
 
     @property
     def pids(self) -> list[int]:
@@ -116,10 +134,11 @@ class MeasuringProcesses:
             return connection.recv()
         except (EOFError, ConnectionError):
             process = self.processes[self.connections.index(connection)]
-            status = process.wait(timeout=10)
-            raise WorkerError(
-                f"a measuring process ended with status {status}; if memory was short, lower --elements"
-            ) from None
+            try:
+                how = f"ended with status {process.wait(END_SECONDS)}"
+            except subprocess.TimeoutExpired:
+                how = "closed its connection but does not exit"
+            raise WorkerError(f"a measuring process {how}; if memory was short, lower --elements") from None
 
 
 def send(connection: Connection, request: Move | Steps) -> None:
@@ -136,8 +155,12 @@ class ForeignLoad:
         self.cpus = cpus
 
     def begin(self, pids: Sequence[int]) -> None:
-        """Start watching; ``pids`` and this process do not count as other load."""
-        self.processes = [psutil.Process(pid) for pid in (*pids, os.getpid())]
+        """Start watching; ``pids`` and this process do not count as other load.
+
+        Raises:
+            WorkerError: one of these processes has ended.
+        """
+        self.pids = (*pids, os.getpid())
         self.start, self.busy, self.own = time.monotonic(), self._busy(), self._own()
         self.throttled = read_throttled_count()
 
@@ -148,10 +171,17 @@ class ForeignLoad:
         return sum(sum(time) - time.idle - getattr(time, "iowait", 0.0) for time in counted)
 
     def _own(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+        try:
+            return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in self.pids)
+        except psutil.NoSuchProcess as error:
+            raise WorkerError(f"a measuring process ended between two measurements: {error}") from None
 
     def verdict(self) -> str:
-        """Say why the measurement since `begin` is doubtful; empty if it is not."""
+        """Say why the measurement since `begin` is doubtful; empty if it is not.
+
+        Raises:
+            WorkerError: one of the processes of `begin` has ended.
+        """
         if read_throttled_count() > self.throttled:
             return "throttled by the CPU quota"
         elapsed = (time.monotonic() - self.start) * len(self.cpus)

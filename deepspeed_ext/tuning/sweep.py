@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["Point", "Sweep", "choose", "ladder", "relative_spread", "training_choice"]
+__all__ = ["Point", "Sweep", "choose", "ladder", "relative_spread", "training_choice", "NOISY_SPREAD"]
 
 SATURATED_FRACTION = 0.97
 NOISY_SPREAD = 0.10

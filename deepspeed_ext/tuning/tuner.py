@@ -26,7 +26,7 @@ from deepspeed_ext.tuning.plot import plot_format, plot_result
 from deepspeed_ext.tuning.processes import ForeignLoad, MeasuringProcesses
 from deepspeed_ext.tuning.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
 
-__all__ = ["TuneSettings", "Tuner", "local_host"]
+__all__ = ["TuneSettings", "Tuner", "local_host", "run_from_cli"]
 
 STEADY_SPREAD = 0.03
 HOST_MEMORY_FRACTION = 0.25
@@ -189,12 +189,13 @@ class Tuner:
                 optimizers.ask(Steps(1))
             foreign_load.begin(optimizers.pids)
             taken = self._timed_steps(optimizers)
+            doubt = foreign_load.verdict()
         except WorkerError as error:
             self._end_optimizers()
             return Point(cores, float("inf"), 0.0, 0.0, str(error))
         slowest = max(taken, key=statistics.median)
         median, spread = statistics.median(slowest), relative_spread(slowest)
-        noise = foreign_load.verdict() or (f"steps vary by {spread:.0%}" if spread > NOISY_SPREAD else "")
+        noise = doubt or (f"steps vary by {spread:.0%}" if spread > NOISY_SPREAD else "")
         traffic = self.settings.elements * BYTES_PER_ELEMENT[self.settings.kernel] / 1e9
         for rank, seconds in zip(plan.ranks, taken, strict=True):
             self.records.append(

@@ -155,7 +155,7 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
         has_worker=has_worker,
         rounds_on_resume=_has_cpu_adam(config) and (upstream or not has_worker),
         flat_model=flat,
-        summary=_summary(config, dtype, rule, interval, has_worker, upstream),
+        summary=_summary(config, dtype, rule, interval, upstream),
         changes=tuple(changes),
     )
 
@@ -299,9 +299,7 @@ def _has_cpu_adam(config: Mapping[str, Any]) -> bool:
     return adam and offload != "none" and section_of(optimizer, "params").get("torch_adam") is not True
 
 
-def _summary(
-    config: Mapping[str, Any], dtype: str, rule: Rule, interval: int | None, has_worker: bool, upstream: bool
-) -> str:
+def _summary(config: Mapping[str, Any], dtype: str, rule: Rule, interval: int | None, upstream: bool) -> str:
     zero = section_of(config, "zero_optimization")
     offload = section_of(zero, "offload_optimizer").get("device", "none")
     parts = [f"stage {zero.get('stage', 0)}", dtype, str(section_of(config, "optimizer").get("type"))]

@@ -6,13 +6,14 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter
 
 __all__ = ["Changed", "Death", "EndWeights", "Failure", "Found", "Movement", "Resumed", "Stage", "merge", "write"]
 
-Stage = str
-"""What a rank does: "start", "initialize", "train", "save", "compare", "worker", "resume" or "end"."""
+Stage = Literal["start", "plain", "initialize", "train", "save", "compare", "worker", "resume", "end"]
+"""What a rank does."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -17,12 +16,12 @@ from typing import Any, BinaryIO
 
 import psutil
 
+from deepspeed_ext.host.child_process import python_command
 from deepspeed_ext.verify.rank import KILLED, PARENT
 
-__all__ = ["MARK", "PARENT", "START_PROCESS", "START_RANK", "Ended", "Ranks"]
+__all__ = ["PARENT", "START_RANK", "Ended", "Ranks"]
 
 START_RANK = "deepspeed_ext.verify.rank"
-START_PROCESS = str(Path(__file__).resolve().parents[1] / "_start_process.py")
 MARK = "DSEXT_VERIFY_MARK"
 """Variable in the environment of everything that a rank starts."""
 GRACE_SECONDS = 30.0
@@ -74,7 +73,7 @@ class Ranks:
     def _process(self, start: str, environment: dict[str, str], log: BinaryIO) -> Any:
         """Start a rank, with `log` as its output."""
         return subprocess.Popen(
-            [sys.executable, START_PROCESS, start, str(self.folder), self.phase],
+            python_command(start, str(self.folder), self.phase),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -87,7 +86,7 @@ class Ranks:
         environment.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
         environment.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count)))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-        return environment | {"DSEXT_VERIFY_PHASE": self.phase, PARENT: str(os.getpid()), MARK: self._mark}
+        return environment | {PARENT: str(os.getpid()), MARK: self._mark}
 
     def __enter__(self) -> Ranks:
         return self
@@ -104,7 +103,8 @@ class Ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies after that
+                process.wait(END_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         while set(started) & set(self._alive()) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -7,7 +7,6 @@ part, so that a later part that hangs or crashes takes nothing of it away.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,12 +21,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from deepspeed_ext.host.child_process import end_with_parent
 from deepspeed_ext.verify.config import Plan
-from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, write
+from deepspeed_ext.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, Stage, write
 
 __all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "result_file", "main"]
 
-PR_SET_PDEATHSIG = 1
 PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = "plan.json", "checkpoint", "weights.pt", "masters.pt", "killed"
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
 PARENT = "DSEXT_VERIFY_PARENT"
@@ -48,7 +47,7 @@ class Rank:
     """A rank and what it has found. Each public method is a part of the check, in this order."""
 
     def __init__(self, folder: Path, phase: str) -> None:
-        self.folder, self.number = folder, int(os.environ["RANK"])
+        self.folder, self.phase, self.number = folder, phase, int(os.environ["RANK"])
         self.plan = read_plan(folder)
         self.found = Found()
         self._file = result_file(folder, phase, self.number)
@@ -59,7 +58,7 @@ class Rank:
         self._trainings: tuple[Any, Any] | None = None
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: Stage) -> Iterator[None]:
         """Write what is found at the end of a part, or the error that ended it."""
         self.found.stage = name
         try:
@@ -84,7 +83,7 @@ class Rank:
             if accelerator.device_name() != "cpu":
                 accelerator.set_device(int(os.environ["LOCAL_RANK"]))
                 backend = accelerator.communication_backend_name()
-            meeting = str(self.folder / f"rendezvous-{os.environ['DSEXT_VERIFY_PHASE']}")
+            meeting = str(self.folder / f"rendezvous-{self.phase}")
             torch.distributed.init_process_group(
                 backend,
                 store=torch.distributed.FileStore(meeting, self.plan.ranks),  # a URL would end at a # of the path
@@ -335,7 +334,7 @@ def main(kind: Callable[[Path, str], Rank] = Rank) -> None:
     Args:
         kind: a subclass, for tests, that does something wrong.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if not os.path.exists(f"/proc/{os.environ[PARENT]}"):  # it ended before the line above ran
         raise SystemExit("the check has ended before this rank began")
     folder, phase = Path(sys.argv[1]), sys.argv[2]

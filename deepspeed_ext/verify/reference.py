@@ -21,7 +21,7 @@ from deepspeed_ext._upstream import GRADIENT_CLIPPING_DEFAULT, dist, loss_scaler
 from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.model import data_of, new_model
 
-__all__ = ["PlainRun", "PlainTraining", "Weights", "train_plainly"]
+__all__ = ["PlainRun", "PlainTraining", "train_plainly"]
 
 Weights = dict[str, Tensor]
 """fp32, on the host, by the parameter's name."""

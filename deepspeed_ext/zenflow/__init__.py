@@ -20,7 +20,7 @@ per block      [ceil(n / b)]    arena           one entry per block; each rule h
 =============  ===============  ==============  ==============================================================
 
 Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are handed over in the
-accumulation dtype, which is fp32 when gradients are accumulated (see `deepspeed_ext.zero.zenflow.grad_dtype`).
+accumulation dtype, which is fp32 when gradients are accumulated (see `sizes.gradient_dtype`).
 
 The predictive rule adds:
 

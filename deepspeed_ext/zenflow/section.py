@@ -28,7 +28,8 @@ _MISTAKES_TOLD = 3
 
 
 class _Section(SavedValues):
-    version: Literal[8]
+    version: int
+    """Always `VERSION`; `read_section` has checked it."""
     kernel: str
     block_size: Positive
     updates: Count

@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
+from deepspeed_ext.zenflow.device_sizes import dtype_name
 from deepspeed_ext.zenflow.kernel import AdamStep
 
 __all__ = [
@@ -104,7 +105,7 @@ def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what
     plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
     if plain and tuple(tensor.shape) == (numel,) and tensor.dtype in dtypes:
         return ""
-    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    names = " or ".join(map(dtype_name, dtypes))
     return (
         f"{what} is {tuple(tensor.shape)} {tensor.dtype} {tensor.layout} on {tensor.device}, "
         f"expected ({numel},) {names} strided on the CPU"

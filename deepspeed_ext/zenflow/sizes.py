@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from deepspeed_ext.zenflow.worker.arena import ArraySpec
-from deepspeed_ext.zenflow.worker.messages import partition_specs
+from deepspeed_ext.zenflow.worker.arena import ArraySpec, partition_specs
 
 __all__ = ["RuleSettings", "arena_specs", "gradient_dtype"]
 

@@ -24,6 +24,7 @@ __all__ = [
     "require_section",
     "require_shared_folder",
     "require_supported",
+    "DEEPSPEED_ADAMS",
 ]
 
 DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")

@@ -44,8 +44,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     def __init__(
         self, *args: Any, settings: ZeroFields, builders: RankGroup, check_replicas: bool = False, **kwargs: Any
     ) -> None:
-        device = torch.device(get_accelerator().current_device_name())
-        self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], device, keeps_scratch=True)
+        self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
         with section(builders, self._construction_ranks):
             self.flatten_plans: list[FlattenPlan] = []
             self.startup = StartupProfile()
@@ -86,10 +85,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         assert self._flattener is not None
         group_index = len(self.bit16_groups_flat)
         if not self._flatten_ranks:  # these allocate a little memory: create them before the first flat buffer takes it
-            device = torch.device(get_accelerator().current_device_name())
-            self._flatten_ranks = [
-                RankGroup.of(group, device, keeps_scratch=True) for group in self.real_dp_process_group
-            ]
+            self._flatten_ranks = [RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group]
         ranks, layout = self._flatten_ranks[group_index], GroupLayout.of(tensor_list, param_padding, alignment)
         # Groups of experts have other ranks than the rest.
         with self.startup.phase("flatten", layout.nbytes), section(self._construction_ranks, ranks):

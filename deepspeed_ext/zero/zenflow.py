@@ -128,7 +128,6 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._grad_dtype = getattr(torch, gradient_dtype(*names))
         weights_dtype = self._weights(0).dtype
         require_publishable(self._settings, dtype_name(weights_dtype))
-        device = torch.device(get_accelerator().current_device_name())
         settings = self._settings
         self.zenflow_adam = start_adam(
             settings,
@@ -137,7 +136,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             groups,
             self._weights,
             grad_dtype=self._grad_dtype,
-            ranks=RankGroup.of(self.dp_process_group, device, keeps_scratch=True),
+            ranks=RankGroup.of(self.dp_process_group, keeps_scratch=True),
             placement=self._placement,
             local_ranks=local_world_size(),
         )

@@ -59,8 +59,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def initialize_optimizer_states(self) -> None:
         """Start the worker, instead of allocating host gradients and moments. From here on DeepSpeed treats nothing
         as offloaded."""
-        device = torch.device(get_accelerator().current_device_name())
-        with together(RankGroup.of(self.dp_process_group, device), otherwise=None):
+        with together(RankGroup.of(self.dp_process_group), otherwise=None):
             self._start_instead()
 
     def _start_instead(self) -> None:

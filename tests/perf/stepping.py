@@ -22,6 +22,7 @@ from tests.perf.language_model import SHAPES, Llama
 from tests.perf.link_meter import LinkBytes
 from tests.perf.sides import Side, initialize, rank_and_size
 from tests.perf.simulated_device import SimulatedDevice
+from tests.support.resident import resident_bytes
 
 BUCKET_NUMEL = 1 << 22
 LLAMA_BUCKET_NUMEL = 1 << 27
@@ -209,7 +210,7 @@ def bytes_now() -> dict[str, float | None]:
     device = accelerator.max_memory_allocated()
     if on_cpu:
         device = sum(storages.values()) if _bench.side.offload else tree
-    arena = None if adam is None else adam.link.arena.resident_bytes()
+    arena = None if adam is None else resident_bytes(adam.link.arena)
     host = tree - device if on_cpu else tree
     return {"tree": tree, "device": device, "host": host, "arena": arena, "pinned": host_peak.pinned()}
 

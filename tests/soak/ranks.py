@@ -150,7 +150,7 @@ class Ranks:
         def found() -> list[int]:
             try:
                 children = psutil.Process(self.processes[rank].pid).children()
-                return [child.pid for child in children if "start_worker.py" in " ".join(child.cmdline())]
+                return [child.pid for child in children if "zenflow.worker.main" in " ".join(child.cmdline())]
             except psutil.Error:
                 return []
 

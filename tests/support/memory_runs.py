@@ -36,6 +36,7 @@ from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
+from tests.support.resident import resident_bytes
 from tests.support.zenflow import make_engine
 
 LAYERS, WIDTH = 32, 256
@@ -92,7 +93,7 @@ class HostBytes(LiveBytes):
         def tensor(arena: Arena, *key: Any, **keys: Any) -> torch.Tensor:
             if arena.fileno not in self._arenas:  # the worker has just started
                 self._arenas.add(arena.fileno)
-                self.live["host"] += arena.resident_bytes()
+                self.live["host"] += resident_bytes(arena)
             made = original(arena, *key, **keys)
             self._left_out.add(made.untyped_storage()._cdata)
             self._kept.append(made)
@@ -197,7 +198,7 @@ def _note_state(engine: Any, found: Measured) -> None:
     if adam is None:
         return
     adam.drain()
-    found.arena = adam.link.arena.resident_bytes()
+    found.arena = resident_bytes(adam.link.arena)
     found.numels = [partition.master.numel() for partition in adam.partitions]
     for partition in adam.partitions:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))

@@ -1,14 +1,16 @@
 """A byte-exact meter of live tensor storage.
 
 Every operation under the meter is seen by a dispatch mode; each new storage is counted once, by its bytes, and
-dropped when the storage dies. Host buffers that stand for *host* memory on a machine whose accelerator is the CPU are
-told apart by `deepspeed_ext.allocation.is_host_storage`, so that the meter can speak of accelerator bytes there too.
+dropped when the storage dies. On a machine whose accelerator is the CPU, host buffers are those that
+`deepspeed_ext.allocation.host_empty` makes under the meter, so that it can speak of accelerator bytes there too.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +33,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = {"accelerator": 0, "host": 0, "total": 0}
         self._sizes: dict[int, tuple[str, int]] = {}
         self._fresh: list[tuple[int, weakref.ref]] = []
+        self._host_storages: set[int] = set()
+        self._recording = patch.object(allocation, "host_empty", self._recorded(allocation.host_empty))
 
     def watch(self, *tensors: torch.Tensor) -> None:
         """Count the storages of tensors that exist already."""
@@ -41,8 +45,24 @@ class LiveBytes(TorchDispatchMode):
         self._settle()
         self.peak = self.live | {"total": sum(self.live.values())}
 
+    def _recorded(self, host_empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+            buffer = host_empty(*args, **kwargs)
+            storage = buffer.untyped_storage()
+            self._host_storages.add(storage._cdata)
+            weakref.finalize(storage, self._host_storages.discard, storage._cdata)
+            return buffer
+
+        return allocate
+
+    def __enter__(self) -> LiveBytes:
+        self._recording.start()
+        super().__enter__()
+        return self
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._recording.stop()
         self._settle()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +78,7 @@ class LiveBytes(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        kind = "host" if allocation.is_host_storage(storage) else "accelerator"
+        kind = "host" if storage._cdata in self._host_storages else "accelerator"
         old_kind, old_bytes = self._sizes.get(key, (kind, 0))
         if key not in self._sizes:
             weakref.finalize(storage, self._forget, key)
@@ -72,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
         for key, storage in self._fresh:
             kind, nbytes = self._sizes.get(key, ("host", 0))
             alive = storage()
-            if kind == "accelerator" and alive is not None and allocation.is_host_storage(alive):
+            if kind == "accelerator" and alive is not None and key in self._host_storages:
                 self._sizes[key] = ("host", nbytes)
                 self.live["accelerator"] -= nbytes
                 self.live["host"] += nbytes

@@ -19,12 +19,13 @@ import time
 from pathlib import Path
 
 from deepspeed_ext._cache import cache_folder, make_private, why_untrusted
+from deepspeed_ext._files import sync_folder
 from deepspeed_ext._logging import logger, warn_once
 from deepspeed_ext.zenflow.kernel.compile_flags import COMPILE_FLAGS
 from deepspeed_ext.zenflow.kernel.native import ABI_VERSION, NativeKernel
 from deepspeed_ext.zenflow.kernel.sealed import is_whole_elf, is_whole_sealed, seal
 
-__all__ = ["BUILT_NAME", "COMPILE_FLAGS", "FOLDER", "library_path"]
+__all__ = ["BUILT_NAME", "FOLDER", "library_path"]
 
 FOLDER = Path(__file__).parent
 """Folder of the sources (``*.cpp``, ``*.h``), and of the library that ``setup.py`` built."""
@@ -154,7 +155,7 @@ def _compile(library: Path) -> None:
             raise _BuildError(f"the library compiled by {shlex.join(compiler)} does not load")
         seal(made)
         made.replace(library)
-    _sync_folder(library.parent)
+    sync_folder(str(library.parent))
 
 
 def _remove_interrupted_builds(folder: Path) -> None:
@@ -172,11 +173,3 @@ def _run(command: list[str]) -> None:
         raise _BuildError(f"{command[0]} exited with status {error.returncode}: {words[-300:]}") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise _BuildError(str(error)) from None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,8 +10,10 @@ import torch
 import deepspeed_ext._first_calls  # noqa: F401
 from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
 
-__all__ = ["ReferenceKernel", "as_tensor", "block_means_into", "publish_into"]
+__all__ = ["ReferenceKernel", "block_means_into", "publish_into"]
 
+_START_SECONDS = 60.0
+"""For all threads of a pool to start, on a busy machine."""
 _CHUNK_NUMEL = 128 * 1024  # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
 
 
@@ -91,7 +93,7 @@ def _undivided_threads(number: int) -> ThreadPoolExecutor:
     limit. So the old number is restored once every thread of the pool has set its limit.
     """
     before = torch.get_num_threads()
-    all_limited = threading.Barrier(number + 1)
+    all_limited = threading.Barrier(number + 1, timeout=_START_SECONDS)
 
     def take_limit() -> None:
         torch.get_num_threads()  # a thread's first call resets it to the default; a later one would undo the next line
@@ -103,7 +105,7 @@ def _undivided_threads(number: int) -> ThreadPoolExecutor:
         for _ in range(number):  # no thread is idle before all pass the barrier, so each call starts a new one
             pool.submit(int)
         all_limited.wait()
-    except RuntimeError:  # no more threads can be started; release those that wait at the barrier
+    except RuntimeError:  # a thread cannot start, or its initializer failed; release those that wait at the barrier
         all_limited.abort()
         raise
     finally:

@@ -24,7 +24,16 @@ from deepspeed_ext.zenflow.worker.channel import above_standard
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "ArenaLayout", "ArrayKey", "ArraySpec", "PlacedArray", "bytes_at_start", "plan_layout"]
+__all__ = [
+    "Arena",
+    "ArenaLayout",
+    "ArrayKey",
+    "ArraySpec",
+    "PlacedArray",
+    "bytes_at_start",
+    "partition_specs",
+    "plan_layout",
+]
 
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
@@ -36,7 +45,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _BIG_BYTES = 1 << 20
 """From this size on, the position of an array matters; smaller arrays stay in a cache anyway."""
 _HUGE_PAGE_BYTES = 1 << 21
@@ -106,6 +114,41 @@ class ArenaLayout:
 def _page_bytes(array: PlacedArray) -> int:
     first = array.offset // _PAGE_BYTES * _PAGE_BYTES
     return 0 if array.spec.numel == 0 else _round_up(array.offset + array.spec.nbytes, _PAGE_BYTES) - first
+
+
+def partition_specs(
+    partition: int,
+    numel: int,
+    *,
+    block_size: int,
+    publish_dtype: str,
+    grad_dtype: str,
+    slots: int,
+    touched_slots: int,
+    per_block: tuple[str, str, bool],
+) -> list[ArraySpec]:
+    """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
+
+    Args:
+        partition: number of the partition.
+        numel: its elements, n.
+        block_size: elements per block.
+        publish_dtype: dtype of y.
+        grad_dtype: dtype of the gradients.
+        slots: slots of the gradient ring.
+        touched_slots: slots that are certainly used; the others take memory only on first use.
+        per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
+    """
+    blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
+    return [
+        *(ArraySpec(name, "float32", numel, partition) for name in ("p", "m", "v")),
+        ArraySpec("y", publish_dtype, numel, partition, exchanged=True),
+        ArraySpec(kind, dtype, blocks, partition, exchanged=exchanged),
+        *(
+            ArraySpec("g", grad_dtype, numel, partition, slot, touched=slot < touched_slots, exchanged=True)
+            for slot in range(slots)
+        ),
+    ]
 
 
 def bytes_at_start(specs: Iterable[ArraySpec]) -> int:
@@ -209,12 +252,6 @@ class Arena:
         if spec.numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=spec.numel, offset=offset)
-
-    def resident_bytes(self) -> int:
-        """Bytes of memory that the arena takes now, counting touched pages."""
-        is_resident = (ctypes.c_char * -(-self.layout.nbytes // mmap.PAGESIZE))()
-        _require(_libc.mincore(self._address, self.layout.nbytes, is_resident) == 0)
-        return is_resident.raw.count(1) * mmap.PAGESIZE
 
     def close(self) -> None:
         """Close the memfd, so that no other process can map the arena. The memory is freed once no process maps it

@@ -19,7 +19,7 @@ from deepspeed_ext._agreement import RankGroup, together
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.errors import OutOfMemoryError
-from deepspeed_ext.zenflow.device_sizes import dtype_name, room_bytes
+from deepspeed_ext.zenflow.device_sizes import chunk_of, dtype_name, room_bytes
 from deepspeed_ext.zenflow.stopwatch import Stopwatch, StreamStopwatch
 from deepspeed_ext.zenflow.worker.courier import Courier, Parcel
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
@@ -225,7 +225,7 @@ class HiddenTransfers(Transfers):
 
     def _chunks(self, index: int) -> Iterator[Chunk]:
         host, room, size = self._results[index], self._rooms[index], self._block_size
-        numel, step = host.published.numel(), max(1, CHUNK_NUMEL // size) * size
+        numel, step = host.published.numel(), chunk_of(CHUNK_NUMEL, size)
         for begin in range(0, numel, step):
             end = min(begin + step, numel)
             yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), room, host)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import enum
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, together
 from deepspeed_ext._logging import logger
@@ -15,7 +13,7 @@ from deepspeed_ext._upstream import dist
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext.host import memory
-from deepspeed_ext.host.procfs import read_text
+from deepspeed_ext.host.procfs import host_id
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
@@ -223,7 +221,7 @@ def _require_room(nbytes: int, ranks: RankGroup) -> None:
         OutOfMemoryError: on every rank.
     """
     with together(ranks):
-        host = read_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
+        host = host_id()
         mine = nbytes, memory.available_by_limit()
     found = ranks.gather_among(host, mine).values()
     with together(ranks):

@@ -1,4 +1,4 @@
-"""Runs the optimizer process: ``python start_worker.py SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
+"""Runs the optimizer process: ``python _start_process.py MODULE SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
 
 Started only by `process.OptimizerProcess`. The process binds itself to its cores before it imports anything heavy, and
 imports torch only if the native kernel is missing. It ends when told to, when the trainer's end of the socket closes,
@@ -8,7 +8,6 @@ and when the trainer dies, no matter what it is doing at that moment.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from typing import Any
 
 from deepspeed_ext import _files
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.host.child_process import end_with_parent
 from deepspeed_ext.zenflow.kernel import AdamPass, Array, Kernel, MeanPass, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
@@ -38,7 +38,6 @@ from deepspeed_ext.zenflow.worker.messages import (
 
 __all__ = ["main", "write_from_arena"]
 
-_PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 0.2
 
 
@@ -66,7 +65,7 @@ def _end_with_parent(parent_pid: int, by_main_thread: bool) -> None:
     """Let the kernel kill this process when the thread that started it dies. If that thread may end before the
     trainer, poll instead."""
     if by_main_thread:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
     else:
         threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:  # the trainer died before the lines above ran

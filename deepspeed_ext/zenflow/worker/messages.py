@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from deepspeed_ext.zenflow.kernel.adam_pass import AdamStep, Publish
-from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArraySpec
+from deepspeed_ext.zenflow.worker.arena import ArenaLayout
 
 __all__ = [
     "ArenaWrite",
@@ -20,43 +20,7 @@ __all__ = [
     "Submission",
     "WorkerPlan",
     "WorkerTask",
-    "partition_specs",
 ]
-
-
-def partition_specs(
-    partition: int,
-    numel: int,
-    *,
-    block_size: int,
-    publish_dtype: str,
-    grad_dtype: str,
-    slots: int,
-    touched_slots: int,
-    per_block: tuple[str, str, bool],
-) -> list[ArraySpec]:
-    """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
-
-    Args:
-        partition: number of the partition.
-        numel: its elements, n.
-        block_size: elements per block.
-        publish_dtype: dtype of y.
-        grad_dtype: dtype of the gradients.
-        slots: slots of the gradient ring.
-        touched_slots: slots that are certainly used; the others take memory only on first use.
-        per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
-    """
-    blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
-    return [
-        *(ArraySpec(name, "float32", numel, partition) for name in ("p", "m", "v")),
-        ArraySpec("y", publish_dtype, numel, partition, exchanged=True),
-        ArraySpec(kind, dtype, blocks, partition, exchanged=exchanged),
-        *(
-            ArraySpec("g", grad_dtype, numel, partition, slot, touched=slot < touched_slots, exchanged=True)
-            for slot in range(slots)
-        ),
-    ]
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.host.child_process import python_command
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, Done, Failed, Ready, Submission, WorkerPlan, WorkerTask
 
 __all__ = ["OptimizerProcess"]
 
-_SCRIPT = Path(__file__).resolve().with_name("start_worker.py")
+_MODULE = "deepspeed_ext.zenflow.worker.main"
 _CLOSE_SECONDS = 2.0
 _REAP_SECONDS = 5.0
 _REMEDIES: dict[int, str] = {
@@ -93,7 +93,7 @@ class OptimizerProcess:
                 with theirs:
                     numbers = (theirs.fileno(), arena.fileno, os.getpid(), int(by_main_thread))
                     process = subprocess.Popen(
-                        [sys.executable, str(_SCRIPT), *map(str, numbers)],
+                        python_command(_MODULE, *map(str, numbers)),
                         env=environment,
                         pass_fds=numbers[:2],
                         stdin=subprocess.DEVNULL,

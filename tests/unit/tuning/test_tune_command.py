@@ -164,7 +164,7 @@ def test_a_tuning_file_that_is_none_is_ignored_with_one_warning(
     heard: list[str] = []
     monkeypatch.setattr(tuning_results, "warn_once", heard.append)
     monkeypatch.setenv("DSEXT_CACHE_DIR", str(tmp_path))
-    tuning_results.save("good", {"schema": 1, "opt_cores_per_rank": 3})
+    tuning_results.cached("good").write_bytes(tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3}))
     for name in ("tune-bad.json", "tune-worse.json"):
         os.mkfifo(tmp_path / name) if content is None else (tmp_path / name).write_bytes(content)
     assert tuning_results.load_all() == {"good": 3}

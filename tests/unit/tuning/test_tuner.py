@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import namedtuple
+from multiprocessing.connection import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from deepspeed_ext._cache import cache_folder
 from deepspeed_ext.affinity import tuning_results
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import RankFacts
@@ -52,14 +56,14 @@ def test_results_are_found_in_the_cache_and_broken_ones_are_not(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuning_results.load_all() == {}
-    tuning_results.save("good", {"schema": 1, "opt_cores_per_rank": 3})
-    tuning_results.save("old", {"schema": 0, "opt_cores_per_rank": 3})
-    tuning_results.save("none", {"schema": 1, "opt_cores_per_rank": 0})
-    (tuning_results.cache_folder() / "tune-broken.json").write_text("{")
+    cache_folder().mkdir()
+    for key, schema, number in (("good", 1, 3), ("old", 0, 3), ("none", 1, 0)):
+        result = {"schema": schema, "opt_cores_per_rank": number}
+        tuning_results.cached(key).write_bytes(tuning_results.as_bytes(result))
+    tuning_results.cached("broken").write_text("{")
     assert tuning_results.load_all() == {"good": 3}
-    assert sorted(path.name for path in tuning_results.cache_folder().iterdir())[-1] == "tune-old.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert tuning_results.cache_folder() == Path.home() / ".cache/deepspeed_ext"
+    assert cache_folder() == Path.home() / ".cache/deepspeed_ext"
 
 
 def test_cache_bytes_count_each_last_level_cache_once(tmp_path: Path) -> None:
@@ -120,6 +124,51 @@ def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
     assert [len(seconds) for seconds in answers] == [3, 3]
     assert masks == [set(CPUS[:1])] * 2
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_process_that_cannot_start_leaves_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(subprocess.Popen(["sleep", "600"]))
+        return started[0]
+
+    fake = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(processes, "subprocess", fake)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(WorkerError, match="could not be started: no more processes"):
+        MeasuringProcesses("training", [WorkerPlacement(frozenset(CPUS[:1]))] * 2, 0)
+    assert started[0].poll() == -signal.SIGKILL
+    assert os.listdir("/proc/self/fd") == before
+
+
+class Stuck:
+    """A process in an uninterruptible call: it is killed, and does not end."""
+
+    pid = 1 << 30
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "this wait would never end"
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_a_process_that_does_not_end_is_one_failed_point() -> None:
+    """Neither the end of the measurement nor the question for its status waits for it without end."""
+    crew = MeasuringProcesses("training", [], 0)
+    ours, theirs = Pipe()
+    theirs.close()
+    crew.connections.append(ours)
+    crew.processes.append(Stuck())  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match="does not exit"), crew:
+        pass
+    load = ForeignLoad({CPUS[0]})
+    with pytest.raises(WorkerError, match="ended between two measurements"):
+        load.begin([Stuck.pid])
 
 
 def test_quick_run_writes_a_result_that_training_finds(tmp_path: Path) -> None:

@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from deepspeed_ext.verify import report
 from deepspeed_ext.verify.checks import Check, check_all
 from deepspeed_ext.verify.config import Plan, plan_check
-from deepspeed_ext.verify.figures import Changed, Death, EndWeights, Failure, Found, Movement, Resumed, merge, write
+from deepspeed_ext.verify.figures import (
+    Changed,
+    Death,
+    EndWeights,
+    Failure,
+    Found,
+    Movement,
+    Resumed,
+    Stage,
+    merge,
+    write,
+)
 
 STEPS = 12
 PLAIN = [7.6 - 0.2 * step for step in range(STEPS)]
@@ -132,8 +143,8 @@ def test_a_failure_counts_once_and_what_comes_after_it_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("stage", ["start", "plain", "initialize", "train", "save", "compare", "worker", "end"])
-@pytest.mark.parametrize("error", [None, Failure("", ("RuntimeError",), "broken")])
-def test_a_run_that_breaks_off_anywhere_has_not_passed(stage: str, error: Failure | None) -> None:
+@pytest.mark.parametrize("error", [None, Failure("start", ("RuntimeError",), "broken")])
+def test_a_run_that_breaks_off_anywhere_has_not_passed(stage: Stage, error: Failure | None) -> None:
     """With an exception, or without one: killed, or crashed."""
     order = ["start", "plain", "initialize", "train", "save", "compare", "worker", "end"].index(stage)
     found = good(stage=stage, death=None, failure=error and replace(error, stage=stage))

@@ -24,6 +24,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed_ext import cli
 from deepspeed_ext._config_file import read_json
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.host.child_process import python_command
 from deepspeed_ext.verify import command, processes
 from deepspeed_ext.verify.checks import check_end
 from deepspeed_ext.verify.config import plan_check
@@ -169,7 +170,7 @@ def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path) -> None:
     for name in ("random", "json", "queue", "torch", "signal", "deepspeed"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the folder')")
     environment = {**os.environ, processes.PARENT: str(os.getpid()), "RANK": "0"}
-    code = [sys.executable, processes.START_PROCESS, processes.START_RANK, str(tmp_path), "train"]
+    code = python_command(processes.START_RANK, str(tmp_path), "train")
     done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert "plan.json" in done.stderr.splitlines()[-1], done.stderr
 
@@ -184,7 +185,7 @@ def test_a_rank_that_starts_after_its_check_has_ended_ends(tmp_path: Path) -> No
     ended = subprocess.Popen(["true"])
     ended.wait()
     environment = {**os.environ, processes.PARENT: str(ended.pid), "RANK": "0"}
-    code = [sys.executable, processes.START_PROCESS, processes.START_RANK, str(tmp_path), "train"]
+    code = python_command(processes.START_RANK, str(tmp_path), "train")
     done = subprocess.run(code, env=environment, capture_output=True, text=True, check=False)
     assert "the check has ended" in done.stderr
 
@@ -202,6 +203,25 @@ def test_ranks_that_have_started_end_if_another_cannot_start(tmp_path: Path) -> 
     with pytest.raises(BlockingIOError):
         Second(tmp_path, "train", 2)
     assert started[0].poll() == -signal.SIGKILL
+
+
+def test_a_rank_that_does_not_end_does_not_stop_the_check(tmp_path: Path) -> None:
+    class Stuck(processes.Ranks):
+        def _process(self, start: str, environment: dict[str, str], log: object) -> Any:
+            return self
+
+        pid = 1 << 30
+
+        def poll(self) -> None:
+            pass
+
+        def wait(self, *limit: Any) -> Any:  # type: ignore[override]
+            assert limit, "this wait would never end"
+            raise subprocess.TimeoutExpired("rank", limit[0])
+
+    with Stuck(tmp_path, "train", 1) as ranks:
+        pass
+    assert ranks._alive() == []
 
 
 class Brief(processes.Ranks):

@@ -13,6 +13,7 @@ from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device, two_groups
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
+from tests.support.resident import resident_bytes
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 from tests.support.zenflow_runs import exact_and_back
 
@@ -91,7 +92,7 @@ def publish_variants(config: dict) -> dict[str, Any]:
         "losses": losses,
         "published": str(adam.partitions[0].published.dtype),
         "figures": engine.optimizer.measurements(),
-        "bytes_a_parameter": adam.link.arena.resident_bytes() / sum(p.master.numel() for p in adam.partitions),
+        "bytes_a_parameter": resident_bytes(adam.link.arena) / sum(p.master.numel() for p in adam.partitions),
     }
     engine.destroy()
     return found

@@ -238,6 +238,17 @@ def test_the_reference_uses_its_own_threads_and_not_those_of_torch(monkeypatch: 
     assert seen == (2, 2)
 
 
+def test_a_thread_that_cannot_begin_is_an_error_and_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("no memory")
+
+    monkeypatch.setattr(torch, "set_num_threads", refuse)
+    monkeypatch.setattr(reference, "_START_SECONDS", 0.2)
+    with pytest.raises(RuntimeError):
+        reference.ReferenceKernel(1)
+
+
 @needs_native
 @pytest.mark.parametrize("start", [0, 1, 4095])
 def test_first_touch_reaches_every_page_and_changes_nothing(start: int) -> None:

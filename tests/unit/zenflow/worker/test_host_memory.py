@@ -34,7 +34,7 @@ def compare(needed: int, rooms: Sequence[dict[str, int]], hosts: Sequence[str]) 
 
     with (
         patch.object(memory, "available_by_limit", lambda: own(rooms)),
-        patch.object(link, "read_text", lambda path: own(hosts)),
+        patch.object(link, "host_id", lambda: own(hosts)),
     ):
         return run_together(len(rooms), body)
 

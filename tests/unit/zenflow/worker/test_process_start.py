@@ -12,11 +12,12 @@ import pytest
 
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.host import child_process
 from deepspeed_ext.zenflow.kernel import library_path
-from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import PASS, running
 from tests.support.paths import ROOT
+from tests.support.resident import resident_bytes
 
 
 def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
@@ -39,7 +40,7 @@ def test_memory_of_the_worker_does_not_grow_with_the_parameters() -> None:
             process.wait()
             memory = psutil.Process(process.pid).memory_info()
             own.append(memory.rss - memory.shared)  # without the arena and libraries
-            assert arena.resident_bytes() < numel * 16.125 + 10 * 4096
+            assert resident_bytes(arena) < numel * 16.125 + 10 * 4096
     assert own[1] - own[0] < 0.375 * 8_000_000
     assert own[1] < 64 * 2**20
 
@@ -122,7 +123,7 @@ def test_neighbours_of_the_package_do_not_hide_the_standard_library(
     shutil.copytree(ROOT / "deepspeed_ext", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("enum", "dataclasses", "socket"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
-    monkeypatch.setattr(process_module, "_SCRIPT", package / "zenflow" / "worker" / "start_worker.py")
+    monkeypatch.setattr(child_process, "START_PROCESS", package / "_start_process.py")
     with running() as (_, process):
         process.submit([PASS])
         assert process.wait().number == 1
