@@ -37,7 +37,8 @@ _WRITTEN = "written-by-rank-"
 _POLL_SECONDS = 0.05
 _SILENCE_SECONDS = 30.0
 _WRITE_SECONDS = 3600.0
-"""For one part of a file, beside training: a file system may stall for minutes while it fails over."""
+"""For one part of a file, beside training: a file system may stall for minutes while it fails over. A longer timeout of
+the worker counts instead; as soon as something waits for the file, the worker's timeout counts alone."""
 
 
 class AsyncCheckpointEngine(JointCheckpointEngine):
@@ -168,9 +169,15 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[tuple[Any, CheckpointFolder] | None]:
-        """Wait for this rank's files and keep their error; yields the save that goes on, if there is one."""
+        """Wait for this rank's files and keep their error; yields the save that goes on, if there is one.
+
+        The wait for the worker has the worker's timeout, anew after each part that it has written: other ranks may
+        already be in a collective, and an engine or a process ends."""
         saving, self._saving = self._saving, None
         files, self._files = self._files, []
+        if not all(file.done() for file in files):
+            with self.kept.keeping():
+                self._link.process.wait_for_writes()
         for file in files:
             with self.kept.keeping():
                 file.result()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext._agreement import raise_together
 from deepspeed_ext._logging import logger
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
@@ -76,22 +77,23 @@ def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer)
 
 
 def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
-    """Continue from a saved section; masters, moments and step count are already in place.
+    """Continue from a saved section; masters, moments and step count are already in place. A collective, which begins
+    with an agreement.
 
     Args:
         adam: the optimizer; nothing may be in flight.
-        saved: this rank's section; None: the checkpoint has none, because plain ZeRO-Offload wrote it.
+        saved: this rank's section; None on every rank: the checkpoint has none, because plain ZeRO-Offload wrote it.
         where: prefix of log messages, such as the rank.
 
     Returns:
         True if the run continues bitwise. False if it starts over from the masters, because the checkpoint has no
-        section or a setting has changed. In the latter case gradients that were not handed over have been applied
-        first.
+        section, a setting has changed, or a host has no memory for its interval. In the last two cases gradients
+        that were not handed over have been applied first.
     """
     if saved is None:
         return False
     rule = adam.rule
-    if changed := _changed_setting(adam, saved):
+    if changed := _changed_setting(adam, saved) or _unaffordable_interval(adam, saved.schedule.interval):
         for partition, values in zip(adam.partitions, saved.partitions, strict=True):
             values.apply_collected(partition.state, saved.block_size)
         adam.masters_changed(saved.updates if saved.position else None)
@@ -121,3 +123,11 @@ def _changed_setting(adam: OffloadedAdam, saved: Section) -> str | None:
     if saved.block_size != rule.block_size:
         return f"the block size of zenflow ({saved.block_size} in the checkpoint, {rule.block_size} now)"
     return rule.changed_setting(dict(saved.schedule), saved.position)
+
+
+def _unaffordable_interval(adam: OffloadedAdam, there: int | None) -> str | None:
+    """Name the interval of a checkpoint, which was chosen on another host, if any rank here has no memory for it. A
+    collective."""
+    if not raise_together(adam.ranks, None, CheckpointError, flag=not adam.has_room_for(there)):
+        return None
+    return f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so many gradients)"

@@ -16,6 +16,7 @@ from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext._logging import logger
 from deepspeed_ext._ranges import in_profile
 from deepspeed_ext._upstream import local_world_size
+from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.host.memory import available_host_bytes
 from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.metrics import Metrics
@@ -244,23 +245,40 @@ class OffloadedAdam:
     def _affordable(self, wanted: int) -> int:
         """The longest interval up to `wanted` whose gradients fit into every rank's host memory. A collective.
 
-        The first slot of the ring has been touched; the others take memory from now on.
+        Raises:
+            OutOfMemoryError: on every rank, if not even the shortest interval fits on any.
         """
         longest = shortest = self.rule.schedule.shortest_interval
         with self.link.keeping():
-            slot_bytes = sum(partition.ring[0].nbytes for partition in self.partitions)
-            room = available_host_bytes() // local_world_size()
-            ring_at = self.rule.schedule.ring_at
-            longest = max(
-                (n for n in range(shortest, wanted + 1) if (ring_at(n) - 1) * slot_bytes <= room), default=shortest
-            )
+            room = _room_bytes()
+            fitting = [n for n in range(shortest, wanted + 1) if self._further_bytes(n) <= room]
+            longest = max(fitting, default=0)
+            if not fitting:
+                raise OutOfMemoryError(
+                    f"the gradients of {shortest} steps, the shortest interval that zenflow.overlap_lag = {shortest} "
+                    f"allows, need {self._further_bytes(shortest):,} more bytes of host memory, but {room:,} are "
+                    "available to each rank of the host: lower zenflow.overlap_lag, or use more hosts or more memory"
+                )
         interval = min(wanted, self.ranks.minimum(longest)[0])
+        if interval < shortest:
+            self.link.raise_kept()
         if interval < wanted and self.ranks.rank == 0:
             logger.warning(
                 f"zenflow.update_interval = {interval}, not {wanted}: host memory has no room for the gradients of "
                 "more steps"
             )
         return interval
+
+    def has_room_for(self, interval: int | None) -> bool:
+        """Whether this rank's host memory has room for the gradients of `interval`."""
+        needed = self._further_bytes(interval)
+        return needed <= 0 or needed <= _room_bytes()
+
+    def _further_bytes(self, interval: int | None) -> int:
+        """Bytes of the ring at `interval` beyond those in use: a slot takes memory when it is first written."""
+        schedule = self.rule.schedule
+        slot_bytes = sum(partition.ring[0].nbytes for partition in self.partitions)
+        return (schedule.ring_at(interval) - schedule.ring) * slot_bytes
 
     def lock_ring(self) -> None:
         """Page-lock the ring slots in use, whose number is known only once the interval is."""
@@ -275,3 +293,8 @@ class OffloadedAdam:
     def close(self) -> None:
         """Stop the worker. Masters and moments stay readable. Idempotent."""
         self.link.close()
+
+
+def _room_bytes() -> int:
+    """This rank's share of the host memory that is available."""
+    return available_host_bytes() // local_world_size()

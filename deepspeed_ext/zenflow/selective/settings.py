@@ -87,8 +87,10 @@ class SelectiveSettings:
 
     @property
     def longest_interval(self) -> int:
-        """`update_interval`, or the longest that the first selection may choose."""
-        return self.update_interval or max(LONGEST_CHOSEN, self.lag or 0)
+        """`update_interval`, or the longest that the first selection may choose: at least the lag, and not longer than
+        the time until the next selection."""
+        longest = min(LONGEST_CHOSEN, self.select_every_steps or LONGEST_CHOSEN)
+        return self.update_interval or max(longest, self.lag or 0)
 
     @property
     def slots(self) -> int:

@@ -151,12 +151,12 @@ class OptimizerProcess:
 
         Args:
             number: of the submission.
-            timeout_seconds: longest wait without an answer; None: the value given to the constructor.
+            timeout_seconds: longest wait without an answer, if that is more than the value given to the constructor.
 
         Raises:
             WorkerError: as for `wait`.
         """
-        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        seconds = max(self._timeout_seconds, timeout_seconds or 0.0)
         self._await(lambda: self._done >= number, seconds, f"answer within {seconds:g} s")
 
     def wait_for_writes(self) -> float:
@@ -266,7 +266,7 @@ class OptimizerProcess:
                 if has_ended:
                     raise self._failure(self._how_it_ended())
                 if patience.is_over:
-                    raise self._silence(what)
+                    raise self._silence(what, seconds)
             self._channel.idle(patience, is_shared=self._waiters > 1)
 
     def _exchange(self) -> None:
@@ -314,11 +314,13 @@ class OptimizerProcess:
             name = f"signal {-status}"
         return f"was killed by {name} (exit status {status}). {_REMEDIES.get(-status, 'Its stderr may show the cause')}"
 
-    def _silence(self, what: str) -> WorkerError:
+    def _silence(self, what: str, seconds: float) -> WorkerError:
+        is_setting = seconds == self._timeout_seconds
         return self._failure(
-            f"did not {what} (zenflow.worker_timeout_seconds = {self._timeout_seconds:g}). "
+            f"did not {what}{f' (zenflow.worker_timeout_seconds = {seconds:g})' if is_setting else ''}. "
             + (
-                "It may still be writing a checkpoint to a file system that stalls: raise the timeout"
+                "It may still be writing a checkpoint to a file system that stalls: "
+                + ("raise the timeout" if is_setting else "save to another one")
                 if self._done < self._newest_write
                 else "It may be stopped, starved of CPU or swapping: give it more cores (core_binding), or raise the "
                 "timeout"

@@ -74,6 +74,9 @@ class InProcess:
     def wait_for(self, number: int, timeout_seconds: float | None = None) -> None:
         assert number < len(self._failed)
 
+    def wait_for_writes(self) -> float:
+        return 0.0
+
     def failed_write(self, number: int) -> str | None:
         return self._failed[number]
 

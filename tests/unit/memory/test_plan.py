@@ -49,6 +49,7 @@ zenflows = st.one_of(
         overlap_step=st.booleans(),
         overlap_lag=st.sampled_from([1, 2]),
         offload=st.booleans(),
+        select_interval=st.sampled_from([None, 4]),
     ),
 )
 
@@ -253,6 +254,15 @@ def test_a_config_that_is_refused(config: Any, says: str, tmp_path: Path, capsys
     assert out == ""
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_an_open_interval_is_planned_up_to_the_next_selection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"update_rule": "selective", "topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "zenflow": section}}))
+    assert status_of([*NEEDED, "--config", str(tmp_path / "config.json")]) == 0
+    assert "1 to 4, counted as the longest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "notes"), [("AdamW", 0), ("OneBitAdam", 0), ("Lion", 1)])

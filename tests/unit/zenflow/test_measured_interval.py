@@ -1,5 +1,8 @@
 """An interval that is measured at the start trains as if the config had said it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -7,9 +10,11 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.zenflow import optimizer
 from deepspeed_ext.zenflow.predictive import rule
 from deepspeed_ext.zenflow.schedule import MEASURED_STEPS
+from deepspeed_ext.zenflow.selective.rule import SelectiveRule
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -21,15 +26,23 @@ STEPS = 20
 PLENTY = 1 << 60
 
 
-def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> dict[str, Any]:
-    """Train while measurement, if there is any, finds the interval `measured`, and rank 0 has room for `slots` more."""
-    engine = make_engine(config)
+@contextmanager
+def measuring(engine: Any, measured: int, slots: int | None = None) -> Iterator[None]:
+    """Measurement, if there is any, finds the interval `measured`, and rank 0 has room for `slots` more."""
     nbytes = sum(partition.ring[0].nbytes for partition in engine.optimizer.zenflow_adam.partitions)
     room = PLENTY if slots is None or dist.get_rank() else slots * nbytes * dist.get_world_size()
     with (
         patch.object(rule, "smallest_interval", lambda *_: measured),
+        patch.object(SelectiveRule, "_mean_scores", lambda _: (float(measured), 1.0)),
         patch.object(optimizer, "available_host_bytes", lambda: room),
     ):
+        yield
+
+
+def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> dict[str, Any]:
+    """Train as `measuring` says."""
+    engine = make_engine(config)
+    with measuring(engine, measured, slots):
         losses = train(engine, batches(STEPS, 0))
     found = {
         "losses": losses,
@@ -58,3 +71,63 @@ def test_an_interval_that_host_memory_has_no_room_for_is_not_chosen(slots: int, 
     """On any rank: 2 S - 1 slots are needed, of which one is in use already."""
     found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16), 4, slots)
     assert [each["interval"] for each in found] == [interval, interval]
+
+
+LAG = 3
+LAGGING = {
+    "topk_ratio": 0.1,
+    "select_block_size": 32,
+    "overlap_step": True,
+    "overlap_lag": LAG,
+    "auto_ratio": 1.0,
+    "full_warm_up_rounds": 1,
+}
+
+
+@pytest.mark.parametrize(("slots", "interval"), [(4, 3), (6, 5), (100, 8)])
+def test_gradients_that_stay_in_flight_need_room_too(slots: int, interval: int) -> None:
+    """S + lag - 1 slots, of which one is in use already."""
+    found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16, **LAGGING), 8, slots)
+    assert [each["interval"] for each in found] == [interval, interval]
+
+
+def refused(config: dict[str, Any], slots: int) -> str:
+    """What the step that chooses the interval says."""
+    engine = make_engine(config)
+    with measuring(engine, 8, slots), pytest.raises(OutOfMemoryError) as caught:
+        train(engine, batches(1, 0))
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_no_room_for_the_shortest_interval_is_an_error_on_every_rank() -> None:
+    found = run_ranks(2, refused, zenflow_config(2, torch.bfloat16, **LAGGING), LAG)
+    assert found[0] == found[1]
+    assert f"rank 0: the gradients of {LAG} steps" in found[0]
+    assert "lower zenflow.overlap_lag" in found[0]
+
+
+def save_and_load(config: dict[str, Any], folder: str, slots: int) -> dict[str, Any]:
+    """Save at interval 4, within an interval; load where rank 0 has room for `slots` more."""
+    engine = make_engine(config)
+    with measuring(engine, 4):
+        train(engine, batches(STEPS + 4, 0))
+    engine.save_checkpoint(folder, tag="t")
+    engine.destroy()
+    engine = make_engine(config)
+    adam = engine.optimizer.zenflow_adam
+    with measuring(engine, 4, slots):
+        engine.load_checkpoint(folder, tag="t")
+        found = {"updates": adam.updates, "collected": len(adam.partitions[0].collected)}
+        losses = train(engine, batches(STEPS, 0))
+    found |= {"interval": adam.rule.schedule.interval, "fell": losses[-1] < losses[0]}
+    engine.destroy()
+    return found
+
+
+def test_an_interval_of_another_host_is_kept_if_there_is_room(tmp_path: Path) -> None:
+    """Otherwise gradients that are not handed over are applied, and the interval is measured anew."""
+    config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4)
+    for slots, collected, interval in ((6, 2, 4), (5, 0, 3)):
+        found = run_ranks(2, save_and_load, config, str(tmp_path), slots)
+        assert found == [{"updates": STEPS + 4, "collected": collected, "interval": interval, "fell": True}] * 2

@@ -114,6 +114,24 @@ def test_selections_come_after_whole_intervals(settings: dict, interval: int, ex
 
 
 @pytest.mark.parametrize(
+    ("settings", "longest", "slots"),
+    [
+        ({}, 8, 8),
+        ({"select_strategy": "step", "select_interval": 4}, 4, 4),
+        ({"select_strategy": "step", "select_interval": 20}, 8, 8),
+        ({"select_strategy": "epoch"}, 8, 8),  # selected once
+        ({"overlap_step": True, "overlap_lag": 12}, 12, 23),
+        ({"overlap_step": True, "overlap_lag": 3, "select_interval": 4}, 4, 6),
+        ({"update_interval": 2, "select_interval": 4}, 2, 2),
+    ],
+)
+def test_an_open_interval_ends_before_the_next_selection(settings: dict, longest: int, slots: int) -> None:
+    found = SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
+    assert (found.longest_interval, found.slots) == (longest, slots)
+    found.steps_between_selections(longest)  # else a step would raise an error
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"select_strategy": "step"}, "select_interval"),

@@ -141,6 +141,25 @@ def test_a_stopped_worker_times_out_and_is_killed() -> None:
         assert gone(process.pid)
 
 
+@pytest.mark.parametrize(
+    ("timeout_seconds", "given", "says"),
+    [
+        (0.3, 0.6, r"within 0\.6 s\. It may still be writing a checkpoint .*: save to another one\."),
+        (0.6, 0.3, r"within 0\.6 s \(zenflow\.worker_timeout_seconds = 0\.6\)\. .*: raise the timeout\."),
+    ],
+)
+def test_a_wait_for_a_file_says_which_limit_has_passed(
+    timeout_seconds: float, given: float, says: str, tmp_path: Path
+) -> None:
+    """The longer of the two; the config can change only one of them."""
+    with running() as (_, process):
+        process._timeout_seconds = timeout_seconds
+        os.kill(process.pid, signal.SIGSTOP)
+        number = process.submit([ArenaWrite(str(tmp_path / "file"), ())])
+        with pytest.raises(WorkerError, match=says):
+            process.wait_for(number, given)
+
+
 def test_a_submission_that_is_not_read_times_out() -> None:
     """A message larger than the socket's buffer would otherwise block forever."""
     with running() as (_, process):
