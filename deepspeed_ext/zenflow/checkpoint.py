@@ -16,7 +16,7 @@ import torch
 from deepspeed_ext._agreement import raise_together
 from deepspeed_ext._logging import logger
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.optimizer import OffloadedAdam, has_room_for
 from deepspeed_ext.zenflow.partition import Partition
 from deepspeed_ext.zenflow.section import VERSION, Section
 
@@ -128,6 +128,6 @@ def _changed_setting(adam: OffloadedAdam, saved: Section) -> str | None:
 def _unaffordable_interval(adam: OffloadedAdam, there: int | None) -> str | None:
     """Name the interval of a checkpoint, which was chosen on another host, if any rank here has no memory for it. A
     collective."""
-    if not raise_together(adam.ranks, None, CheckpointError, flag=not adam.has_room_for(there)):
+    if not raise_together(adam.ranks, None, CheckpointError, flag=not has_room_for(adam, there)):
         return None
     return f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so many gradients)"

@@ -28,7 +28,7 @@ from deepspeed_ext.zenflow.worker.arena import ArrayKey
 from deepspeed_ext.zenflow.worker.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = ["OffloadedAdam"]
+__all__ = ["OffloadedAdam", "has_room_for"]
 
 
 class OffloadedAdam:
@@ -251,12 +251,12 @@ class OffloadedAdam:
         longest = shortest = self.rule.schedule.shortest_interval
         with self.link.keeping():
             room = _room_bytes()
-            fitting = [n for n in range(shortest, wanted + 1) if self._further_bytes(n) <= room]
+            fitting = [n for n in range(shortest, wanted + 1) if _further_bytes(self, n) <= room]
             longest = max(fitting, default=0)
             if not fitting:
                 raise OutOfMemoryError(
                     f"the gradients of {shortest} steps, the shortest interval that zenflow.overlap_lag = {shortest} "
-                    f"allows, need {self._further_bytes(shortest):,} more bytes of host memory, but {room:,} are "
+                    f"allows, need {_further_bytes(self, shortest):,} more bytes of host memory, but {room:,} are "
                     "available to each rank of the host: lower zenflow.overlap_lag, or use more hosts or more memory"
                 )
         interval = min(wanted, self.ranks.minimum(longest)[0])
@@ -268,17 +268,6 @@ class OffloadedAdam:
                 "more steps"
             )
         return interval
-
-    def has_room_for(self, interval: int | None) -> bool:
-        """Whether this rank's host memory has room for the gradients of `interval`."""
-        needed = self._further_bytes(interval)
-        return needed <= 0 or needed <= _room_bytes()
-
-    def _further_bytes(self, interval: int | None) -> int:
-        """Bytes of the ring at `interval` beyond those in use: a slot takes memory when it is first written."""
-        schedule = self.rule.schedule
-        slot_bytes = sum(partition.ring[0].nbytes for partition in self.partitions)
-        return (schedule.ring_at(interval) - schedule.ring) * slot_bytes
 
     def lock_ring(self) -> None:
         """Page-lock the ring slots in use, whose number is known only once the interval is."""
@@ -293,6 +282,19 @@ class OffloadedAdam:
     def close(self) -> None:
         """Stop the worker. Masters and moments stay readable. Idempotent."""
         self.link.close()
+
+
+def has_room_for(adam: OffloadedAdam, interval: int | None) -> bool:
+    """Whether this rank's host memory has room for the gradients of `interval`."""
+    needed = _further_bytes(adam, interval)
+    return needed <= 0 or needed <= _room_bytes()
+
+
+def _further_bytes(adam: OffloadedAdam, interval: int | None) -> int:
+    """Bytes of the ring at `interval` beyond those in use: a slot takes memory when it is first written."""
+    schedule = adam.rule.schedule
+    slot_bytes = sum(partition.ring[0].nbytes for partition in adam.partitions)
+    return (schedule.ring_at(interval) - schedule.ring) * slot_bytes
 
 
 def _room_bytes() -> int:

@@ -254,7 +254,7 @@ wait_to_be_killed()
 def test_an_invalid_answer_is_an_error(what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "stranger.py"
     script.write_text(textwrap.dedent(STRANGER).format(root=str(ROOT), what=what))
-    monkeypatch.setattr(process_module, "_SCRIPT", script)
+    monkeypatch.setattr(process_module, "python_command", lambda _, *numbers: [sys.executable, str(script), *numbers])
     before = psutil.Process().children()
     with (
         pytest.raises(WorkerError, match=rf"(?s)rank 3.*{says}"),
