@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from deepspeed_ext import _files
 from deepspeed_ext.errors import CheckpointError
 
-__all__ = ["CheckpointFolder", "FolderState", "choose_save"]
+__all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save"]
 
 UNKNOWN = ""
 """Save id of a folder written by plain DeepSpeed."""

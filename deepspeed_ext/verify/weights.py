@@ -29,7 +29,7 @@ from deepspeed_ext.verify.config import Plan
 from deepspeed_ext.verify.figures import EndWeights
 from deepspeed_ext.zenflow.predictive.elementwise import CLAMP
 
-__all__ = ["compare_weights", "prediction_bound"]
+__all__ = ["compare_weights"]
 
 LEAST_NUMEL = 32
 """Smaller parameters may return to their initial values by chance."""

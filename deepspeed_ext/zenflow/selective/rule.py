@@ -129,8 +129,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             mean_hot, mean_cold = self._mean_scores()
             mine = math.ceil(self._settings.auto_ratio * mean_hot / mean_cold) if mean_cold > 0 else 1
         longest = self._settings.longest_interval
-        most = min(longest, self._settings.steps_between_selections(1) or longest)
-        interval = max(self._settings.lag or 1, min(most, -self._ranks.minimum(-mine)[0]))
+        interval = max(self._settings.lag or 1, min(longest, -self._ranks.minimum(-mine)[0]))
         if self._ranks.rank == 0:
             logger.info(
                 f"zenflow.update_interval = {interval}: a cold block's mean gradient is "
