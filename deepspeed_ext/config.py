@@ -119,8 +119,8 @@ class ZenFlowConfig(_Section):
     given: true for ``predictive``, false for ``selective``."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is at least one.
-    ``predictive``: at least one interval; five intervals if the field is not given and the interval is above 1."""
+    """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is at least one, and
+    with ``predictive`` at least one interval. Not given: 40 (``predictive``) or 1 (``selective``)."""
 
     block_size: BlockSize = 32
     """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes per parameter."""
@@ -203,7 +203,7 @@ class ZenFlowConfig(_Section):
 
     @property
     def warm_up_steps(self) -> int | None:
-        """Synchronous steps requested by the user; None: the schedule chooses."""
+        """`full_warm_up_rounds`; None: not given."""
         return self.full_warm_up_rounds if "full_warm_up_rounds" in self.model_fields_set else None
 
     @property

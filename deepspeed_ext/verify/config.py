@@ -12,6 +12,7 @@ from deepspeed_ext._config_file import section_of
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.verify.batches import Batches, plan_batches
+from deepspeed_ext.zenflow.predictive.schedule import WARM_UP_STEPS
 from deepspeed_ext.zenflow.predictive.settings import LONGEST_MEASURED
 from deepspeed_ext.zenflow.schedule import MEASURED_STEPS
 from deepspeed_ext.zenflow.selective.settings import LONGEST_CHOSEN
@@ -121,7 +122,10 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config.pop(name, None)
     config |= {"train_micro_batch_size_per_gpu": batches.micro, "gradient_accumulation_steps": batches.accumulation}
-    rule, interval, has_worker, warm_up = _zenflow(section_of(config, "zero_optimization"), upstream)
+    zero = section_of(config, "zero_optimization")
+    rule, interval, has_worker, warm_up = _zenflow(zero, upstream)
+    if not upstream and rule != "exact":
+        warm_up = _shorten_warm_up(zero["zenflow"], interval, warm_up, steps, changes)
     steps = steps or _enough_steps(rule, interval, warm_up)
     save_after = min(steps - 1, steps // 2 | 1)
     if rule == "predicted" and interval is None:  # resumed earlier, a run would measure again, and choose later
@@ -184,8 +188,8 @@ def _autocast(config: Mapping[str, Any]) -> str | None:
     return AUTOCAST_DTYPES[name]
 
 
-def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None, bool, int | None]:
-    """Rule, interval, whether there is an optimizer process, and steps of its warm-up (None: the rule's own)."""
+def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None, bool, int]:
+    """Rule, interval, whether there is an optimizer process, and steps of its warm-up."""
     section = zero.get("zenflow")
     if section in (None, "auto"):
         return "exact", 1, False, 0
@@ -193,25 +197,35 @@ def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None,
         raise ConfigError(f"zero_optimization.zenflow is a {type(section).__name__}, expected an object")
     if upstream:
         interval = section.get("update_interval")
-        return "deferred", interval if isinstance(interval, int) else None, section.get("overlap_step") is True, None
+        return "deferred", interval if isinstance(interval, int) else None, section.get("overlap_step") is True, 1
     zenflow = ZenFlowConfig(**section)
+    warm_up = zenflow.warm_up_steps
     if zenflow.rule == "selective":
-        return "deferred", zenflow.update_interval, True, zenflow.warm_up_steps
+        return "deferred", zenflow.update_interval, True, warm_up or 1
     if not zenflow.overlapped:
         return "exact", 1, True, 0
-    return "predicted", zenflow.update_interval, True, zenflow.warm_up_steps
+    return "predicted", zenflow.update_interval, True, WARM_UP_STEPS if warm_up is None else warm_up
 
 
-def _enough_steps(rule: Rule, interval: int | None, warm_up: int | None) -> int:
+def _shorten_warm_up(
+    zenflow: dict[str, Any], interval: int | None, warm_up: int, steps: int | None, changes: list[str]
+) -> int:
+    """Limit the warm-up to five intervals where `steps` leave no time after it; returns its steps."""
+    shorter = 5 * (interval or 1)
+    if warm_up <= shorter or (steps or 0) >= warm_up + 4 * (interval or LONGEST_MEASURED):
+        return warm_up
+    zenflow["full_warm_up_rounds"] = shorter
+    changes.append(f"zenflow.full_warm_up_rounds: {shorter} instead of {warm_up}, so that there are steps after it")
+    return shorter
+
+
+def _enough_steps(rule: Rule, interval: int | None, warm_up: int) -> int:
     """Steps that show the rule at work: its warm-up, and then some intervals."""
     if rule == "exact":
         return FEWEST_STEPS
     if interval is None:  # chosen by measurement, after five steps or at the first selection
         return 24 if rule == "predicted" else 40
-    if rule == "predicted":
-        wanted = (5 * interval if warm_up is None and interval > 1 else warm_up or 1) + 4 * interval
-    else:
-        wanted = (warm_up or 1) + 6 * interval
+    wanted = warm_up + (4 if rule == "predicted" else 6) * interval
     return min(MOST_DEFAULT_STEPS, max(FEWEST_STEPS, wanted))
 
 

@@ -78,6 +78,11 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         are in flight."""
 
     @property
+    @abstractmethod
+    def warm_up_steps(self) -> int:
+        """Synchronous steps at the start."""
+
+    @property
     def shortest_interval(self) -> int:
         """The shortest interval that the settings allow."""
         return 1

@@ -142,7 +142,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         )
         if self.zenflow_adam.ranks.rank == 0:
             interval = settings.update_interval or "to be measured"
-            how = "overlapped" if settings.overlapped else "every step waits for its own result"
+            how = "every step waits for its own result"
+            if settings.overlapped:
+                how = f"overlapped after {self.zenflow_adam.rule.schedule.warm_up_steps} steps"
             logger.info(f"ZenFlow: {settings.rule} rule, update_interval {interval}, {how}")
         self._stand_ins = [
             PartitionStandIn(partition.master.data, self._grad_dtype) for partition in self.zenflow_adam.partitions

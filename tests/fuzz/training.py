@@ -162,7 +162,8 @@ def config_of(parts: Parts) -> tuple[dict[str, Any], int, Fault]:
     if way == "offload":
         config[Z]["offload_optimizer"] = {"device": "cpu"}
     elif way != "zero":
-        config[Z][Y] = {"update_rule": way, "update_interval": 2 if way == "selective" else 1}
+        interval = 2 if way == "selective" else 1
+        config[Z][Y] = {"update_rule": way, "update_interval": interval, "full_warm_up_rounds": 1}
     for path, value in settings.items():
         if (path[:2] != (Z, Y) or Y in config[Z]) and (len(path) != 2 or path not in _of_other_stages(stage)):
             place = config

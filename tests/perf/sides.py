@@ -83,6 +83,7 @@ def _upstream(name: str, overlap: bool) -> Side:
 
 def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
     zenflow: dict[str, Any] = {"update_rule": "predictive", "update_interval": interval, "overlap_step": True}
+    zenflow["full_warm_up_rounds"] = 1 if interval == 1 else 5 * interval  # the default is for long runs
     name = f"predictive, interval {interval}"
     if publish_dtype is not None:
         zenflow["publish_dtype"] = publish_dtype

@@ -33,10 +33,13 @@ RULES: dict[str, dict[str, Any]] = {
 def zenflow_config(
     stage: int, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1, lr: float = 1e-3, **zenflow: Any
 ) -> dict[str, Any]:
-    """A config with the predictive rule; `zenflow` are fields of its section."""
+    """A config with the predictive rule; `zenflow` are fields of its section.
+
+    Steps overlap as soon as they can. By default that is after 40 steps, which is more than most tests take.
+    """
     config = base_config(stage, dtype, accumulation=accumulation)
     config["optimizer"]["params"]["lr"] = lr
-    config["zero_optimization"]["zenflow"] = zenflow
+    config["zero_optimization"]["zenflow"] = {"full_warm_up_rounds": 1, **zenflow}
     config["zero_optimization"]["core_binding"] = {"enabled": False}  # test ranks share few cores with other tests
     if stage == 3:  # small models: without this every parameter would be persistent, and one sub-group hold them all
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 4000}

@@ -67,6 +67,10 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         self._settings = settings
 
     @property
+    def warm_up_steps(self) -> int:
+        return self._settings.warm_up_steps
+
+    @property
     def shortest_interval(self) -> int:
         return self._settings.lag or 1
 
@@ -76,8 +80,8 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
     def plan(self) -> SelectivePlan:
         """Describe the coming step."""
         state = self.state
-        if state.steps < self._settings.warm_up_steps:
-            selects = state.steps + 1 == self._settings.warm_up_steps
+        if state.steps < self.warm_up_steps:
+            selects = state.steps + 1 == self.warm_up_steps
             return SelectivePlan(1, exact=True, applies=False, waits=True, selects=selects)
         assert state.interval is not None, "the interval is settled at the end of the warm-up"
         lag, every = self._settings.lag, self._settings.steps_between_selections(state.interval)

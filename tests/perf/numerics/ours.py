@@ -46,11 +46,14 @@ class Ours(Rule):
     Args:
         interval: S.
         block_size: elements over which v is averaged; 1: v itself; `WHOLE`: one mean per partition.
-        warm_up_steps: synchronous steps at the start; None: as the schedule chooses.
+        warm_up_steps: synchronous steps at the start; None: one at interval 1, otherwise five intervals, which was the
+            default when the study was planned.
     """
 
     def __init__(self, start: Start, interval: int = 1, block_size: int = 32, warm_up_steps: int | None = None) -> None:
         super().__init__(start)
+        if warm_up_steps is None:
+            warm_up_steps = 1 if interval == 1 else 5 * interval
         self.schedule = PredictiveSchedule(interval, overlap=True, warm_up_steps=warm_up_steps)
         self.interval, self.bounds = interval, start.bounds
         self._weights = start.masters.to(start.dtype, copy=True)

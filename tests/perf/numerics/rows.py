@@ -184,6 +184,11 @@ GROUPS: tuple[Group, ...] = (
         "A later start of overlap, and smaller blocks, an amendment",
         (("bytes-5m", "base", ("ours-1-from-40", "ours-4-blocks-8")), ("bytes-1m", "base", ("ours-4-blocks-8",))),
     ),
+    Group(
+        "start",
+        "The new default's start at interval 4, an amendment",
+        (("bytes-5m", "base", ("ours-4-from-40",)), ("bytes-1m", "batch-4x", ("ours-4-from-40",))),
+    ),
 )
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
 
-BESIDE = {"update_interval": 1, "async_save": True}
+BESIDE = {"update_interval": 1, "full_warm_up_rounds": 1, "async_save": True}
 SELECTIVE = {"update_rule": "selective", "update_interval": 1}
 
 

@@ -124,11 +124,25 @@ def test_only_deepspeeds_cpu_adam_rounds_otherwise_after_loading(
     assert found.rounds_on_resume is expected
 
 
-@pytest.mark.parametrize("interval", [1, 2, 4, 8])
-@pytest.mark.parametrize("rule", ["predictive", "selective"])
-def test_by_default_there_are_steps_after_the_warm_up(rule: str, interval: int) -> None:
-    found = plan(zero_optimization={"stage": 2, "zenflow": {"update_rule": rule, "update_interval": interval}})
-    assert found.steps >= (5 * interval if rule == "predictive" and interval > 1 else 1) + 4 * interval
+@given(
+    rule=st.sampled_from(["predictive", "selective"]),
+    interval=st.one_of(st.none(), st.integers(1, 10)),
+    warm_up=st.one_of(st.just("auto"), st.integers(0, 2000)),
+    steps=st.one_of(st.none(), st.integers(60, 3000)),
+)
+def test_there_are_steps_after_the_warm_up(
+    rule: str, interval: int | None, warm_up: int | str, steps: int | None
+) -> None:
+    """The config's, if it ends before the training does; otherwise five intervals, and the report says so."""
+    zenflow = {"update_rule": rule, "update_interval": interval, "full_warm_up_rounds": warm_up}
+    found = plan(steps=steps, zero_optimization={"stage": 2, "zenflow": dict(zenflow)})
+    planned = found.config["zero_optimization"]["zenflow"].get("full_warm_up_rounds", "auto")
+    wanted = warm_up if isinstance(warm_up, int) else 40 if rule == "predictive" else 1
+    assert found.steps - (planned if isinstance(planned, int) else wanted) >= (interval or 1)
+    shortened = any("zenflow.full_warm_up_rounds" in change and "instead of" in change for change in found.changes)
+    assert shortened is (planned != warm_up)
+    if steps is not None and steps >= wanted + 40:
+        assert planned == warm_up
 
 
 def test_a_measured_interval_is_known_before_the_save() -> None:

@@ -87,7 +87,11 @@ def with_everything(config: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("stage", "zenflow"),
-    [(2, SELECTIVE), (3, {"update_interval": 1}), pytest.param(3, SELECTIVE, marks=pytest.mark.full)],
+    [
+        (2, SELECTIVE),
+        (3, {"update_interval": 1, "full_warm_up_rounds": 1}),
+        pytest.param(3, SELECTIVE, marks=pytest.mark.full),
+    ],
 )
 def test_evaluation_generation_accumulation_and_resume(stage: int, zenflow: dict, tmp_path: Path) -> None:
     config = config_file(tmp_path, stage=stage, zenflow=zenflow)

@@ -23,6 +23,8 @@ from tests.support.zenflow import make_engine, masters_of, train, zenflow_config
 pytestmark = pytest.mark.sampled(2)
 
 STEPS = 20
+BY_DEFAULT = 40
+"""Synchronous steps at the start."""
 PLENTY = 1 << 60
 
 
@@ -43,7 +45,7 @@ def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> d
     """Train as `measuring` says."""
     engine = make_engine(config)
     with measuring(engine, measured, slots):
-        losses = train(engine, batches(STEPS, 0))
+        losses = train(engine, batches(BY_DEFAULT + STEPS, 0))
     found = {
         "losses": losses,
         "masters": masters_of(engine),
@@ -54,13 +56,14 @@ def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> d
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("given", [{}, {"full_warm_up_rounds": 0}, {"full_warm_up_rounds": 3}])
+@pytest.mark.parametrize("given", ["auto", 0, 3])
 @pytest.mark.parametrize("measured", [1, 2, 4])
-def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: dict[str, int], measured: int) -> None:
+def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: int | str, measured: int) -> None:
     """Overlap begins once the worker has published ahead: one step after the measured ones, or after the warm-up."""
-    warm_up = MEASURED_STEPS + 1 if given or measured == 1 else 5 * measured
-    settled = {"update_interval": measured, "full_warm_up_rounds": max(warm_up, measured)}
-    (open_run,) = run_ranks(1, follow, zenflow_config(stage, torch.bfloat16, **given), measured)
+    warm_up = BY_DEFAULT if given == "auto" else MEASURED_STEPS + 1
+    settled = {"update_interval": measured, "full_warm_up_rounds": warm_up}
+    config = zenflow_config(stage, torch.bfloat16, full_warm_up_rounds=given)
+    (open_run,) = run_ranks(1, follow, config, measured)
     (given_run,) = run_ranks(1, follow, zenflow_config(stage, torch.bfloat16, **settled), measured)
     assert open_run["interval"] == measured
     assert_same(open_run, given_run)

@@ -300,7 +300,12 @@ def test_training_follows_adamw(interval: int, closed: float) -> None:
 
     reference = start.clone().requires_grad_()
     optimizer = torch.optim.AdamW([reference], lr=2e-2, betas=(0.9, 0.95), weight_decay=0.01)
-    simulation = Simulation(start, PredictiveSchedule(interval, overlap=True, warm_up_steps=None), step, block=8)
+    simulation = Simulation(
+        start,
+        PredictiveSchedule(interval, overlap=True, warm_up_steps=1 if interval == 1 else 5 * interval),
+        step,
+        block=8,
+    )
     late = start.clone().requires_grad_()
     late_optimizer = torch.optim.AdamW([late], lr=2e-2, betas=(0.9, 0.95), weight_decay=0.01)
     late_grad = torch.zeros_like(start)

@@ -16,8 +16,15 @@ def walk(schedule: PredictiveSchedule, steps: int) -> list:
     return plans
 
 
+@pytest.mark.parametrize("interval", [1, 4, 64])
+def test_by_default_forty_steps_or_an_interval_are_synchronous(interval: int) -> None:
+    plans = walk(PredictiveSchedule(interval, overlap=True, warm_up_steps=None), 80)
+    synchronous = max(40, interval)
+    assert [p.source is WeightSource.EXACT for p in plans] == [True] * synchronous + [False] * (80 - synchronous)
+
+
 def test_interval_one_is_synchronous_once_and_then_one_step_late() -> None:
-    plans = walk(PredictiveSchedule(1, overlap=True, warm_up_steps=None), 4)
+    plans = walk(PredictiveSchedule(1, overlap=True, warm_up_steps=1), 4)
     assert [p.source for p in plans] == [WeightSource.EXACT] + [WeightSource.PREDICTED] * 3
     assert [p.handed_over for p in plans] == [1] * 4
     assert all(p.publish_ahead for p in plans)
@@ -74,7 +81,7 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
 
 
 @settings(deadline=None)
-@given(interval=st.integers(1, 5), cut=st.integers(0, 40), rest=st.integers(0, 20))
+@given(interval=st.integers(1, 5), cut=st.integers(0, 60), rest=st.integers(0, 40))
 def test_a_restored_schedule_continues(interval: int, cut: int, rest: int) -> None:
     straight = PredictiveSchedule(interval, overlap=True, warm_up_steps=None)
     walk(straight, cut)
@@ -90,7 +97,7 @@ def test_an_open_interval_is_chosen_after_measured_steps() -> None:
         assert [p.source for p in walk(schedule, 1)] == [WeightSource.EXACT]
     assert schedule.wants_interval
     schedule.choose_interval(2)
-    plans = walk(schedule, 20)
+    plans = walk(schedule, 60)
     assert schedule.state.interval == 2
     assert plans[0].source is WeightSource.EXACT
     assert plans[-1].source in (WeightSource.DRIFTED, WeightSource.PREDICTED)
