@@ -78,9 +78,11 @@ class OffloadedAdam:
         collective.
 
         Raises:
-            WorkerError: on every rank, if any rank's worker has failed.
+            WorkerError: on every rank, if any rank's worker has failed; or the error with which the last step ended.
         """
         with in_profile("zenflow.begin_step"):
+            if self.plan is not None:  # the last step has failed, perhaps before its interval was chosen
+                self.link.raise_kept()
             self.plan = self.rule.schedule.plan()  # so that a step which is broken off from here on is noticed
             with self.link.keeping():
                 self._metrics.begin_step()

@@ -48,7 +48,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize(("case", "spelling"), SPELLINGS, ids=lambda value: getattr(value, "name", value))
-def test_command_prints_the_known_plan(
+def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
     case: Case, spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_host(
@@ -59,6 +59,9 @@ def test_command_prints_the_known_plan(
         kinds=spelling if spelling in ("capacity", "frequency") else "pmu",
         quota=case.quota,
     )
+    topology = read_topology(tmp_path)
+    assert topology.cores == tuple(sorted(case.cores, key=lambda core: core.order))
+    assert topology.nodes == (case.nodes or tuple(sorted({core.node for core in case.cores})))
     arguments = ["plan", "--root", str(tmp_path), "--json"]
     for mask in case.masks:
         arguments += ["--allowed", mask]
@@ -76,15 +79,6 @@ def test_command_prints_the_known_plan(
     assert found == case.expected
     assert [rank["flags"] for rank in printed["ranks"]] == [list(case.flags)] * len(case.masks)
     assert format_cpulist(printed["idle"]) == case.idle
-
-
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_reader_finds_every_core_as_it_was_written(case: Case, old: bool, tmp_path: Path) -> None:
-    write_host(tmp_path, case.cores, old=old, nodes=case.nodes)
-    topology = read_topology(tmp_path)
-    assert topology.cores == tuple(sorted(case.cores, key=lambda core: core.order))
-    assert topology.nodes == (case.nodes or tuple(sorted({core.node for core in case.cores})))
 
 
 def test_in_process_optimizer_keeps_each_share_whole() -> None:
