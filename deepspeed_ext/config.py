@@ -108,8 +108,8 @@ class ZenFlowConfig(_Section):
 
     update_interval: Interval | None = None
     """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given: the smallest
-    interval, at most 4, at which the worker keeps up, measured at the start, or a shorter one if host memory is short.
-    1 follows AdamW most closely, and the loss at 8 was 5 % higher. Larger intervals need less memory bandwidth on the
+    interval, at most 2, at which the worker keeps up, measured at the start, or a shorter one if host memory is short.
+    1 follows AdamW most closely; the loss at 4 was up to 7 % higher. Larger intervals need less memory bandwidth on the
     host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer steps whose mean gradient makes one
     step of the cold blocks. Not given: chosen at the first selection (see ``auto_ratio``). Never changes
     ``gradient_accumulation_steps``."""

@@ -57,7 +57,7 @@ def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> d
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("given", ["auto", 0, 3])
-@pytest.mark.parametrize("measured", [1, 2, 4])
+@pytest.mark.parametrize("measured", [1, 2])
 def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: int | str, measured: int) -> None:
     """Overlap begins once the worker has published ahead: one step after the measured ones, or after the warm-up."""
     warm_up = BY_DEFAULT if given == "auto" else MEASURED_STEPS + 1
@@ -69,10 +69,10 @@ def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: int 
     assert_same(open_run, given_run)
 
 
-@pytest.mark.parametrize(("slots", "interval"), [(0, 1), (1, 1), (2, 2), (5, 3), (6, 4), (100, 4)])
+@pytest.mark.parametrize(("slots", "interval"), [(0, 1), (1, 1), (2, 2), (100, 2)])
 def test_an_interval_that_host_memory_has_no_room_for_is_not_chosen(slots: int, interval: int) -> None:
     """On any rank: 2 S - 1 slots are needed, of which one is in use already."""
-    found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16), 4, slots)
+    found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16), 2, slots)
     assert [each["interval"] for each in found] == [interval, interval]
 
 
@@ -116,15 +116,15 @@ def test_no_room_for_the_shortest_interval_is_an_error_on_every_rank() -> None:
 
 
 def save_and_load(config: dict[str, Any], folder: str, slots: int) -> dict[str, Any]:
-    """Save at interval 4, within an interval; load where rank 0 has room for `slots` more."""
+    """Save at interval 2, within an interval; load where rank 0 has room for `slots` more."""
     engine = make_engine(config)
-    with measuring(engine, 4):
-        train(engine, batches(STEPS + 4, 0))
+    with measuring(engine, 2):
+        train(engine, batches(STEPS + 1, 0))
     engine.save_checkpoint(folder, tag="t")
     engine.destroy()
     engine = make_engine(config)
     adam = engine.optimizer.zenflow_adam
-    with measuring(engine, 4, slots):
+    with measuring(engine, 2, slots):
         engine.load_checkpoint(folder, tag="t")
         found = {"updates": adam.updates, "collected": len(adam.partitions[0].collected)}
         losses = train(engine, batches(STEPS, 0))
@@ -136,6 +136,6 @@ def save_and_load(config: dict[str, Any], folder: str, slots: int) -> dict[str, 
 def test_an_interval_of_another_host_is_kept_if_there_is_room(tmp_path: Path) -> None:
     """Otherwise gradients that are not handed over are applied, and the interval is measured anew."""
     config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4)
-    for slots, collected, interval in ((6, 2, 4), (5, 0, 3)):
+    for slots, collected, interval in ((2, 1, 2), (1, 0, 1)):
         found = run_ranks(2, save_and_load, config, str(tmp_path), slots)
-        assert found == [{"updates": STEPS + 4, "collected": collected, "interval": interval, "fell": True}] * 2
+        assert found == [{"updates": STEPS + 1, "collected": collected, "interval": interval, "fell": True}] * 2
