@@ -170,7 +170,7 @@ def test_the_report_names_units_and_what_is_left_out() -> None:
     text = as_text(plan, [plan], ["a note"])
     assert "Not included: activations" in text
     assert "GiB per rank" in text
-    for words in ("gradient ring", "moment m", "of it page-locked", "live parameters", "note: a note", "1 to 4"):
+    for words in ("gradient ring", "moment m", "of it page-locked", "live parameters", "note: a note", "1 to 2"):
         assert words in text, words
     small = plan_memory(model_of(10**6), Ranks(1, 1), Setup())
     assert "MiB per rank" in as_text(None, [small], [])

@@ -190,7 +190,7 @@ def test_deferred_updates_need_a_share_of_the_progress_and_the_direction() -> No
 
 def test_an_interval_that_the_run_chooses_allows_the_longest() -> None:
     """With gradients of 15 steps lost a run once passed, because they might have been in flight."""
-    assert (plan("predicted", interval=None).longest_interval, plan("predicted", interval=2).longest_interval) == (4, 2)
+    assert (plan("predicted", interval=None).longest_interval, plan("predicted", interval=3).longest_interval) == (2, 3)
     seldom = [Movement("weight", 1000, 0.1, 1.0, 0.9, 0.0)]  # a step in eight
     for interval, wrong in ((None, []), (4, ["gradients"])):
         assert failed(verdicts(plan("deferred", interval=interval), good(movements=seldom))) == wrong
