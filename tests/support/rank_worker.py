@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import io
 import os
 import pickle
 import random
@@ -76,6 +77,23 @@ def _fail_on_races() -> None:
         raise AssertionError(f"{len(races)} races, of which the first: {races[0].text}")
 
 
+class _AnswerPickler(pickle.Pickler):
+    """Sends tensors as host tensors: the test session has no accelerator that could hold them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(answer: tuple[Any, str | None]) -> bytes:
+    file = io.BytesIO()
+    _AnswerPickler(file, pickle.HIGHEST_PROTOCOL).dump(answer)
+    return file.getvalue()
+
+
 def main(connection_fd: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -95,7 +113,7 @@ def main(connection_fd: int) -> None:
         _reset()
         answer = _run(task)
         try:
-            message = pickle.dumps(answer)
+            message = _pickled(answer)
         except Exception:
             message = pickle.dumps((None, "the return value cannot be pickled:\n" + traceback.format_exc()))
         connection.send_bytes(message)

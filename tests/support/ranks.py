@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -124,10 +125,14 @@ class RankPool:
 
     def _receive(self, rank: int) -> RankOutcome:
         try:
-            value, error = pickle.loads(self.connections[rank].recv_bytes())
-            return RankOutcome(value=value, error=error)
+            message = self.connections[rank].recv_bytes()
         except (EOFError, ConnectionError):
             return RankOutcome(exit_code=self.processes[rank].wait(timeout=10))
+        try:
+            value, error = pickle.loads(message)
+        except Exception:  # an error of this rank, so that the answers of the others are not taken for a later test's
+            return RankOutcome(error="the return value cannot be unpickled:\n" + traceback.format_exc())
+        return RankOutcome(value=value, error=error)
 
     def _require(self, outcomes: list[RankOutcome], what: str) -> list[Any]:
         failed = [rank for rank, o in enumerate(outcomes) if o.error or o.exit_code is not None]

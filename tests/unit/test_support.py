@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from tests.support.matrix import beyond_the_sample
-from tests.support.ranks import run_fresh_ranks, run_ranks
+from tests.support.ranks import RankError, run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
 
 
@@ -90,6 +91,35 @@ def test_how_a_rank_ends_is_known(how: str, exit_code: int | None) -> None:
     (outcome,) = run_fresh_ranks(1, end, how)
     assert outcome.exit_code == exit_code
     assert ("said why" in (outcome.error or "")) == (how == "leaves")
+
+
+def answer_with(what: str) -> Any:
+    if what == "tensor":
+        return {"weights": [torch.arange(3, device=get_accelerator().current_device_name())]}
+    return OnlyHere(os.getpid()) if os.environ["RANK"] == "0" else "an answer"
+
+
+class OnlyHere:
+    """Cannot be unpickled in another process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        assert state["pid"] == os.getpid()
+
+
+def test_an_answer_that_cannot_be_read_is_an_error_and_the_next_answers_are_those_of_the_next_body() -> None:
+    with pytest.raises(RankError, match=r"ranks \[0\] of 2 failed(?s:.*)cannot be unpickled"):
+        run_ranks(2, answer_with, "an object")
+    assert [value[1] for value in run_ranks(2, identity)] == ["0", "1"]
+
+
+@pytest.mark.gpu
+def test_tensors_of_an_accelerator_arrive_on_the_host() -> None:
+    for answer in run_ranks(2, answer_with, "tensor", device="accelerator"):
+        assert answer["weights"][0].device.type == "cpu"
+        assert answer["weights"][0].tolist() == [0, 1, 2]
 
 
 class Case:

@@ -30,6 +30,7 @@ def run(root: Path, *arguments: str) -> int:
         return int(leaving.code or 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "arguments",
     [

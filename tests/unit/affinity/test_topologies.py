@@ -47,6 +47,7 @@ SPELLINGS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "spelling"), SPELLINGS, ids=lambda value: getattr(value, "name", value))
 def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
     case: Case, spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -17,7 +17,7 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 POINTS = {
     ("wait", 0): "has broken off the last optimizer step",

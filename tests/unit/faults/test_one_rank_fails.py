@@ -275,10 +275,10 @@ def go_through(
     [
         ("step", 2, "predictive", 17, ""),
         ("step", 2, "selective", 2, "zenflow/selective/rule.py:SelectiveRule._"),  # ranks that select differently
-        ("save", 2, "selective", 17, ""),
-        ("save beside", 2, "predictive", 17, ""),
-        ("load", 3, "predictive", 61, ""),
-        ("load elsewhere", 2, "predictive", 41, ""),
+        ("save", 2, "selective", 41, ""),
+        ("save beside", 2, "predictive", 41, ""),
+        ("load", 3, "predictive", 121, ""),
+        ("load elsewhere", 2, "predictive", 121, ""),
         *(
             pytest.param(name, stage, rule, 1, "", marks=pytest.mark.full)
             for name in ("step", "save", "save beside", "load", "load elsewhere")

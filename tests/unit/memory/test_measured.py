@@ -13,7 +13,7 @@ from deepspeed_ext.memory.setup import Model
 from tests.support.memory_runs import LARGEST, PARAMS, WAYS, Measured, compared, measure, memory_config, planned
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(8)
 
 STAGES = (1, 2, 3)
 ZENFLOW = [way for way in WAYS if "zenflow" in WAYS[way]]

@@ -22,7 +22,7 @@ from tests.support.resharded import STEPS, Model, Run, beside, data, resume, sav
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import RULES, make_engine, train, weights_of
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 RUNS = [
     Run(*each) for each in itertools.product((1, 2, 3, 4), (1, 2, 3), ("zero", "offload", "predictive", "selective"))

@@ -54,6 +54,7 @@ def test_three_faults_fail_three_checks() -> None:
     assert DROPPED in checks["gradients"].detail
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("overlap", "rank", "steps"), [(False, None, 4), (True, 1, 4), (True, None, 12)])
 def test_a_weight_that_is_no_longer_written_is_found(overlap: bool, rank: int | None, steps: int) -> None:
     """From the second step on. Plain training follows the engine's weights, so gradients alone cannot tell."""

@@ -30,7 +30,7 @@ from tests.support.resuming import failed_resumes, resume_from_each, train_and_s
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tests.support.zenflow import make_engine, masters_of, train, zenflow_config
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 STEPS = 20
 BY_DEFAULT = 40

@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 RULES = {
     "predictive": {"update_interval": 1},

@@ -119,6 +119,7 @@ CASES = list(itertools.product(SECTIONS, (1, 2, 3), (1, 2)))
 NEEDED = cover(CASES, strength=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "stage", "ranks"),
     [case if case in NEEDED else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
@@ -174,6 +175,7 @@ def hyperparameters(config: dict[str, Any], extended: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 @pytest.mark.parametrize("given", [{}, {"bias_correction": True}, {"weight_decay": 0.1}, {"torch_adam": True}])
 def test_hyperparameters_that_are_not_given_are_those_without_the_section(kind: str, given: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ def as_is_and_poisoned(config: dict[str, Any], steps: int) -> tuple[Any, Any, di
     return expected, actual, counts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("device", "kind"),
     [("cpu", "inside"), *(pytest.param("accelerator", kind, marks=pytest.mark.gpu) for kind in KINDS)],
