@@ -66,7 +66,7 @@ def test_with_zenflow_masters_come_from_edited_weights_of_plain_zero(module_fold
     folder, _ = saved_by(Run(2, 2, "zero"), module_folder)
     shutil.copytree(Path(folder, "t"), tmp_path / "t")
     file = tmp_path / "t" / "mp_rank_00_model_states.pt"
-    content = torch.load(file, weights_only=False)
+    content = torch.load(file, map_location="cpu", weights_only=False)
     edited = {name: value * 2 for name, value in content["module"].items()}
     torch.save({**content, "module": edited}, file)
     run = Run(2, 2, "predictive", "load_from_fp32_weights")
