@@ -242,6 +242,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "parallel_partitioned_bit16_groups": ASSIGNED,
         "param_buffer_of_bit16_for_cpu_offload_groups": ASSIGNED,
         "real_dp_process_group": ASSIGNED,
+        "round_robin_bit16_groups": ASSIGNED,
         "round_robin_bit16_padding": ASSIGNED,
         "single_partition_of_fp32_groups": ASSIGNED,
         "temp_grad_buffer_for_cpu_offload": ASSIGNED,

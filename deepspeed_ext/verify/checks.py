@@ -32,12 +32,14 @@ JUDGED_NOISE = 0.25
 """A parameter is not judged if rounding alone changes its movement by more than that."""
 PREDICTED_LOSS = 0.1
 """Predictive rule: fraction of what plain training learns by which a loss may differ; or what it learns in an interval,
-if that is more: the weights anticipate so much."""
+if that is more: the weights are at most so far ahead or behind."""
 DEFERRED_WAY, DEFERRED_MOST = 0.5, 1.5
 """Deferred updates: a parameter's movement is at least this / interval of plain training's. Progress and movement are
 at most that. Progress is at least 1 / interval, which is what those parameters reach that step once in an interval."""
 DEFERRED_DIRECTION = 0.4
 """Deferred updates: least cosine between a parameter's movement and plain training's."""
+DEFERRED_ELEMENTS = 16
+"""Deferred updates: a parameter of fewer elements must move; where to is not judged, because it may turn on its way."""
 NORM_DEVIATION = 0.02
 ROUNDED_WEIGHTS = 0.1
 """Share of 16-bit weights that last bits of the masters may turn to a neighbouring value. Lost moments turn most."""
@@ -140,7 +142,9 @@ def check_losses(plan: Plan, found: Found) -> Check:
     allowed = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * abs(found.plain[step])
     if plan.rule == "predicted":
         first = next((step for step in range(plan.steps) if not apart[step] <= allowed), plan.steps)
-        allowed += max(PREDICTED_LOSS * learned, _learned_ahead(found.plain[first:], plan.longest_interval))
+        from_here = slice(max(0, first - plan.longest_interval), None)
+        learned_by = [before - after for before, after in zip(found.untrained, found.plain, strict=True)]
+        allowed += max(PREDICTED_LOSS * learned, _learned_within(learned_by[from_here], plan.longest_interval))
     figures |= {"difference": apart[step], "allowed": allowed, "step": step + 1}
     what += f"; largest difference {apart[step]:.1e} at step {step + 1}, allowed {allowed:.1e}"
     if learned < LOSS_ROUNDING[plan.dtype] * found.plain[0]:
@@ -148,9 +152,10 @@ def check_losses(plan: Plan, found: Found) -> Check:
     return Check(name, "PASS" if apart[step] <= allowed else "FAIL", what, figures)
 
 
-def _learned_ahead(losses: Sequence[float], steps: int) -> float:
+def _learned_within(learned_by: Sequence[float], steps: int) -> float:
     """The most that plain training learns in so many steps."""
-    return max((now - losses[min(step + steps, len(losses) - 1)] for step, now in enumerate(losses)), default=0.0)
+    last = len(learned_by) - 1
+    return max((learned_by[min(step + steps, last)] - now for step, now in enumerate(learned_by)), default=0.0)
 
 
 def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any]) -> Check:
@@ -210,7 +215,7 @@ def _all_move(plan: Plan, found: Found) -> Check:
 
 def _good_movements(plan: Plan, judged: Sequence[Movement]) -> str:
     if plan.rule == "deferred":
-        worst = min(judged, key=_cosine)
+        worst = min(judged, key=lambda each: (each.numel < DEFERRED_ELEMENTS, _cosine(each)))
         return f"{len(judged)} parameters move in plain training's direction; least so: {worst.name} ({_how(worst)})"
     worst = max(judged, key=lambda each: _deviation(each) / _allowed(plan, each))
     return (
@@ -231,6 +236,8 @@ def _deviates(plan: Plan, each: Movement) -> bool:
     if not math.isfinite(each.length):
         return True
     if plan.rule == "deferred" and each.plain:
+        if each.numel < DEFERRED_ELEMENTS:
+            return not each.length
         share = each.length / each.plain
         turned = _cosine(each) < DEFERRED_DIRECTION
         return turned or not DEFERRED_WAY / plan.longest_interval <= share <= DEFERRED_MOST

@@ -41,6 +41,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         startup: seconds and bytes of each phase of the construction.
     """
 
+    bit16_groups: list[list[Any]]
+
     def __init__(
         self, *args: Any, settings: ZeroFields, builders: RankGroup, check_replicas: bool = False, **kwargs: Any
     ) -> None:
@@ -117,8 +119,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             super().create_gradient_handling_hooks()
 
     def _link_all_hp_params(self) -> None:
-        with self.startup.phase("link masters to parameters"):
-            super()._link_all_hp_params()
+        """Link in the order of the partitions. DeepSpeed takes that of the groups: with ``round_robin_gradients``, the
+        ``safe_get_*`` functions and universal checkpoints have another parameter's state."""
+        in_order, self.bit16_groups = self.bit16_groups, self.round_robin_bit16_groups
+        try:
+            with self.startup.phase("link masters to parameters"):
+                super()._link_all_hp_params()
+        finally:
+            self.bit16_groups = in_order
 
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""

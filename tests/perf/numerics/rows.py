@@ -189,6 +189,11 @@ GROUPS: tuple[Group, ...] = (
         "The new default's start at interval 4, an amendment",
         (("bytes-5m", "base", ("ours-4-from-40",)), ("bytes-1m", "batch-4x", ("ours-4-from-40",))),
     ),
+    Group(
+        "two",
+        "The longest measured interval, an amendment",
+        (("bytes-1m", "batch-4x", ("ours-2-from-40",)), ("bytes-5m", "base", ("ours-2-from-40",))),
+    ),
 )
 
 

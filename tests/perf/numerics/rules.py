@@ -26,6 +26,7 @@ RULES: dict[str, Callable[[Start], Rule]] = {
     "ours-4-one-mean": partial(Ours, interval=4, block_size=WHOLE),
     "ours-4-exact-v": partial(Ours, interval=4, block_size=1),
     "ours-1-from-40": partial(Ours, interval=1, warm_up_steps=40),
+    "ours-2-from-40": partial(Ours, interval=2, warm_up_steps=40),
     "ours-4-from-40": partial(Ours, interval=4, warm_up_steps=40),
     "ours-4-blocks-8": partial(Ours, interval=4, block_size=8),
     "delay": Delay,

@@ -83,8 +83,7 @@ def written(folder: str) -> list[Any]:
 @pytest.mark.parametrize("between", [Run(3, 3, "offload"), Run(3, 1, "predictive")], ids=str)
 @pytest.mark.parametrize("setting", ["round_robin_gradients", "parameter_alignment"])
 def test_there_and_back(setting: str, between: Run, module_folder: Path, tmp_path: Path) -> None:
-    """The files are the same again, to the bit. With round robin, what DeepSpeed shows of a parameter's state by
-    ``safe_get_*`` belongs to another parameter, so only this way is left."""
+    """The files are the same again, to the bit."""
     run = Run(2, 2, "zero", setting)
     folder, _ = saved_by(run, module_folder)
     run_ranks(3, load_and_save, between, folder, str(tmp_path / "there"), pool=between.pool)

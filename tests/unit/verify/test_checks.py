@@ -188,6 +188,22 @@ def test_deferred_updates_need_a_share_of_the_progress_and_the_direction() -> No
     assert failed(verdicts(deferred, good(movements=turned))) == ["gradients"]
 
 
+def test_deferred_updates_of_a_scalar_may_end_anywhere_but_must_have_moved() -> None:
+    """A scalar whose gradient changes its sign went 0.1 times plain training's way, or the other way."""
+    deferred = plan("deferred", interval=2)
+    for numel, length, wrong in ((1, 0.1, []), (1, 0.0, ["gradients"]), (16, 0.1, ["gradients"])):
+        other_way = Movement("gain", numel, length, 1.0, 1.0 + length, 0.0)
+        weight = Movement("weight", 1000, 1.0, 1.0, 0.0, 0.0)
+        assert failed(verdicts(deferred, good(movements=[weight, other_way]))) == wrong
+
+
+def test_predicted_weights_may_lag_by_an_interval_where_the_losses_differ_first_in_the_last_steps() -> None:
+    """Found by chance: a tenth of all that was learned, and what was learned from there on, were less."""
+    for behind, wrong in ((2, []), (7, ["losses"])):
+        late = [*PLAIN[:-2], *PLAIN[-2 - behind : len(PLAIN) - behind]]
+        assert failed(verdicts(plan("predicted", interval=3), good(losses=late))) == wrong
+
+
 def test_an_interval_that_the_run_chooses_allows_the_longest() -> None:
     """With gradients of 15 steps lost a run once passed, because they might have been in flight."""
     assert (plan("predicted", interval=None).longest_interval, plan("predicted", interval=3).longest_interval) == (2, 3)

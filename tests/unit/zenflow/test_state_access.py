@@ -18,7 +18,7 @@ from deepspeed.utils import (
 )
 
 from tests.support.models import batches, on_device, two_groups
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
@@ -178,3 +178,36 @@ def test_training_continues_from_a_master_that_was_set(stage: int, rule: str) ->
     for at_once, later in run_ranks(2, written_while_in_flight, config):
         assert at_once == 0
         assert 0 < later < 0.1
+
+
+def in_order(config: dict[str, Any], round_robin: bool, extended: bool = True) -> dict[Any, torch.Tensor]:
+    """Masters and gradients by name."""
+    config["zero_optimization"]["round_robin_gradients"] = round_robin
+    engine = make_engine(config, extended=extended, groups=two_groups)
+    rank = dist.get_rank()
+    train(engine, batches(3, rank))
+    found: dict[Any, torch.Tensor] = {}
+    engine.backward(engine(on_device(batches(1, rank, seed=2)[0])))
+    for name, parameter in engine.module.named_parameters():
+        found[name, "master"] = safe_get_full_fp32_param(parameter).float().cpu().clone()
+        found[name, "gradient"] = safe_get_full_grad(parameter).float().cpu().clone()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("rule", ["ZeRO", "ZeRO-Offload", "predictive"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_with_round_robin_each_parameter_has_its_own_state(stage: int, rule: str) -> None:
+    """With DeepSpeed's optimizer it has another's, whose gradient has another size here."""
+    config = zenflow_config(stage, torch.float32, **EXACT["predictive"])
+    if rule != "predictive":
+        config = offload_config(config)
+    if rule == "ZeRO":
+        del config["zero_optimization"]["offload_optimizer"]
+    for expected, actual in zip(
+        run_ranks(2, in_order, config, False), run_ranks(2, in_order, config, True), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+    if (stage, rule) == (2, "ZeRO"):
+        with pytest.raises(RankError, match="must match the size"):
+            run_ranks(2, in_order, config, True, extended=False)
