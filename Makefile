@@ -88,7 +88,7 @@ test-torch:  ## run the simulated accelerator's tests and some of the others wit
 
 test-this-torch: SEEDS = 20
 test-this-torch: $(VENV)/.stamp-operators
-	$(PYTEST) --simulated $(wildcard tests/unit/test_simulated_*.py) tests/unit/test_waits.py $(ARGS)
+	$(PYTEST) --simulated $(wildcard tests/unit/test_simulated_*.py) tests/harness/test_waits.py $(ARGS)
 	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
 

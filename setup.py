@@ -11,10 +11,10 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "_version.py").read_text(), re.MULTILINE)[1]
 
-KERNEL = Path("deepspeed_ext/zenflow/kernel")
+KERNEL = Path("deepspeed_ext/zenflow/worker/kernel")
 # Passes over host memory. Optional: without a compiler the package installs all the same and torch does the work.
 NATIVE_KERNEL = Extension(
-    "deepspeed_ext.zenflow.kernel._adam_pass",
+    "deepspeed_ext.zenflow.worker.kernel._adam_pass",
     sources=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.cpp")),
     depends=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.h")),
     # Whatever Python itself was compiled with: nothing that debugs, and nothing that other CPUs lack.
@@ -90,5 +90,5 @@ setup(
             "types-tqdm",
         ],
     },
-    entry_points={"console_scripts": ["deepspeed-ext = deepspeed_ext.cli:main"]},
+    entry_points={"console_scripts": ["deepspeed-ext = deepspeed_ext.commands.main:main"]},
 )

@@ -20,7 +20,7 @@ from typing import Any
 
 from deepspeed_ext import errors
 from deepspeed_ext._version import __version__
-from deepspeed_ext.affinity import initial_mask
+from deepspeed_ext.cores import initial_mask
 
 # Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts from.
 initial_mask.record()
@@ -34,20 +34,20 @@ def enable() -> None:
     Raises:
         UpstreamError: the installed DeepSpeed is outside the supported range or has moved something.
     """
-    from deepspeed_ext import _entry
+    from deepspeed_ext.adapter import enable as _entry
 
     _entry.enable()
 
 
 def disable() -> None:
     """Undo `enable`: DeepSpeed is as it was. Engines that exist already keep working. Idempotent."""
-    from deepspeed_ext import _entry
+    from deepspeed_ext.adapter import enable as _entry
 
     _entry.disable()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with the extension on for this call only; same arguments, same return values."""
-    from deepspeed_ext import _entry
+    from deepspeed_ext.adapter import enable as _entry
 
     return _entry.initialize(*args, **kwargs)

@@ -30,8 +30,8 @@ from transformers import (
 from transformers.utils import is_torch_bf16_gpu_available
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
+from deepspeed_ext.runtime import shared_buffers
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -31,8 +31,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.runtime import shared_buffers
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-import deepspeed_ext._first_calls  # noqa: F401 (tests compare with torch's AdamW)
+import deepspeed_ext.runtime.first_calls  # noqa: F401 (tests compare with torch's AdamW)
 from tests.support import ranks
 from tests.support.matrix import beyond_the_sample
 

@@ -21,7 +21,7 @@ BEGIN, END = "<!-- begin: written by `make docs` -->", "<!-- end: written by `ma
 
 
 def module_name(path: Path) -> str:
-    """``zenflow.rule`` for ``deepspeed_ext/zenflow/rule.py``; a package by its folder, the whole one ``""``."""
+    """``zenflow.rule`` for ``deepspeed_ext/zenflow/step/rule.py``; a package by its folder, the whole one ``""``."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

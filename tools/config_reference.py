@@ -21,7 +21,7 @@ SCHEMA_FILE = ROOT / "configs" / "schema.json"
 SECTION = "zero_optimization"
 INTRODUCTION = f"""# Config reference
 
-<!-- Written by `make docs` from deepspeed_ext/config.py; edit that file. -->
+<!-- Written by `make docs` from deepspeed_ext/config/fields.py; edit that file. -->
 
 The fields that deepspeed_ext adds to a DeepSpeed config. All of them live under `{SECTION}`, beside DeepSpeed's own
 [ZeRO fields](https://www.deepspeed.ai/docs/config-json/#zero-optimizations-for-fp16-training), and all are optional.

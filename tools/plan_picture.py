@@ -8,8 +8,8 @@ The host is invented: 2 x 16 cores with two hardware threads each, four ranks, t
 import tempfile
 from pathlib import Path
 
-from deepspeed_ext import cli
-from deepspeed_ext.affinity.topology import Core
+from deepspeed_ext.commands import main as cli
+from deepspeed_ext.cores.topology import Core
 from tests.support.sysfs import write_host
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "core_plan.svg"

@@ -27,8 +27,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed_ext import _files
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime import files as _files
 
 __all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save"]
 

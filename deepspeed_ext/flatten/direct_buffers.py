@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from deepspeed_ext import allocation
 from deepspeed_ext.flatten.staging import Staging
-from deepspeed_ext.startup import StartupProfile
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.start_profile import StartupProfile
 
 __all__ = ["DirectBuffers"]
 

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._upstream import dist
+from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.ranks import RankGroup
 
 __all__ = ["Exchange", "all_gather", "broadcasts", "exchange_for", "exchange_of"]
 

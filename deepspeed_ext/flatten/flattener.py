@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext import allocation
-from deepspeed_ext._agreement import RankGroup, require_same_plan, together
-from deepspeed_ext._logging import logger
-from deepspeed_ext._ranges import in_profile
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten import tiers
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.plan import FlattenFacts, FlattenPlan, choose_tier
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.profiling import in_profile
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
 __all__ = ["Flattener"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext import allocation
-from deepspeed_ext._agreement import RankGroup, together
-from deepspeed_ext._logging import logger
-from deepspeed_ext._upstream import dist
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.layout import GroupLayout, Piece, Segment
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import RankGroup, together
 
 __all__ = ["restore_parameters"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext import allocation
-from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.backend import get_accelerator
 
 __all__ = ["CHUNK_BYTES", "Staging"]
 

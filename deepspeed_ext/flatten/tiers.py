@@ -18,15 +18,15 @@ from contextlib import contextmanager
 
 import torch
 
-from deepspeed_ext import allocation
-from deepspeed_ext._agreement import RankGroup, raise_together, together
-from deepspeed_ext._ranges import in_profile
-from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.flatten.exchange import exchange_of
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.flatten.staging import Staging
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.profiling import in_profile
+from deepspeed_ext.runtime.ranks import RankGroup, raise_together, together
 
 __all__ = ["accelerator", "distributed", "host"]
 

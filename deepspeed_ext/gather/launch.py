@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup, all_gather_single
-from deepspeed_ext._logging import logger
-from deepspeed_ext._ranges import in_profile
-from deepspeed_ext._upstream import ParameterStatus, PartitionedParameter, dist
+from deepspeed_ext.adapter.upstream import ParameterStatus, PartitionedParameter
+from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.profiling import in_profile
+from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 
 __all__ = ["PendingParameter", "GatherHandle", "can_group", "gather_singles", "gather_together", "Work"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._logging import logger
-from deepspeed_ext.zenflow.device_sizes import COMPILED_FROM_NUMEL
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.zenflow.transfers.device_sizes import COMPILED_FROM_NUMEL
 
 __all__ = ["COMPILED_FROM_NUMEL", "compiled"]
 

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup, require_same_plan
-from deepspeed_ext.affinity.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.device_sizes import dtype_name
-from deepspeed_ext.zenflow.hyperparameters import AdamHyperparameters
-from deepspeed_ext.zenflow.metrics import Metrics
-from deepspeed_ext.zenflow.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.partition import Partition
-from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
-from deepspeed_ext.zenflow.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.rule import UpdateRule
-from deepspeed_ext.zenflow.selective.rule import SelectiveRule
-from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.sizes import RuleSettings, arena_specs
+from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
+from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.step.hyperparameters import AdamHyperparameters
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.rule import UpdateRule
+from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.worker.sizes import RuleSettings, arena_specs
 
 __all__ = ["start_adam"]
 

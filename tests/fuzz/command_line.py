@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from deepspeed_ext import cli, doctor
-from deepspeed_ext.tuning.plot import plot_result
-from deepspeed_ext.tuning.tuner import Tuner
-from deepspeed_ext.verify import checks as verdicts
-from deepspeed_ext.verify import command as verify_command
-from deepspeed_ext.verify.command import Outcome
-from deepspeed_ext.verify.config import plan_check
+from deepspeed_ext.commands import doctor
+from deepspeed_ext.commands import main as cli
+from deepspeed_ext.commands.verify import checks as verdicts
+from deepspeed_ext.commands.verify import command as verify_command
+from deepspeed_ext.commands.verify.command import Outcome
+from deepspeed_ext.commands.verify.config import plan_check
+from deepspeed_ext.cores.tune.plot import plot_result
+from deepspeed_ext.cores.tune.tuner import Tuner
 from tests.fuzz import trees, values
 from tests.fuzz.target import Parts, Target
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_ext._upstream import DeepSpeedZeroConfig
+from deepspeed_ext.adapter.upstream import DeepSpeedZeroConfig
+from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import CoreBindingConfig, ZenFlowConfig, ZeroFields
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zero_config import ZeroConfig
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 

@@ -7,7 +7,14 @@ import random
 from pathlib import Path
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.launch import JOB_IDS, LEFT_TO_DEEPSPEED, OPEN_MPI, PMI, SETS_THEM_ITSELF, plan_launch
+from deepspeed_ext.runtime.launcher_variables import (
+    JOB_IDS,
+    LEFT_TO_DEEPSPEED,
+    OPEN_MPI,
+    PMI,
+    SETS_THEM_ITSELF,
+    plan_launch,
+)
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.checkpoint.saved_state import VERSION
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.predictive.schedule import PredictiveState
-from deepspeed_ext.zenflow.section import VERSION
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveState
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 

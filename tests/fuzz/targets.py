@@ -1,6 +1,6 @@
 """All targets. A new one is added here, and both the unit suite and `make fuzz` run it."""
 
-from deepspeed_ext.zenflow.section import read_section
+from deepspeed_ext.checkpoint.saved_state import read_section
 from tests.fuzz import command_line, config, launch, sections, training, trees, tuning
 from tests.fuzz.target import Target
 

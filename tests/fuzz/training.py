@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from deepspeed_ext.verify import command, processes, report
+from deepspeed_ext.commands.verify import command, processes, report
 from tests.fuzz.target import Parts, Target, require
 from tests.support.verify_faults import KINDS, Fault
 from tests.support.verify_runs import ForkedRanks, left_behind, shared_segments

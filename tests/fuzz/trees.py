@@ -9,15 +9,15 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext.affinity.exchange import agree, report_rank
-from deepspeed_ext.affinity.host_facts import HostFacts, read_host
-from deepspeed_ext.affinity.plan import HostPlan, PlanRequest, plan_host
-from deepspeed_ext.affinity.report import plan_svg, plan_text
-from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_cache_bytes
+from deepspeed_ext.cores.exchange import agree, report_rank
+from deepspeed_ext.cores.host_facts import HostFacts, read_host
+from deepspeed_ext.cores.plan import HostPlan, PlanRequest, plan_host
+from deepspeed_ext.cores.report import plan_svg, plan_text
+from deepspeed_ext.cores.topology import Core, read_accelerator_node, read_cache_bytes
 from deepspeed_ext.errors import DeepSpeedExtError
-from deepspeed_ext.host.cgroup import read_memory_limit_bytes, read_throttled_count
-from deepspeed_ext.host.memory import available_host_bytes
+from deepspeed_ext.runtime.cgroup import read_memory_limit_bytes, read_throttled_count
+from deepspeed_ext.runtime.host_memory import available_host_bytes
+from deepspeed_ext.runtime.ranks import RankGroup
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 from tests.support.sysfs import write, write_host

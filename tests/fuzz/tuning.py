@@ -8,12 +8,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext.affinity import tuning_results
-from deepspeed_ext.affinity.exchange import RankReport, agree
-from deepspeed_ext.affinity.plan import PlanRequest, RankFacts
-from deepspeed_ext.affinity.topology import Topology
-from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.cores import tuning_results
+from deepspeed_ext.cores.exchange import RankReport, agree
+from deepspeed_ext.cores.plan import PlanRequest, RankFacts
+from deepspeed_ext.cores.topology import Topology
+from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.ranks import RankGroup
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target
 from tests.support.topologies import cores

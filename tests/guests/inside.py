@@ -22,12 +22,12 @@ from typing import Any
 
 import psutil
 
-from deepspeed_ext import cli
-from deepspeed_ext.affinity.host_facts import read_host
-from deepspeed_ext.affinity.plan import plan_host
-from deepspeed_ext.affinity.thread_masks import confine
-from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-from deepspeed_ext.host.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.commands import main as cli
+from deepspeed_ext.cores.host_facts import read_host
+from deepspeed_ext.cores.plan import plan_host
+from deepspeed_ext.cores.thread_masks import confine
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from tests.guests.hosts import GUESTS, Guest
 
 THREADS = 3

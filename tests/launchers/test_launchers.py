@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from deepspeed_ext.launch import first_host
+from deepspeed_ext.runtime.launcher_variables import first_host
 from tests.launchers import page, training
 from tests.launchers.cells import CELLS, EXTRA_LAUNCHERS, SLURM, Cell, installed
 from tests.launchers.processes import adopt_orphans, descendants, end, free_ports, require_none_left

@@ -26,13 +26,13 @@ __all__ = ["TABLE", "read_table"]
 
 TABLE = ROOT / "docs" / "lab" / "waits.md"
 TESTS = (
-    "tests/unit/zenflow/worker/test_copies.py",
+    "tests/unit/zenflow/transfers/test_copies.py",
     "tests/unit/zenflow/test_offload_states.py",
-    "tests/unit/zenflow/test_throughput.py",
+    "tests/unit/adapter/test_throughput_timer.py",
     "tests/unit/gather/test_features.py::test_a_fetch_left_to_upstream_is_waited_for",
     "tests/unit/flatten/test_gpu.py",
-    "tests/unit/test_simulated_training.py",
-    "tests/unit/test_accelerator.py",
+    "tests/harness/simulated/test_training.py",
+    "tests/unit/adapter/test_accelerator.py",
 )
 """Those in the folder of a site's package run before the others."""
 COPIED = ("deepspeed_ext", "tests", "tools", "pyproject.toml", "examples", "configs")

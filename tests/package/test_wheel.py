@@ -24,12 +24,12 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.timeout(900)
 PYTHONS = [f"python3.{minor}" for minor in range(10, 14)]
 TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
-LIBRARY = "deepspeed_ext/zenflow/kernel/_adam_pass.so"
+LIBRARY = "deepspeed_ext/zenflow/worker/kernel/_adam_pass.so"
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
 
 KERNEL_CODE = """
 import ctypes, hashlib, sys
-from deepspeed_ext.zenflow.kernel import build, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import build, library_path, load_kernel
 path = library_path()
 kernel = load_kernel(path, threads=2)
 bytes_touched = ctypes.create_string_buffer(1 << 16)
@@ -46,7 +46,7 @@ for compiler in cc c++ gcc g++ clang clang++; do
     if "$compiler" --version >/dev/null 2>&1; then echo "$compiler still runs" >&2; exit 91; fi
 done
 "$1" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null && exit 92
-"$1" -c 'from deepspeed_ext.zenflow.kernel import library_path; print("kernel:", library_path())'
+"$1" -c 'from deepspeed_ext.zenflow.worker.kernel import library_path; print("kernel:", library_path())'
 shift
 exec "$@"
 """

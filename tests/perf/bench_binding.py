@@ -32,10 +32,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.affinity.host_facts import read_host
-from deepspeed_ext.affinity.plan import PlanRequest, plan_host
-from deepspeed_ext.host.cpulist import format_cpulist
-from deepspeed_ext.tuning.tuner import Tuner, TuneSettings, local_host
+from deepspeed_ext.cores.host_facts import read_host
+from deepspeed_ext.cores.plan import PlanRequest, plan_host
+from deepspeed_ext.cores.tune.tuner import Tuner, TuneSettings, local_host
+from deepspeed_ext.runtime.cpulist import format_cpulist
 from tests.perf import report
 from tests.perf.binding_teams import Team, TeamError
 from tests.perf.binding_ways import LADDER, OURS, STUDY, TASKSET, UNBOUND, ZENFLOW_STUDY, Load, Place, Task, Turn, Way
@@ -248,7 +248,7 @@ def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
 
 def tune(ranks: int, cache: str) -> str:
     """Fill the cache with what ``deepspeed-ext tune`` finds; returns what it says."""
-    command = [sys.executable, "-m", "deepspeed_ext.cli", "tune", "--quick", "--ranks", str(ranks)]
+    command = [sys.executable, "-m", "deepspeed_ext.commands.main", "tune", "--quick", "--ranks", str(ranks)]
     environment = os.environ | {"DSEXT_CACHE_DIR": cache}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     return (done.stdout + done.stderr).strip()

@@ -22,8 +22,15 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
-from deepspeed_ext.zenflow.worker.arena import Arena, ArenaLayout, ArraySpec, PlacedArray, partition_specs, plan_layout
+from deepspeed_ext.zenflow.worker.arena import (
+    Arena,
+    ArenaLayout,
+    ArraySpec,
+    PlacedArray,
+    partition_specs,
+    plan_layout,
+)
+from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
 from tests.perf import report
 
 INTERVAL, BLOCK_SIZE = 4, 32

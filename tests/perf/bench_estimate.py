@@ -19,11 +19,11 @@ from unittest import mock
 
 import torch
 
-from deepspeed_ext.zenflow import blocks
-from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet
-from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.predictive import estimator
-from deepspeed_ext.zenflow.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.rules import blocks
+from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
+from deepspeed_ext.zenflow.rules.predictive import estimator
+from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.perf import report
 
 PLAIN, COMPILED = "torch operations", "torch.compile"

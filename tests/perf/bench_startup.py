@@ -32,8 +32,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 import deepspeed_ext
-from deepspeed_ext.engine import Engine
-from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.adapter.engine import Engine
+from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from tests.perf import bandwidth, host_peak, report
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks

@@ -10,8 +10,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zenflow import zenflow_utils
 
-from deepspeed_ext.affinity.initial_mask import initial
-from deepspeed_ext.host.cpulist import parse_cpulist
+from deepspeed_ext.cores.initial_mask import initial
+from deepspeed_ext.runtime.cpulist import parse_cpulist
 from tests.perf import sides
 from tests.perf.binding_ways import Task
 from tests.perf.binding_worker import Subject, confine_by_package, place

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from deepspeed_ext.host.cpulist import parse_cpulist
+from deepspeed_ext.runtime.cpulist import parse_cpulist
 from tests.perf import report
 from tests.perf.binding_ways import Facts, Load, Place, Task, Turn, Way
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import psutil
 
-from deepspeed_ext.affinity import initial_mask
-from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-from deepspeed_ext.host.cpulist import parse_cpulist
-from deepspeed_ext.tuning.measuring_process import optimizer_step, training_step
+from deepspeed_ext.cores import initial_mask
+from deepspeed_ext.cores.tune.measuring_process import optimizer_step, training_step
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.runtime.cpulist import parse_cpulist
 from tests.perf import threads
 from tests.perf.binding_ways import Facts, Task, Turn, Way
 
@@ -46,8 +46,8 @@ def place(way: Way, cpus: str, cores: int) -> None:
     """Bind this process as `way` says, once torch's pool has started."""
     import torch
 
-    from deepspeed_ext.affinity.openmp import ThreadCount, start_pool
-    from deepspeed_ext.affinity.thread_masks import confine
+    from deepspeed_ext.cores.openmp import ThreadCount, start_pool
+    from deepspeed_ext.cores.thread_masks import confine
 
     start_pool(torch.get_num_threads())
     if way.masks == "main":  # as DeepSpeed 0.19.8 does it
@@ -64,9 +64,9 @@ def confine_by_package(rank: int, *, separate: bool) -> Callable[[], None]:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from deepspeed_ext._agreement import RankGroup
-    from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.config import CoreBindingConfig
+    from deepspeed_ext.cores.binding import CoreBinding
+    from deepspeed_ext.runtime.ranks import RankGroup
 
     device = torch.device(get_accelerator().current_device_name())
     ranks = RankGroup.of(None, device) if torch.distributed.is_initialized() else RankGroup.alone()

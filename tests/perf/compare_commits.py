@@ -71,7 +71,7 @@ def checkout(commit: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="deepspeed_ext-commit-")) / "tree"
     try:
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), commit], cwd=ROOT, check=True)
-        kernel = Path("deepspeed_ext/zenflow/kernel")
+        kernel = Path("deepspeed_ext/zenflow/worker/kernel")
         sources = [path.name for path in (ROOT / kernel).iterdir() if path.suffix in (".cpp", ".h")]
         if all(((ROOT / kernel / name).read_bytes() == _bytes(folder / kernel / name)) for name in sources):
             for library in (ROOT / kernel).glob("*.so"):

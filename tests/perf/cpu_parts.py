@@ -139,7 +139,7 @@ def _of_the_host() -> list[Part]:
             135,
             "binding",
         ),
-        _part("tune", "deepspeed_ext.cli", tune, f"{tune} --elements 65536", 10, "tune"),
+        _part("tune", "deepspeed_ext.commands.main", tune, f"{tune} --elements 65536", 10, "tune"),
     ]
 
 

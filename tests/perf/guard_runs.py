@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow.kernel import AdamStep
-from deepspeed_ext.zenflow.partition import Partition
-from deepspeed_ext.zenflow.predictive.guard import CALM_PROBES, PROBE_EVERY
-from deepspeed_ext.zenflow.predictive.probe import Sample, blocks_per_sample
+from deepspeed_ext.zenflow.rules.predictive.guard import CALM_PROBES, PROBE_EVERY
+from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.perf import sides
 from tests.perf.language_model import SHAPES
 from tests.perf.report import table

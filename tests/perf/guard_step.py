@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from deepspeed_ext.zenflow.predictive import guard
-from deepspeed_ext.zenflow.predictive.probe import Sample
+from deepspeed_ext.zenflow.rules.predictive import guard
+from deepspeed_ext.zenflow.rules.predictive.probe import Sample
 from tests.perf.report import table
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_ext.zenflow.kernel.build import FOLDER
-from deepspeed_ext.zenflow.kernel.compile_flags import COMPILE_FLAGS
+from deepspeed_ext.zenflow.worker.kernel.build import FOLDER
+from deepspeed_ext.zenflow.worker.kernel.compile_flags import COMPILE_FLAGS
 
 DRIVER = Path(__file__).with_suffix(".cpp")
 ONE_TARGET = "-DDSEXT_ONE_TARGET"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_ext._logging import logger
+from deepspeed_ext.runtime.log import logger
 from tests.perf import report
 from tests.perf.scale_systems import SYSTEMS, System
 from tests.support.rehearsed_ranks import rehearsed_ranks

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.plan import plan_memory
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage, typical_largest
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.memory.parts import Phase, Place
-from deepspeed_ext.memory.plan import plan_memory
-from deepspeed_ext.memory.setup import Model, Ranks, Setup, Stage, typical_largest
-from deepspeed_ext.zenflow.sizes import arena_specs
+from deepspeed_ext.zenflow.worker.sizes import arena_specs
 
 GPUS_PER_HOST = 8
 LINK = 25e9

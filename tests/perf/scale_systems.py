@@ -12,33 +12,33 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup, _Told, raise_together, require_same_plan
-from deepspeed_ext._upstream import checkpoint_keys as keys
-from deepspeed_ext.affinity.exchange import RankReport, agree
-from deepspeed_ext.affinity.plan import PlanRequest
-from deepspeed_ext.affinity.topology import Topology
-from deepspeed_ext.checkpoint.joint_engine import JointCheckpointEngine
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
+from deepspeed_ext.checkpoint.reshard.layout import Layout, plan_copies
+from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
+from deepspeed_ext.commands.memory.plan import plan_memory, usual_setups
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.cores.exchange import RankReport, agree
+from deepspeed_ext.cores.plan import PlanRequest
+from deepspeed_ext.cores.topology import Topology
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.gather.plan import ParameterFacts, plan_gather
-from deepspeed_ext.host.cpulist import format_cpulist
-from deepspeed_ext.memory.plan import plan_memory, usual_setups
-from deepspeed_ext.memory.setup import Model, Ranks, Setup, typical_largest
-from deepspeed_ext.resharding.layout import Layout, plan_copies
-from deepspeed_ext.resharding.saved import SavedCheckpoint, holds_partitions
-from deepspeed_ext.zenflow.blocks import BlockSet
-from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule
-from deepspeed_ext.zenflow.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.selective.exchange import HotExchange
-from deepspeed_ext.zenflow.selective.schedule import SelectiveSchedule
-from deepspeed_ext.zenflow.selective.selection import select
-from deepspeed_ext.zenflow.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.sizes import arena_specs
-from deepspeed_ext.zenflow.worker import link
+from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.ranks import RankGroup, _Told, raise_together, require_same_plan
+from deepspeed_ext.zenflow.rules.blocks import BlockSet
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.rules.selective.exchange import HotExchange
+from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
+from deepspeed_ext.zenflow.rules.selective.selection import select
+from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.step import link
 from deepspeed_ext.zenflow.worker.arena import plan_layout
+from deepspeed_ext.zenflow.worker.sizes import arena_specs
 from tests.support.rehearsed_ranks import RANKS_PER_HOST, Rehearsal, on_hosts, that_differ
 from tests.support.topologies import cores
 

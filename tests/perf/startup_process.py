@@ -110,10 +110,10 @@ def watched() -> list[tuple[Any, str, str]]:
     from deepspeed.runtime.zenflow import zenflow_utils
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from deepspeed_ext import _upstream
-    from deepspeed_ext.affinity.binding import CoreBinding
-    from deepspeed_ext.zero import zenflow_stage_1_and_2
-    from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+    from deepspeed_ext.adapter import upstream as _upstream
+    from deepspeed_ext.adapter import zenflow_stage_1_and_2
+    from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
+    from deepspeed_ext.cores.binding import CoreBinding
     from tests.perf import sides
 
     return [
@@ -141,7 +141,7 @@ def start(variant: str, rank: int, ranks: int, millions: float, folder: Path) ->
         import deepspeed
     ours = variant.startswith("ours")
     with spans.span("import deepspeed_ext") if ours else ExitStack():
-        import deepspeed_ext.engine  # noqa: F401 - what `initialize` would import
+        import deepspeed_ext.adapter.engine  # noqa: F401 - what `initialize` would import
     from tests.perf import sides
     from tests.perf.startup_breakdown import variants
     from tests.perf.stepping import Linears

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from deepspeed_ext.affinity.thread_masks import thread_masks
-from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.cores.thread_masks import thread_masks
+from deepspeed_ext.runtime.cpulist import format_cpulist
 
 
 @dataclass(frozen=True)

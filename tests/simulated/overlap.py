@@ -83,7 +83,7 @@ class Layers(nn.Module):
 def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[Any], float]]:
     """The spans of some steps for each share of a step that copies each way and the worker's pass take, on this rank,
     and what the engine says of its last step's waits, in microseconds. The first is calibrated without both."""
-    from deepspeed_ext.zenflow.worker import hidden_transfers
+    from deepspeed_ext.zenflow.transfers import beside_step as hidden_transfers
     from tests.support.simulated_accelerator import simulation
     from tests.support.simulated_accelerator.worker_time import worker_time
 

@@ -12,11 +12,11 @@ from unittest.mock import patch
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext._logging import logger
-from deepspeed_ext.zenflow.predictive import guard
-from deepspeed_ext.zenflow.predictive.guard import PredictionErrors
-from deepspeed_ext.zenflow.predictive.probe import Sample
-from deepspeed_ext.zenflow.predictive.schedule import PredictivePlan, PredictiveSchedule
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.zenflow.rules.predictive import guard
+from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
+from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule
 from tests.support.compare import allow_fp16
 from tests.support.models import SteepRegression, batches
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config

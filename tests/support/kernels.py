@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.kernel import Array, Kernel, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, library_path, load_kernel
 
 LIBRARY = library_path()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

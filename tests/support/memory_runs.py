@@ -24,13 +24,13 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_ext.checkpoint import async_engine
-from deepspeed_ext.checkpoint.async_engine import AsyncCheckpointEngine
-from deepspeed_ext.memory.config_file import read_config
-from deepspeed_ext.memory.parts import MemoryPlan, Phase, Place
-from deepspeed_ext.memory.plan import plan_memory
-from deepspeed_ext.memory.setup import Model, Ranks
-from deepspeed_ext.zenflow.predictive import probe
+from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
+from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
+from deepspeed_ext.commands.memory.config_file import read_config
+from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
+from deepspeed_ext.commands.memory.plan import plan_memory
+from deepspeed_ext.commands.memory.setup import Model, Ranks
+from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes

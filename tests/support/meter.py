@@ -2,7 +2,7 @@
 
 Every operation under the meter is seen by a dispatch mode; each new storage is counted once, by its bytes, and
 dropped when the storage dies. On a machine whose accelerator is the CPU, host buffers are those that
-`deepspeed_ext.allocation.host_empty` makes under the meter, so that it can speak of accelerator bytes there too.
+`deepspeed_ext.runtime.memory.host_empty` makes under the meter, so that it can speak of accelerator bytes there too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from deepspeed_ext import allocation
+from deepspeed_ext.runtime import memory as allocation
 
 
 class LiveBytes(TorchDispatchMode):

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import psutil
 
-from deepspeed_ext.zenflow.kernel import AdamStep, Publish, library_path
 from deepspeed_ext.zenflow.worker.arena import Arena, partition_specs, plan_layout
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish, library_path
 from deepspeed_ext.zenflow.worker.messages import PartitionPass, WorkerPlan
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.waiting import GENEROUS_SECONDS

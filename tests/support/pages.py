@@ -1,4 +1,4 @@
-"""The code blocks of README and docs, and how each is checked (tests/unit/test_pages.py)."""
+"""The code blocks of README and docs, and how each is checked (tests/manual/test_pages.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import yaml
 
-from deepspeed_ext import cli
+from deepspeed_ext.commands import main as cli
 from deepspeed_ext.config import ZeroFields
 from tests.support.paths import ROOT
 

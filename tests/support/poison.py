@@ -16,17 +16,17 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.blocks import AdamBlocks
-from deepspeed_ext.zenflow.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.partition import Partition
-from deepspeed_ext.zenflow.predictive.estimator import Estimator
-from deepspeed_ext.zenflow.predictive.rule import PredictiveRule
-from deepspeed_ext.zenflow.rule import UpdateRule
+from deepspeed_ext.zenflow.rules.blocks import AdamBlocks
+from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.rule import UpdateRule
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
+from deepspeed_ext.zenflow.transfers.inside_step import Transfers
 from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey
-from deepspeed_ext.zenflow.worker.hidden_transfers import HiddenTransfers
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from deepspeed_ext.zenflow.worker.transfers import Transfers
 
 DELAY_WIDTH, DELAY_PRODUCTS = 4096, 8  # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
 

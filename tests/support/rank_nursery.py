@@ -42,7 +42,7 @@ WHAT_ENGINES_IMPORT = (
     "deepspeed",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed_ext.engine",
+    "deepspeed_ext.adapter.engine",
 )
 """Nearly all that is loaded by the time that the first engine has been built."""
 

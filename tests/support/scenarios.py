@@ -48,7 +48,7 @@ def run_scenario(
 
 def _listen() -> list[str]:
     """Warnings of the package from now on."""
-    from deepspeed_ext._logging import logger
+    from deepspeed_ext.runtime.log import logger
 
     heard: list[str] = []
 
@@ -62,7 +62,7 @@ def _listen() -> list[str]:
 
 
 def _masks() -> dict[int, list[int]]:
-    from deepspeed_ext.affinity.thread_masks import thread_masks
+    from deepspeed_ext.cores.thread_masks import thread_masks
 
     return {tid: sorted(mask) for tid, mask in thread_masks().items()}
 
@@ -90,9 +90,9 @@ def _idle_thread() -> threading.Event:
 
 
 def _start(separate: bool = True, **config: Any) -> Any:
-    from deepspeed_ext._agreement import RankGroup
-    from deepspeed_ext.affinity.binding import CoreBinding
     from deepspeed_ext.config import CoreBindingConfig
+    from deepspeed_ext.cores.binding import CoreBinding
+    from deepspeed_ext.runtime.ranks import RankGroup
 
     return CoreBinding.start(CoreBindingConfig(**config), RankGroup.alone(), local_rank=0, separate=separate)
 
@@ -177,7 +177,7 @@ def different_bindings() -> dict[str, Any]:
 
 def confine_under_churn() -> dict[str, Any]:
     """Threads are born and die while the process is confined."""
-    from deepspeed_ext.affinity.thread_masks import confine, outside, restore
+    from deepspeed_ext.cores.thread_masks import confine, outside, restore
 
     running, rounds = True, 0
 
@@ -311,7 +311,7 @@ def stray_thread_is_seen() -> dict[str, Any]:
 
 def worker_process(place: str) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
-    from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+    from deepspeed_ext.cores.worker_placement import WorkerPlacement
 
     complaint = WorkerPlacement.parse(place).bind_process()
     import torch
@@ -334,7 +334,7 @@ def trainer_with_worker() -> dict[str, Any]:
     _torch_work()
     binding = _start()
     code = (
-        "import sys; from deepspeed_ext.affinity.worker_placement import WorkerPlacement;"
+        "import sys; from deepspeed_ext.cores.worker_placement import WorkerPlacement;"
         "WorkerPlacement.parse(sys.argv[1]).bind_process();"
         "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); sys.stdin.read()"
     )
@@ -356,7 +356,7 @@ def openmp_runtimes() -> dict[str, Any]:
 
     import torch
 
-    from deepspeed_ext.affinity.openmp import ThreadCount, _loaded
+    from deepspeed_ext.cores.openmp import ThreadCount, _loaded
 
     try:
         ctypes.CDLL("libgomp.so.1")

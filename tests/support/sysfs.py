@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from deepspeed_ext.affinity.topology import Core
-from deepspeed_ext.host.cpulist import format_cpulist
+from deepspeed_ext.cores.topology import Core
+from deepspeed_ext.runtime.cpulist import format_cpulist
 
 CAPACITY = (1024, 700, 300)
 PMU = ("cpu_core", "cpu_atom", "cpu_lowpower")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext.runtime.ranks import RankGroup
 
 __all__ = ["run_together"]
 

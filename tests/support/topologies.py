@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepspeed_ext.affinity.topology import Core
-from deepspeed_ext.host.cpulist import parse_cpulist
+from deepspeed_ext.cores.topology import Core
+from deepspeed_ext.runtime.cpulist import parse_cpulist
 
 
 @dataclass(frozen=True)

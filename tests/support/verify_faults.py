@@ -16,7 +16,7 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
-from deepspeed_ext.verify import rank
+from deepspeed_ext.commands.verify import rank
 
 DROPPED = "blocks.0.up.bias"
 """The parameter that a fault is about, if nothing else is said."""

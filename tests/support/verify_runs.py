@@ -1,4 +1,4 @@
-"""Checks of `deepspeed_ext.verify` whose ranks are forked: they start in a tenth of a second, not in ten."""
+"""Checks of `deepspeed_ext.commands.verify` whose ranks are forked: they start in a tenth of a second, not in ten."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from deepspeed_ext.verify import processes
+from deepspeed_ext.commands.verify import processes
 from tests.support import verify_faults
 from tests.support.rank_nursery import Nursery
 
@@ -23,7 +23,12 @@ RANK = verify_faults.__name__
 def nursery(pid: int) -> Nursery:
     """The process that forks the ranks of process `pid`. It ends with the thread that asks for it first."""
     started = Nursery()
-    started.load("deepspeed_ext.verify.rank", "deepspeed_ext.verify.reference", "deepspeed_ext.verify.model", RANK)
+    started.load(
+        "deepspeed_ext.commands.verify.rank",
+        "deepspeed_ext.commands.verify.reference",
+        "deepspeed_ext.commands.verify.model",
+        RANK,
+    )
     return started
 
 

@@ -10,15 +10,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.same import first_difference
-from tests.support.zenflow import (
-    Outcome,
-    make_engine,
-    offload_config,
-    run,
-    train,
-    weights_of,
-    zenflow_config,
-)
+from tests.support.zenflow import Outcome, make_engine, offload_config, run, train, weights_of, zenflow_config
 
 
 def initial_weights(stage: int, dtype: torch.dtype) -> dict:

@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepspeed_ext.errors import UnsupportedError
-from deepspeed_ext.zenflow.kernel.adam_pass import DTYPE_BYTES, Array
 from deepspeed_ext.zenflow.worker.channel import above_standard
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES, Array
 
 if TYPE_CHECKING:
     import torch

@@ -17,12 +17,12 @@ import time
 import traceback
 from typing import Any
 
-from deepspeed_ext import _files
-from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-from deepspeed_ext.host.child_process import end_with_parent
-from deepspeed_ext.zenflow.kernel import AdamPass, Array, Kernel, MeanPass, NativeKernel, load_kernel
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime.child_process import end_with_parent
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
+from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, MeanPass, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaWrite,
     Done,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from deepspeed_ext.zenflow.kernel.adam_pass import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.arena import ArenaLayout
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
 
 __all__ = [
     "ArenaWrite",
@@ -30,7 +30,7 @@ class WorkerPlan:
     layout: ArenaLayout
     block_size: int
     placement: str | None
-    """Cores and memory node, as written by `deepspeed_ext.affinity.worker_placement.WorkerPlacement`; None:
+    """Cores and memory node, as written by `deepspeed_ext.cores.worker_placement.WorkerPlacement`; None:
     inherited."""
     threads: int
     library: str | None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.host.child_process import python_command
+from deepspeed_ext.runtime.child_process import python_command
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, Done, Failed, Ready, Submission, WorkerPlan, WorkerTask

@@ -1,6 +1,6 @@
 """The package's predictive rule, made of its own parts: schedule, pass, estimator.
 
-It follows `deepspeed_ext.zenflow.predictive.rule.PredictiveRule` without processes: a pass runs when its gradients are
+It follows `deepspeed_ext.zenflow.rules.predictive.rule.PredictiveRule` without processes: a pass runs when its gradients are
 handed over, and its result is read where the engine reads it. A test compares both to the bit.
 """
 
@@ -10,9 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_ext.zenflow.kernel import AdamStep, Publish
-from deepspeed_ext.zenflow.predictive.estimator import Estimator, drift_coefficient, move_coefficient, publish_ahead
-from deepspeed_ext.zenflow.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.rules.predictive.estimator import (
+    Estimator,
+    drift_coefficient,
+    move_coefficient,
+    publish_ahead,
+)
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from tests.perf.numerics.rule import Gradient, Host, Rule, Start
 
 WHOLE = 0

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext.zenflow.kernel import AdamStep, Publish
-from deepspeed_ext.zenflow.predictive.estimator import publish_ahead
+from deepspeed_ext.zenflow.rules.predictive.estimator import publish_ahead
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from tests.perf.numerics.rule import AdamW, Gradient, Host, Rule, Start
 
 DISTURBANCE = 1e-4

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from deepspeed_ext.zenflow.kernel import AdamPass, AdamStep, Array, Kernel, Publish, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, Kernel, Publish, library_path, load_kernel
 
 PLAIN_BLOCK = 256
 """Elements per block where a rule does not use the mean of v."""

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from deepspeed_ext.zenflow.worker.courier import Courier, Shipment
-from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.transfers.courier import Courier, Shipment
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.simulated_accelerator.device import library

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext import _files
-from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext.checkpoint import async_engine
+from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
+from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
-from deepspeed_ext.checkpoint.async_engine import AsyncCheckpointEngine
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
 
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))

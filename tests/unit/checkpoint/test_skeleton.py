@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext import _files
 from deepspeed_ext.checkpoint.skeleton import SkeletonError, write_skeleton
+from deepspeed_ext.runtime import files as _files
 from tests.support.same import assert_same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.zenflow.kernel import library_path
+from deepspeed_ext.zenflow.worker.kernel import library_path
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.cpu(reason="the simulated accelerator needs the compiler that is missing here")

@@ -11,8 +11,8 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.errors import StateError
-from deepspeed_ext.zenflow.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config

@@ -17,12 +17,12 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext import allocation
 from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
-from deepspeed_ext.zenflow.kernel import Publish
-from deepspeed_ext.zenflow.worker import hidden_transfers
-from deepspeed_ext.zenflow.worker.hidden_transfers import Chunk, Room
-from deepspeed_ext.zenflow.worker.link import WorkerLink
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.transfers import beside_step as hidden_transfers
+from deepspeed_ext.zenflow.transfers.beside_step import Chunk, Room
+from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches, on_device

@@ -24,17 +24,17 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.overrides import TorchFunctionMode
 
 import deepspeed_ext
-from deepspeed_ext.affinity.worker_placement import WorkerPlacement
-from deepspeed_ext.engine import Engine
+from deepspeed_ext.adapter.engine import Engine
+from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
-from deepspeed_ext.host import memory
-from deepspeed_ext.zenflow.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.worker import page_locks as page_locks_module
+from deepspeed_ext.runtime import host_memory as memory
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.link import WorkerLink
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from tests.support.limits import limited
 from tests.support.models import OddModel, batches, on_device
 from tests.support.optimizer_process import PASS, running

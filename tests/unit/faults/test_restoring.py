@@ -16,10 +16,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
-from deepspeed_ext._agreement import RankGroup
+from deepspeed_ext.checkpoint.zenflow_section import SECTION
 from deepspeed_ext.errors import CheckpointError, OutOfMemoryError, WorkerError
-from deepspeed_ext.host import memory
-from deepspeed_ext.zenflow.checkpoint import SECTION
+from deepspeed_ext.runtime import host_memory as memory
+from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import CONFIG
 from tests.support.crash.driver import JointCheckpointEngine as Joint
 from tests.support.models import batches

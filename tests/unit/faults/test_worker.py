@@ -15,7 +15,7 @@ import pytest
 from deepspeed import comm as dist
 
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.zenflow.kernel import Publish
+from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches

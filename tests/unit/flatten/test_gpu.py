@@ -13,10 +13,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.flatten import staging, tiers
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.staging import Staging
+from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.flatten import TIERS, compare_tier
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference

@@ -12,12 +12,12 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext import allocation
-from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, OutOfMemoryError, PlanMismatchError
 from deepspeed_ext.flatten import exchange, staging
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.meter import LiveBytes
 from tests.support.models import on_device, this_device
 from tests.support.ranks import run_ranks

@@ -12,13 +12,13 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
-from deepspeed_ext._agreement import RankGroup
-from deepspeed_ext._upstream import OffloadDeviceEnum
+from deepspeed_ext.adapter.gather_hooks import SingleParameterGather, attach, detach
+from deepspeed_ext.adapter.upstream import OffloadDeviceEnum
+from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.errors import ConfigError, PlanMismatchError
-from deepspeed_ext.gather.all_gather import SingleParameterGather, attach, detach
 from deepspeed_ext.gather.launch import PendingParameter, gather_singles, gather_together
 from deepspeed_ext.gather.plan import GatherMode, ParameterFacts, plan_gather
-from deepspeed_ext.zero_config import ZeroConfig
+from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.collectives import Collectives
 from tests.support.compare import train
 from tests.support.gather import OURS, engine_for, garbage_is_nan, way_config

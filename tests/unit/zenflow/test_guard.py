@@ -11,9 +11,9 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.zenflow.predictive.probe import Sample
-from deepspeed_ext.zenflow.predictive.schedule import WeightSource
-from deepspeed_ext.zenflow.worker import link
+from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.rules.predictive.schedule import WeightSource
+from deepspeed_ext.zenflow.step import link
 from tests.support.guarded import (
     Run,
     guarded_config,

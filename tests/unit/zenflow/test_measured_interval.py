@@ -11,10 +11,10 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.errors import OutOfMemoryError
-from deepspeed_ext.zenflow import optimizer
-from deepspeed_ext.zenflow.predictive import rule
-from deepspeed_ext.zenflow.schedule import MEASURED_STEPS
-from deepspeed_ext.zenflow.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.rules.predictive import rule
+from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.step import optimizer
+from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_optimizer_state
 
 from deepspeed_ext.errors import OutOfMemoryError, StateError, WorkerError
-from deepspeed_ext.zenflow import parked
+from deepspeed_ext.runtime import parked
 from tests.support.matrix import some
 from tests.support.models import batches, on_device, two_groups
 from tests.support.offloaded import Adapted, held

@@ -9,7 +9,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime import torch_autocast
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.supported import is_decoupled
+from deepspeed_ext.zenflow.step.supported import is_decoupled
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.predictive.schedule import ring_of
+from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
+from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
+from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker import arena as arena_module
-from deepspeed_ext.zenflow.worker import page_locks as page_locks_module
 from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, partition_specs, plan_layout
-from deepspeed_ext.zenflow.worker.page_locks import PageLocks
 from tests.support.resident import resident_bytes
 
 PAGE, MIB = 4096, 1 << 20

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
-from deepspeed_ext._agreement import RankGroup
 from deepspeed_ext.errors import OutOfMemoryError
-from deepspeed_ext.host import memory
-from deepspeed_ext.zenflow.worker import link
+from deepspeed_ext.runtime import host_memory as memory
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.step import link
 from tests.support.thread_ranks import run_together
 
 MIB = 1 << 20

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import NUMEL, PASS, gone, running

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deepspeed_ext.affinity.worker_placement import WorkerPlacement
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.host import child_process
-from deepspeed_ext.zenflow.kernel import library_path
+from deepspeed_ext.runtime import child_process
+from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import PASS, running
 from tests.support.paths import ROOT

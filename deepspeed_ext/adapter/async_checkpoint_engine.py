@@ -1,0 +1,280 @@
+"""Saves checkpoints beside training: the optimizer process writes p, m and v, a thread writes copies of the rest."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.adapter.upstream import checkpoint_keys
+from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
+from deepspeed_ext.checkpoint.zenflow_section import SECTION
+from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime.backend import local_world_size
+from deepspeed_ext.runtime.host_memory import available_host_bytes
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+
+__all__ = ["AsyncCheckpointEngine"]
+
+_PART_BYTES = 1 << 28
+"""One answer of the worker for so many bytes: waiting for it is bounded, and it writes slowly at worst."""
+_WRITTEN = "written-by-rank-"
+_POLL_SECONDS = 0.05
+_SILENCE_SECONDS = 30.0
+_WRITE_SECONDS = 3600.0
+"""For one part of a file, beside training: a file system may stall for minutes while it fails over. A longer timeout of
+the worker counts instead; as soon as something waits for the file, the worker's timeout counts alone."""
+
+
+class AsyncCheckpointEngine(JointCheckpointEngine):
+    """`JointCheckpointEngine` whose saves go on after `commit` has returned.
+
+    `save` writes a file without the bytes of its tensors (`checkpoint.skeleton`). The worker writes what lies in its
+    arena, before the passes that are submitted later; so nothing is copied, and a step that needs a later pass waits.
+    A thread writes copies of other tensors, and waits for the disk. The checkpoint is complete, under its name, after
+    `finish`, which the engine calls after a step in which all ranks had written everything.
+
+    Without such a step, `finish_alone` completes it: at the engine's end, or at the end of the process.
+
+    Args:
+        config_params, ranks, leads: as for `JointCheckpointEngine`; `leads` on one rank only.
+        link: connection to the worker. Nothing is in flight while DeepSpeed saves.
+    """
+
+    def __init__(self, config_params: Any, ranks: RankGroup, leads: bool, link: WorkerLink) -> None:
+        super().__init__(config_params, ranks, leads)
+        self._link = link
+        self._thread: ThreadPoolExecutor | None = None
+        self._files: list[Future[None]] = []
+        self._saving: tuple[Any, CheckpointFolder] | None = None
+        self._begin = self._waited = 0.0
+        self._pid = os.getpid()
+        self._is_watching_exit = False
+
+    def begin_save(self, names_latest: bool) -> None:
+        """Complete the save before this one, then begin. A collective while a save goes on."""
+        self.finish()
+        super().begin_save(names_latest)
+        self._begin, self._waited = time.perf_counter(), self._link.write_wait_seconds
+        if not self._is_watching_exit:  # after all other users of atexit, which then run later
+            self._is_watching_exit = True
+            atexit.register(_finish_at_exit, weakref.ref(self))
+            # Processes that multiprocessing has forked do not run atexit's functions before Python 3.13.
+            Finalize(None, _finish_at_exit, args=(weakref.ref(self),), exitpriority=0)
+
+    def begin_load(self, load_dir: str, tag: Any) -> str | None:
+        self.finish()
+        return super().begin_load(load_dir, tag)
+
+    def _write(self, content: Any, path: str) -> None:
+        if self._folder is None:  # a model alone
+            super()._write(content, path)
+            return
+        try:
+            holes = write_skeleton(content, path)
+        except SkeletonError as error:
+            logger.warning(f"rank {self._ranks.rank}: training waits while a file is written: {error}")
+            super()._write(content, path)
+            return
+        numbers, others = _submit_arena(holes, path, self._link)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_ext-save")
+        if sum(hole.storage.nbytes() for hole in others) > available_host_bytes() // local_world_size():
+            _fill(path, others)
+            others = []
+        owned = _made_for_this_save(content)
+        copies = [
+            hole if hole.storage.data_ptr() in owned else Hole(_copy(hole.storage), hole.offset) for hole in others
+        ]
+        self._files.append(self._thread.submit(_finish_file, path, copies, self._link.process, numbers))
+
+    def commit(self, info: Any) -> bool:
+        """Let the save go on. A model alone is complete when this returns, as in the base class."""
+        if self._folder is None:
+            return super().commit(info)
+        self._saving, self._folder, self._is_begun = (info, self._folder), None, False
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)  # it ends after its last file
+            self._thread = None
+        return True
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save goes on; equal on all ranks."""
+        return self._saving is not None
+
+    def finish_if_written(self) -> None:
+        """Complete the save if every rank has written its files. A collective while a save goes on.
+
+        Raises:
+            CheckpointError: as from `finish`.
+        """
+        if self.is_saving and self._ranks.all(all(file.done() for file in self._files)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save, if one goes on, and complete it. A collective then.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
+                are unchanged.
+        """
+        with self._ending() as saving:
+            if saving is not None:
+                self._complete(*saving)
+
+    def finish_alone(self) -> None:
+        """Like `finish` without a collective, for the end of an engine: other ranks may be gone. The leading rank waits
+        for the files of the others, but not long after the last sign of them.
+
+        Raises:
+            CheckpointError: on the leading rank, if any rank could not write.
+        """
+        with self._ending() as saving:
+            if saving is None:
+                return
+            info, folder = saving
+            error, me = self.kept.take(), f"rank {self._ranks.rank}: "
+            with contextlib.suppress(OSError):  # without its sign, the save is given up
+                _files.replace_file(
+                    os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"),
+                    "" if error is None else me + str(error).removeprefix(me),
+                )
+            if not self._leads:
+                return
+            try:
+                _require_all(folder.staging, self._ranks.size)
+                folder.mark(self._save_id)
+                folder.swap()
+                folder.end()
+                self._name_latest(folder, info.tag)
+            except (OSError, CheckpointError) as failure:
+                folder.give_up(self._save_id)
+                raise CheckpointError(f"checkpoint {info.tag!r} was not saved: {failure}") from failure
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[tuple[Any, CheckpointFolder] | None]:
+        """Wait for this rank's files and keep their error; yields the save that goes on, if there is one.
+
+        The wait for the worker has the worker's timeout, anew after each part that it has written: other ranks may
+        already be in a collective, and an engine or a process ends."""
+        saving, self._saving = self._saving, None
+        files, self._files = self._files, []
+        if not all(file.done() for file in files):
+            with self.kept.keeping():
+                self._link.process.wait_for_writes()
+        for file in files:
+            with self.kept.keeping():
+                file.result()
+        yield saving
+        if saving is not None and self._leads:
+            logger.info(
+                f"checkpoint {saving[0].tag!r} is complete {time.perf_counter() - self._begin:.2f} s after its save "
+                f"began; steps waited {self._link.write_wait_seconds - self._waited:.2f} s for it"
+            )
+
+
+def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[list[int], list[Hole]]:
+    """Let the worker write what lies in its arena; returns the numbers of its submissions, and the other holes."""
+    parts: list[FilePart] = []
+    others: list[Hole] = []
+    for hole in holes:
+        storage, nbytes = hole.storage, hole.storage.nbytes()
+        place = link.arena.find(storage.data_ptr(), nbytes) if storage.device.type == "cpu" else None
+        if place is None:
+            others.append(hole)
+            continue
+        for begin in range(0, nbytes, _PART_BYTES):
+            parts.append(FilePart(place + begin, min(_PART_BYTES, nbytes - begin), hole.offset + begin))
+    return [link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
+
+
+def _made_for_this_save(content: Any) -> set[int]:
+    """Addresses of the ZenFlow section's tensors, which are copies that nobody else has."""
+    state = content.get(checkpoint_keys.OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
+    section = state.get(SECTION) if isinstance(state, dict) else None
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(section) if isinstance(leaf, torch.Tensor)}
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return storage.clone() if storage.device.type == "cpu" else storage.cpu()
+
+
+def _fill(path: str, holes: Sequence[Hole]) -> None:
+    with _files.opened(path, os.O_WRONLY) as descriptor:
+        for hole in holes:
+            storage = hole.storage.cpu()
+            _files.write_memory(descriptor, storage.data_ptr(), storage.nbytes(), hole.offset)
+
+
+def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, numbers: Sequence[int]) -> None:
+    """Fill `holes`, wait for what the worker writes, then for the disk."""
+    _fill(path, holes)
+    holes.clear()
+    for number in numbers:
+        process.wait_for(number, _WRITE_SECONDS)
+        if (why := process.failed_write(number)) is not None:
+            raise CheckpointError(f"the optimizer process could not write {path}: {why}")
+    _files.sync_file(path)
+    _files.sync_folder(os.path.dirname(path))
+
+
+def _require_all(staging: str, size: int) -> None:
+    """Wait for the signs of `size` ranks, then remove them.
+
+    Raises:
+        CheckpointError: a rank could not write, or shows no sign.
+    """
+    wanted = {f"{_WRITTEN}{rank}" for rank in range(size)}
+    last, silent_since = None, time.monotonic()
+    while missing := wanted - set(names := os.listdir(staging)):
+        seen = {(name, status.st_mtime_ns, status.st_blocks) for name, status in _statuses(staging, names)}
+        if seen != last:
+            last, silent_since = seen, time.monotonic()
+        if time.monotonic() - silent_since > _SILENCE_SECONDS:
+            ranks = sorted(int(name.removeprefix(_WRITTEN)) for name in missing)
+            raise CheckpointError(
+                f"ranks {ranks} showed no sign of writing for {_SILENCE_SECONDS:g} s: call engine.destroy() on every "
+                "rank when training ends"
+            )
+        time.sleep(_POLL_SECONDS)
+    said = []
+    for name in sorted(wanted):
+        path = os.path.join(staging, name)
+        with open(path, encoding="utf-8") as file:
+            said.append(file.read())
+        os.unlink(path)
+    if problems := [text for text in said if text]:
+        raise CheckpointError("; ".join(problems))
+
+
+def _statuses(folder: str, names: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            yield name, os.stat(os.path.join(folder, name))
+
+
+def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:
+    found = engine()
+    if found is None or found._pid != os.getpid():
+        return
+    try:
+        found.finish_alone()
+    except Exception as error:
+        logger.error(str(error))

@@ -1,0 +1,56 @@
+"""Keeps the ranks in agreement while `deepspeed.initialize` builds an engine.
+
+An engine is built inside `built_together`. DeepSpeed's own constructors run there too, so a rank that fails anywhere
+meets the others at their next agreement. Only if DeepSpeed's next collective comes before that, the others wait in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed_ext.adapter.upstream import pipeline_topology
+from deepspeed_ext.runtime.backend import dist, get_accelerator, local_rank
+from deepspeed_ext.runtime.ranks import RankGroup, raise_together
+
+__all__ = ["builders", "built_together", "joint"]
+
+
+def builders(mpu: Any) -> RankGroup:
+    """Return the ranks that build an engine together: all ranks, or only this one with the user's `mpu`.
+
+    An `mpu` may give each engine its own ranks, so all ranks need not take part.
+    """
+    if mpu is not None or not dist.is_initialized():
+        return RankGroup.alone()
+    return RankGroup.of(None)
+
+
+@contextmanager
+def built_together(mpu: Any) -> Iterator[None]:
+    """Raise an error of the block on every rank, as `together`. An error that all ranks have keeps its type."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+        if dist.is_initialized():
+            get_accelerator().set_device(local_rank())  # the agreement needs it, and the block may have failed before
+    raise_together(builders(mpu), error, otherwise=None)
+
+
+def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `deepspeed.initialize` with an agreement around it: an error of one rank, such as a config that it cannot
+    read, is raised on every rank. The other ranks go on to build their engines, whose first agreement answers."""
+    signature = inspect.signature(initialize)
+
+    @functools.wraps(initialize)
+    def joint_initialize(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        with built_together(given.get("mpu") or pipeline_topology(given.get("model"))):
+            return initialize(*args, **kwargs)
+
+    return joint_initialize

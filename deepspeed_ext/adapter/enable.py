@@ -1,0 +1,56 @@
+"""Switches the extension on and off inside DeepSpeed, for `deepspeed_ext.enable` and its siblings."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from deepspeed_ext.adapter import upstream as _upstream
+from deepspeed_ext.adapter.construction import joint
+from deepspeed_ext.adapter.engine import Engine, HybridEngine, PipeEngine
+from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.runtime import build_locks
+from deepspeed_ext.runtime.log import warn_once
+
+_active = ExitStack()
+_enabled = False
+
+
+def _swaps() -> list[_upstream.Swap]:
+    return _upstream.entry_swaps(joint, Engine, HybridEngine, PipeEngine, ZeroConfig)
+
+
+def _check() -> None:
+    """Raise an error if DeepSpeed is not the one that this package extends; warn of what would make it wait forever."""
+    _upstream.check()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    for lock in build_locks.abandoned():
+        warn_once(
+            f"{lock} was left by a build that was killed, and DeepSpeed waits for it forever when it needs this "
+            "operator. Delete it, unless another host is building the operator now"
+        )
+
+
+def enable() -> None:
+    global _enabled
+    if not _enabled:
+        _check()
+        _active.enter_context(_upstream.swapped(*_swaps()))
+        _enabled = True
+
+
+def disable() -> None:
+    global _enabled
+    if _enabled:
+        _active.close()
+        _enabled = False
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    if _enabled:
+        return _upstream.deepspeed.initialize(*args, **kwargs)
+    _check()
+    with _upstream.swapped(*_swaps()):
+        return _upstream.deepspeed.initialize(*args, **kwargs)

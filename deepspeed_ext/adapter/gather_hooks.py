@@ -1,0 +1,200 @@
+"""Single-parameter all-gather for a model under ZeRO-3.
+
+To fetch parameters in forward, backward and prefetch, DeepSpeed's parameter coordinator calls ``all_gather_coalesced``,
+a closure that ``zero.Init`` sets on each parameter. `attach` replaces it once ``deepspeed.initialize`` has partitioned
+the whole model, no matter which ``zero.Init`` did so and when. Every other path (``GatheredParameters``, external
+parameters, persistent parameters after a step, checkpoints) calls ``param.all_gather``, with which upstream gathers
+each parameter directly into its own storage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.upstream import (
+    ParameterStatus,
+    PartitionedParameter,
+    communication_dtype,
+    is_on_nvme,
+    is_quantized,
+)
+from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.gather.launch import (
+    GatherHandle,
+    PendingParameter,
+    Work,
+    can_group,
+    gather_singles,
+    gather_together,
+)
+from deepspeed_ext.gather.plan import GatherPlan, ParameterFacts, plan_gather
+from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.log import log_once, logger, warn_once
+from deepspeed_ext.runtime.profiling import in_profile
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
+
+__all__ = ["SingleParameterGather", "attach", "detach"]
+
+UNGROUPED_MIN_NUMEL = 262144
+"""Without grouped launches, smaller parameters share a bucket. Measured: docs/lab/gather.md."""
+
+
+class SingleParameterGather:
+    """Replaces upstream's ``all_gather_coalesced`` on the parameters of one model.
+
+    Attributes:
+        plan: the mode of every parameter.
+        grouped: whether one launch gathers all single parameters of a fetch.
+        num_collectives: collectives launched so far. A grouped launch counts as one; upstream's own do not count.
+    """
+
+    def __init__(self, plan: GatherPlan, stock: dict[int, Callable[..., Any]], grouped: bool) -> None:
+        self.plan = plan
+        self.grouped = grouped
+        self.num_collectives = 0
+        self._stock = stock
+        self._device = torch.device(get_accelerator().current_device_name())
+        self._ranks: dict[int, RankGroup] = {}
+
+    def __call__(
+        self, params: Iterable[PartitionedParameter], safe_mode: bool = False, quantize: bool = False
+    ) -> GatherHandle:
+        """Start gathering `params`; same arguments and effect on ``ds_status`` as upstream's closure.
+
+        Raises:
+            UnsupportedError: a parameter was partitioned after `attach`.
+        """
+        with in_profile("gather.fetch"):
+            return self._fetch(params, safe_mode, quantize)
+
+    def _fetch(self, params: Iterable[PartitionedParameter], safe_mode: bool, quantize: bool) -> GatherHandle:
+        by_id = {param.ds_id: param for param in params}
+        if quantize or safe_mode:
+            return GatherHandle([], [], self._leave_to_upstream(list(by_id.values()), safe_mode, quantize))
+        fetch = self.plan.split(by_id)
+        by_us = [by_id[i] for i in fetch.singles] + [by_id[i] for bucket in fetch.buckets for i in bucket]
+        _mark_in_flight(by_us)
+        works: list[Work] = []
+        pending: list[PendingParameter] = []
+        for ranks, members in self._by_group([by_id[i] for i in fetch.singles]):
+            works += gather_singles(members, ranks, self.grouped)
+            pending += members
+        for bucket in fetch.buckets:
+            for ranks, members in self._by_group([by_id[i] for i in bucket]):
+                works.append(gather_together(members, ranks))
+                pending += members
+        self.num_collectives += len(works)
+        return GatherHandle(works, pending, self._leave_to_upstream([by_id[i] for i in fetch.upstream]))
+
+    def stock(self, param: PartitionedParameter) -> Callable[..., Any]:
+        """Return upstream's closure of a parameter that this object serves."""
+        return self._stock[param.ds_id]
+
+    def _leave_to_upstream(
+        self, params: Sequence[PartitionedParameter], safe_mode: bool = False, quantize: bool = False
+    ) -> list[Any]:
+        if not params:
+            return []
+        return [self.stock(params[0])(list(params), safe_mode=safe_mode, quantize=quantize)]
+
+    def _by_group(self, params: Sequence[PartitionedParameter]) -> list[tuple[RankGroup, list[PendingParameter]]]:
+        """Sort the parameters by the process group that gathers them; hpZ's inner group if its copy is valid."""
+        groups: dict[int, tuple[RankGroup, list[PendingParameter]]] = {}
+        for param in params:
+            partition, group = param.ds_tensor, param.ds_process_group
+            if param.ds_secondary_tensor is not None and param.ds_zero_param_process_group is not None:
+                partition, group = param.ds_secondary_tensor, param.ds_zero_param_process_group
+            if id(group) not in self._ranks:
+                self._ranks[id(group)] = RankGroup.of(group, self._device)
+            pending_parameter = PendingParameter(param, partition, communication_dtype(param, partition))
+            groups.setdefault(id(group), (self._ranks[id(group)], []))[1].append(pending_parameter)
+        return list(groups.values())
+
+
+def _mark_in_flight(params: Sequence[PartitionedParameter]) -> None:
+    for param in params:
+        if param.ds_status != ParameterStatus.NOT_AVAILABLE:
+            raise RuntimeError(f"expected a partitioned parameter to fetch, got {param.ds_summary()}")
+    for param in params:
+        param.ds_status = ParameterStatus.INFLIGHT
+
+
+def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleParameterGather | None:
+    """Gather the parameters of `module` singly, if `settings` ask for it; otherwise as upstream does. A collective.
+
+    Args:
+        module: the model; all its parameters must be partitioned.
+        settings: the config fields of deepspeed_ext.
+        group: the process group of all ranks that hold a part of the model.
+
+    Returns:
+        The gather that the parameters now call; None if they call upstream's.
+
+    Raises:
+        PlanMismatchError: on every rank, if the ranks' plans differ.
+    """
+    detach(module)
+    if not settings.stage3_allgather_single_param:
+        if settings.stage3_single_param_min_numel is not None:
+            warn_once(
+                "zero_optimization.stage3_single_param_min_numel has no effect: stage3_allgather_single_param is off"
+            )
+        return None
+    ranks = RankGroup.of(group)
+    params: list[PartitionedParameter] = list(module.parameters())
+    grouped = can_group(ranks)
+    plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
+    require_same_plan("the all-gather of single parameters", plan, ranks)
+    for reason, count in Counter(plan.reasons.values()).items() if dist.get_rank() == 0 else ():
+        log_once(logging.INFO, f"{count} of {len(params)} parameters keep upstream's all-gather: {reason}")
+    if plan.leaves_all_to_upstream:
+        return None
+    gather = SingleParameterGather(plan, {param.ds_id: param.all_gather_coalesced for param in params}, grouped)
+    _set_gather(params, lambda param: gather)
+    if dist.get_rank() == 0:
+        logger.info(f"single-parameter all-gather: {plan.describe()}, {'one launch' if grouped else 'async singles'}")
+    return gather
+
+
+def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -> None:
+    """Restore upstream's all-gather on the parameters of `module`; parameters that still have it are unchanged.
+
+    Args:
+        module: the model.
+        only: the gather to take away; a later engine of the same model may have another. None: any.
+    """
+    served = [
+        param
+        for param in module.parameters()
+        if isinstance(found := getattr(param, "all_gather_coalesced", None), SingleParameterGather)
+        and only in (None, found)
+    ]
+    _set_gather(served, lambda param: param.all_gather_coalesced.stock(param))
+
+
+def _set_gather(params: Iterable[PartitionedParameter], choose: Callable[[PartitionedParameter], Any]) -> None:
+    """Set the all-gather of each parameter: the only attribute that we set on parameters, because upstream calls it."""
+    for param in params:
+        param.all_gather_coalesced = choose(param)
+
+
+def _min_numel(settings: ZeroFields, grouped: bool) -> int:
+    if settings.stage3_single_param_min_numel is not None:
+        return settings.stage3_single_param_min_numel
+    return 0 if grouped else UNGROUPED_MIN_NUMEL
+
+
+def _facts(param: PartitionedParameter, settings: ZeroFields) -> ParameterFacts:
+    return ParameterFacts(
+        parameter_id=param.ds_id,
+        numel=param.ds_numel,
+        num_ranks=param.ds_zero_partition_world_size,
+        dtype=str(param.ds_tensor.dtype),
+        is_quantized=is_quantized(param, settings),
+        is_on_nvme=is_on_nvme(param),
+    )

@@ -1,0 +1,86 @@
+"""Computes Euclidean norms of gradients, about as exact as in fp64, without an fp64 copy of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._foreach_utils import _device_has_foreach_support
+
+from deepspeed_ext.adapter.upstream import counted_alike
+from deepspeed_ext.runtime.backend import get_accelerator
+
+__all__ = ["fused_l2_norms", "l2_norm", "stand_ins"]
+
+_ROW = 512
+_ROWS_ON_CPU = 2048
+
+
+def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """The Euclidean norm in one pass: norms of rows in fp32, then the norm of those in fp64.
+
+    Rows are short, so the result is as exact as with fp64 throughout, up to the last bits of fp32. An accelerator
+    without fp64 uses fp32 for both.
+
+    Args:
+        tensor: any shape, float dtype and device.
+
+    Returns:
+        1-D, one element, fp64 (or fp32), on the same device. Infinite if an element is infinite or exceeds 1e19 in
+        magnitude; NaN if an element is NaN.
+    """
+    flat = tensor.detach().reshape(-1)
+    whole = flat.numel() // _ROW * _ROW
+    rows = flat[:whole].view(-1, _ROW)
+    # On the CPU torch converts 16-bit input before it reduces; pieces keep the converted copy in the cache.
+    pieces = rows.split(_ROWS_ON_CPU) if flat.device.type == "cpu" else (rows,)
+    norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
+    norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
+    exact = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+    return torch.linalg.vector_norm(torch.cat(norms).to(exact)).view(1)
+
+
+def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norms of many tensors, converted to fp64 and summed by the accelerator as it reads them.
+
+    Args:
+        tensors: any shapes and float dtypes, on one device.
+
+    Returns:
+        0-D fp64 tensors on the tensors' device, in order. Takes two launches for some hundred tensors of one dtype.
+    """
+    norms: dict[int, torch.Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:  # one dtype at a time: mixed dtypes are not fused
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        found = torch._foreach_norm([tensors[index].detach() for index in indices], 2, dtype=torch.float64)
+        norms.update(zip(indices, found, strict=True))
+    return [norms[index] for index in range(len(tensors))]
+
+
+def stand_ins(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[torch.Tensor]:
+    """One-element tensors with the same norms as `gradients`, so that DeepSpeed computes the total norm from them
+    cheaply.
+
+    Args:
+        gradients: any shapes; zero padding that DeepSpeed has marked may be among them.
+        params: the parameters of the gradients that are not padding, in order.
+
+    Returns:
+        Usually one tensor per gradient, with padding passed through. If the accelerator fuses the norms, padding is
+        dropped; if DeepSpeed would also count all parameters in the same way, a single tensor replaces all gradients,
+        which saves DeepSpeed's own launches.
+    """
+    real = [grad for grad in gradients if not getattr(grad, "_zero_padding", False)]
+    if not real or not _fuses(real[0].device):
+        return [grad if getattr(grad, "_zero_padding", False) else l2_norm(grad) for grad in gradients]
+    full = [grad for grad in real if grad.numel()]  # the fused norm of an empty tensor is undefined on an accelerator
+    if counted_alike(params) and full:
+        return [torch.linalg.vector_norm(torch.stack(fused_l2_norms(full))).view(1)]
+    norms = iter(fused_l2_norms(full))
+    return [next(norms).view(1) if grad.numel() else l2_norm(grad) for grad in real]
+
+
+def _fuses(device: torch.device) -> bool:
+    """Whether `fused_l2_norms` is fused on `device`; elsewhere it is a loop with an fp64 copy of each gradient."""
+    return device.type != "cpu" and _device_has_foreach_support(device) and get_accelerator().is_fp64_supported()

@@ -1,0 +1,263 @@
+"""Writes and reads checkpoint files on all ranks together: all succeed or none does."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
+from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
+from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
+from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime.ranks import (
+    MOST_TOLD,
+    KeptError,
+    RankGroup,
+    agreed,
+    rank_list,
+    require_same_plan,
+    together,
+)
+
+__all__ = ["SAVE_ID", "JointCheckpointEngine", "reading"]
+
+SAVE_ID = "deepspeed_ext_save_id"
+"""Key of the save's id in every file."""
+_LATEST_BYTES = 4096
+
+
+class JointCheckpointEngine(TorchCheckpointEngine):
+    """DeepSpeed's checkpoint files, saved by all ranks or by none.
+
+    DeepSpeed calls `create`, `makedirs` and `save` between its own collectives, then `commit` on every rank. So an
+    error is kept until `commit`, which raises it on all ranks. Until then the files lie in a staging folder. `commit`
+    puts that folder in the place of an older save under the same tag (see `checkpoint.folder`) and updates ``latest``
+    last. When `commit` returns, the checkpoint is on disk.
+
+    Every file holds the id of its save, and `load` refuses files of different saves.
+
+    DeepSpeed also saves a model alone through this class, into a folder of the user's. Such a save, which does not come
+    after `begin_save`, writes just that file; an error is raised on all ranks, too.
+
+    Args:
+        config_params: as for DeepSpeed's class.
+        ranks: all ranks that save and load; each calls `load` equally often.
+        leads: whether this rank creates and renames folders: one rank, or one rank per node if checkpoints are on
+            node-local storage.
+
+    Attributes:
+        kept: the first error of this rank since `begin_save`.
+    """
+
+    def __init__(self, config_params: Any, ranks: RankGroup, leads: bool) -> None:
+        super().__init__(config_params)
+        self._ranks = ranks
+        self._leads = leads
+        self._is_begun = False
+        self._folder: CheckpointFolder | None = None
+        self._save_id = UNKNOWN
+        self._loaded_id: str | None = None
+        self._names_latest = False
+        self.kept = KeptError()
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def begin_save(self, names_latest: bool) -> None:
+        """Call this before anything else of a checkpoint's save; it forgets an earlier one that was interrupted.
+
+        Args:
+            names_latest: whether `commit` updates ``latest``; DeepSpeed must then not do it itself.
+        """
+        self._is_begun, self._folder, self._names_latest = True, None, names_latest
+        self.kept.take()
+
+    def create(self, info: Any) -> None:
+        """Begin a save. A collective.
+
+        Raises:
+            CheckpointError: on every rank, if the folders cannot be created; nothing has changed.
+            PlanMismatchError: on every rank, if the ranks give different tags.
+        """
+        super().create(info)
+        if not self._is_begun:
+            self.kept.take()
+            return
+        require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
+        self._save_id = self._ranks.broadcast(uuid.uuid4().hex)
+        what = f"checkpoint {info.tag!r} was not saved"
+        with self._all(what, "save elsewhere"):
+            self.kept.raise_here()  # kept when the folder of all tags was created
+            folder = CheckpointFolder(info.save_dir, info.tag)
+            folder.require_savable()
+        try:
+            self._recover(folder)
+        except CheckpointError as error:  # advises those who load
+            raise agreed(CheckpointError(f"{what}: {error}. To go on: save under another tag"), self._ranks) from error
+        with self._all(what, "save elsewhere"):
+            if self._leads:
+                folder.begin()
+        self._folder = folder
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        with self.kept.keeping():
+            super().makedirs(self._aside(path), exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        with self.kept.keeping():
+            aside = self._aside(path)
+            if self._folder is not None and isinstance(state_dict, dict):
+                state_dict = {**state_dict, SAVE_ID: self._save_id}
+            self._write(state_dict, aside)
+
+    def _write(self, content: Any, path: str) -> None:
+        super().save(content, path)
+        _files.sync_file(path)
+        _files.sync_folder(os.path.dirname(path))
+
+    def _aside(self, path: str) -> str:
+        return os.path.abspath(path) if self._folder is None else self._folder.aside(path)
+
+    def commit(self, info: Any) -> bool:
+        """Make the saved files the checkpoint, on all ranks. A collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
+                are unchanged.
+        """
+        folder, self._folder, self._is_begun = self._folder, None, False
+        if folder is None:
+            with self._all("the model was not saved", "save elsewhere"):
+                self.kept.raise_here()
+        else:
+            self._complete(info, folder)
+        return super().commit(info)
+
+    def _complete(self, info: Any, folder: CheckpointFolder) -> None:
+        """Make what lies in the staging folder the checkpoint. A collective."""
+        with self.kept.keeping():
+            if self._leads:
+                folder.mark(self._save_id)
+        try:
+            with self._all(f"checkpoint {info.tag!r} was not saved", "make room, or save elsewhere"):
+                self.kept.raise_here()
+            with self._all(f"checkpoint {info.tag!r} was not saved", "save under another tag"):
+                if self._leads:
+                    folder.swap()
+        except DeepSpeedExtError:
+            if self._leads:
+                folder.give_up(self._save_id)
+            raise
+        with self._all(f"checkpoint {info.tag!r} was saved, but finishing the save failed", "load it by its tag"):
+            if self._leads:
+                folder.end()
+            self._name_latest(folder, info.tag)
+
+    def _name_latest(self, folder: CheckpointFolder, tag: str) -> None:
+        if self._names_latest and self._ranks.rank == 0:
+            _files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
+
+    @contextmanager
+    def _all(self, what: str, remedy: str) -> Iterator[None]:
+        """`together`, with a longer message."""
+        try:
+            with together(self._ranks, CheckpointError):
+                yield
+        except DeepSpeedExtError as error:
+            raise agreed(type(error)(f"{what}: {error}. To go on: {remedy}"), self._ranks) from error
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def begin_load(self, load_dir: str, tag: Any) -> str | None:
+        """Find the checkpoint to load, and finish a save that a crash has interrupted. A collective.
+
+        Args:
+            load_dir: the folder of all tags.
+            tag: the tag; None: the one named by the file ``latest``.
+
+        Returns:
+            The tag; None if there is no ``latest``.
+
+        Raises:
+            CheckpointError: on every rank, if ``latest`` cannot be read or there is no complete save under the tag.
+        """
+        with together(self._ranks, CheckpointError):
+            tag = _latest(load_dir) if tag is None else str(tag)
+        tag = next((found for found, _ in self._ranks.distinct(tag) if found is not None), None)
+        if tag is None:
+            return None
+        with together(self._ranks, CheckpointError):
+            folder = CheckpointFolder(load_dir, tag)
+        self._loaded_id = self._recover(folder) or None
+        with together(self._ranks, CheckpointError):
+            if self._leads:
+                folder.require_loadable()
+        return tag
+
+    def _recover(self, folder: CheckpointFolder) -> str | None:
+        """Give every node the same save under the tag; returns its id."""
+        with together(self._ranks, CheckpointError):
+            if self._leads:
+                folder.finish_swap()
+            state = folder.state() if self._leads else None
+        first = self._ranks.broadcast(state)  # usually of all nodes: then that is all that the ranks exchange
+        states = [each for each, _ in self._ranks.distinct(state if self._leads else first) if each is not None]
+        with together(self._ranks, CheckpointError):
+            save_id = choose_save(states)
+            if self._leads:
+                folder.settle(save_id)
+        return save_id
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file. A collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not read its file, or a file belongs to another save. Load
+                another checkpoint before training on.
+        """
+        save_id = None
+        with together(self._ranks, CheckpointError):
+            with reading(path):
+                content = super().load(path, map_location)
+            if isinstance(content, dict):
+                save_id = content.pop(SAVE_ID, None)
+        found = self._ranks.distinct(save_id, MOST_TOLD)
+        expected = self._loaded_id or found[0][0]
+        if any(each != expected for each, _ in found):
+            listing = ", ".join(f"{each} on {rank_list(members, self._ranks)}" for each, members in found)
+            message = f"{os.path.dirname(path)} holds files of different saves: {path} and the files that other ranks "
+            message += (
+                f"read with it have the save ids {listing}, expected {expected}. Load another checkpoint by its tag"
+            )
+            raise agreed(CheckpointError(message), self._ranks)
+        self._loaded_id = expected
+        return content
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Say which file it was that the block could not read.
+
+    Raises:
+        CheckpointError: for any error of the block.
+    """
+    try:
+        yield
+    except Exception as error:  # torch and pickle can raise almost anything
+        said = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
+        ) from error
+
+
+def _latest(load_dir: str) -> str | None:
+    path = os.path.join(load_dir, "latest")
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        tag = file.read(_LATEST_BYTES).strip()
+    if not tag:
+        raise CheckpointError(f"{path} is empty, expected a tag: pass the tag of a checkpoint to load")
+    return tag

@@ -1,0 +1,331 @@
+"""The only module that imports private parts of DeepSpeed.
+
+It has the supported versions, the classes that we subclass and the names that we replace. `_contract` lists the members
+of these classes that we rely on; `check` compares the list with the installed DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.checkpoint import constants as checkpoint_keys
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime import lr_schedules as lr_schedules_module
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
+from deepspeed.runtime.torch_autocast import get_autocast_dtype, is_autocast_initialized
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
+from deepspeed.runtime.zero import config as zero_config_module
+from deepspeed.runtime.zero import stage3 as stage3_module
+from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2_module
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+)
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as master_of
+from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
+from deepspeed.utils.timer import ThroughputTimer
+
+from deepspeed_ext.adapter.contract import broken
+from deepspeed_ext.errors import UpstreamError
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.log import warn_once
+
+__all__ = [
+    "GRADIENT_CLIPPING_DEFAULT",
+    "DeepSpeedEngine",
+    "DeepSpeedHybridEngine",
+    "DeepSpeedZenFlowConfig",
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizerStage3",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+    "ParameterStatus",
+    "PartitionedParameter",
+    "PipelineEngine",
+    "Swap",
+    "TensorFragment",
+    "ThroughputTimer",
+    "TorchCheckpointEngine",
+    "ZeROOptimizer",
+    "accelerator_branch_only",
+    "all_gather_of_partitions",
+    "autocasts_to_fp16",
+    "check",
+    "checkpoint_keys",
+    "communication_dtype",
+    "counted_alike",
+    "deepspeed",
+    "entry_swaps",
+    "fp16_on_any_cpu",
+    "gather_stream",
+    "host_offload_config",
+    "is_on_nvme",
+    "is_quantized",
+    "is_stored_quantized",
+    "loss_scaler",
+    "master_of",
+    "optimizer_class",
+    "partition_exchange",
+    "pins_offload_buffers",
+    "pipeline_topology",
+    "schedule_class",
+    "stage3_optimizer_class",
+    "swapped",
+    "throughput_timer",
+]
+
+PartitionedParameter = Any
+"""A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""
+
+torch_backend_module = importlib.import_module("deepspeed.comm.torch")  # as an attribute, it is torch itself
+
+SUPPORTED_FROM = (0, 19, 8)
+SUPPORTED_BELOW = (0, 20, 0)
+
+
+@functools.cache
+def check() -> None:
+    """Check that the installed DeepSpeed is supported; once per process.
+
+    Raises:
+        UpstreamError: the version is outside the supported range, or a member of the contract differs.
+    """
+    found = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    if not SUPPORTED_FROM <= found < SUPPORTED_BELOW:
+        first, below = (".".join(map(str, bound)) for bound in (SUPPORTED_FROM, SUPPORTED_BELOW))
+        raise UpstreamError(
+            f"deepspeed_ext supports DeepSpeed from {first} to below {below} and found {deepspeed.__version__}; "
+            f"install one with: pip install 'deepspeed>={first},<{below}'"
+        )
+    if lines := broken():
+        raise UpstreamError(
+            f"DeepSpeed {deepspeed.__version__} differs from what deepspeed_ext relies on: {'; '.join(lines)}. "
+            "Install the DeepSpeed version named in the README, or a newer deepspeed_ext"
+        )
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A module-level name and the object to replace it with."""
+
+    module: Any
+    name: str
+    replacement: Any
+
+
+_swap_lock = threading.Lock()
+
+
+@contextmanager
+def swapped(*swaps: Swap) -> Iterator[None]:
+    """Replace the objects of all `swaps` inside the block; restore the old ones afterwards, even after an error."""
+    with _swap_lock:
+        before = [(swap.module, swap.name, getattr(swap.module, swap.name)) for swap in swaps]
+        for swap in swaps:
+            setattr(swap.module, swap.name, swap.replacement)
+    try:
+        yield
+    finally:
+        with _swap_lock:
+            for module, name, original in reversed(before):
+                setattr(module, name, original)
+
+
+def entry_swaps(
+    initialize: Callable[[Callable[..., Any]], Callable[..., Any]],
+    engine: type[DeepSpeedEngine],
+    hybrid_engine: type[DeepSpeedHybridEngine],
+    pipeline_engine: type[PipelineEngine],
+    zero_config: type[DeepSpeedZeroConfig],
+) -> list[Swap]:
+    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines
+    and the class of its config's ZeRO section, and for an operator that training does not need."""
+    return [
+        Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
+        Swap(deepspeed, "DeepSpeedEngine", engine),
+        Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
+        Swap(deepspeed, "PipelineEngine", pipeline_engine),
+        Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config),
+        Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
+    ]
+
+
+def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap the start of DeepSpeed's communication, which compiles an operator on machines without an accelerator.
+    Only its all-reduce for inference uses it, and without it takes torch's."""
+
+    @functools.wraps(build_shm_op)
+    def build_if_possible() -> Any:
+        try:
+            return build_shm_op()
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            warn_once(
+                f"DeepSpeed's all-reduce for inference on CPUs cannot be compiled ({type(error).__name__}: {reason}); "
+                "training does not use it"
+            )
+            return None
+
+    return build_if_possible
+
+
+def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swap:
+    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the stage 1/2 class."""
+    return Swap(engine_module, "DeepSpeedZeroOptimizer", stage_1_and_2)
+
+
+def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) -> Swap:
+    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the stage 3 class.
+
+    That method also imports SuperOffload, whose optimizer is a subclass; this module loads it before the swap.
+    """
+    return Swap(stage3_module, "DeepSpeedZeroOptimizer_Stage3", stage3)
+
+
+def throughput_timer(timer: Callable[..., ThroughputTimer]) -> Swap:
+    """Return a swap for the name by which the constructor of ``DeepSpeedEngine`` finds its throughput timer."""
+    return Swap(engine_module, "ThroughputTimer", timer)
+
+
+def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
+    """Return an ``offload_optimizer`` section that only places masters in pageable host memory."""
+    return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu, pin_memory=False)
+
+
+def autocasts_to_fp16() -> bool:
+    """Whether a new optimizer has its own torch ``GradScaler``; DeepSpeed keeps this setting per process."""
+    return bool(is_autocast_initialized()) and get_autocast_dtype() == torch.float16
+
+
+def counted_alike(params: Sequence[Any]) -> bool:
+    """Whether DeepSpeed's gradient norm counts either all `params` or none of them on this rank."""
+    return len({(bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p)) for p in params}) <= 1
+
+
+def pipeline_topology(model: Any) -> Any:
+    """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any other model."""
+    return model.mpu() if isinstance(model, PipelineModule) else None
+
+
+class _RoomyAccelerator:
+    """The accelerator, but it always reports room for another flat buffer."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return sys.maxsize
+
+    def pin_memory(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._accelerator.is_pinned(tensor):  # upstream would copy it again
+            return tensor
+        return self._accelerator.pin_memory(tensor, *args, **kwargs)
+
+
+def accelerator_branch_only() -> Swap:
+    """Return a swap that keeps the stage 1/2 constructor from moving parameters through pageable host memory.
+
+    In a loop, that constructor asks the accelerator (on NVIDIA: NVML) for free memory and decides whether a group fits.
+    If there seems to be room, it always calls ``flatten_dense_tensors_aligned``. Our subclass overrides this method and
+    makes the decision there.
+    """
+    return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
+
+
+def all_gather_of_partitions() -> Callable[..., None]:
+    """Return the function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
+    return stage_1_and_2_module.all_gather_dp_groups
+
+
+def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:
+    """Return the stream on which stage 3 gathers parameters. DeepSpeed lets it wait for no other."""
+    return optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+
+
+def partition_exchange(exchange: Callable[..., None]) -> Swap:
+    """Return a swap for the name by which the stage 1/2 optimizer finds `all_gather_of_partitions`."""
+    return Swap(stage_1_and_2_module, "all_gather_dp_groups", exchange)
+
+
+def pins_offload_buffers(offload_config: Any) -> bool:
+    """Whether ``zero_optimization.offload_optimizer`` asks for page-locked host buffers."""
+    return offload_config is not None and offload_config.device != OffloadDeviceEnum.none and offload_config.pin_memory
+
+
+def is_on_nvme(param: PartitionedParameter) -> bool:
+    """Whether the partition of `param` is swapped to NVMe between uses."""
+    return param.ds_tensor.final_location == OffloadDeviceEnum.nvme
+
+
+def is_stored_quantized(param: Any) -> bool:
+    """Whether `param` is partitioned, and its partition is quantized."""
+    return hasattr(getattr(param, "ds_tensor", None), "ds_quant_scale")
+
+
+def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) -> bool:
+    """Whether `param` is communicated quantized: it is stored so, or the config quantizes every all-gather."""
+    return is_stored_quantized(param) or zero_config.zero_quantized_weights
+
+
+def schedule_class(name: str) -> Any:
+    """Return the learning rate schedule that a config names: DeepSpeed's, otherwise torch's."""
+    return getattr(lr_schedules_module, name, None) or getattr(torch.optim.lr_scheduler, name)
+
+
+def loss_scaler(dtype: torch.dtype, fp16: Mapping[str, Any]) -> Any:
+    """Return the loss scale of DeepSpeed's ZeRO optimizers: 1 unless the weights are fp16.
+
+    Args:
+        dtype: of the weights.
+        fp16: the config's ``fp16`` section.
+    """
+    if dtype != torch.float16 or fp16.get("loss_scale"):
+        return LossScaler(float(fp16.get("loss_scale", 1.0)) if dtype == torch.float16 else 1.0)
+    return DynamicLossScaler(
+        init_scale=2.0 ** fp16.get("initial_scale_power", 16),
+        scale_window=fp16.get("loss_scale_window", 1000),
+        min_scale=fp16.get("min_loss_scale", 1),
+        delayed_shift=fp16.get("hysteresis", 2),
+        consecutive_hysteresis=fp16.get("consecutive_hysteresis", False),
+    )
+
+
+def fp16_on_any_cpu() -> None:
+    """Let DeepSpeed train in fp16 on a CPU whose library has no fast fp16: torch can, slowly."""
+
+    class PatientCpu(CPU_Accelerator):
+        def is_fp16_supported(self) -> bool:
+            return True
+
+    if get_accelerator().device_name() == "cpu":
+        set_accelerator(PatientCpu())

@@ -1,0 +1,222 @@
+"""ZeRO stage 3 with the optimizer in a separate process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.step import ZenFlowStepping
+from deepspeed_ext.adapter.upstream import (
+    DeepSpeedZeroOptimizerStage3,
+    OffloadDeviceEnum,
+    Swap,
+    gather_stream,
+    swapped,
+)
+from deepspeed_ext.checkpoint import zenflow_section as checkpoint
+from deepspeed_ext.checkpoint.saved_state import Section
+from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.ranks import RankGroup, together
+
+__all__ = ["ZenFlowZeroOptimizerStage3"]
+
+_WEIGHTS = "weights"
+"""Key in the ZenFlow section of the partitions of the weights, which stage 3 saves nowhere else."""
+
+_PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
+"""DeepSpeed's copies in page-locked memory: once made, it reloads from them, also what was offloaded without them."""
+
+
+class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
+    """DeepSpeed's stage 3 optimizer on top of `OffloadedAdam`. A partition is a sub-group; otherwise like stages 1
+    and 2."""
+
+    fp32_partitioned_groups_flat: list[Any]
+    grad_partitions_flat_buffer: torch.Tensor
+    inf_or_nan_tracker: torch.Tensor
+    _is_stepping: bool = False
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        init_optimizer: Any,
+        *args: Any,
+        settings: ZeroFields,
+        builders: RankGroup,
+        placement: WorkerPlacement | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._prepare(settings, builders, placement, init_optimizer.param_groups, kwargs)
+        super().__init__(module, init_optimizer, *args, **kwargs)
+
+    def initialize_optimizer_states(self) -> None:
+        """Start the worker, instead of allocating host gradients and moments. From here on DeepSpeed treats nothing
+        as offloaded."""
+        with together(RankGroup.of(self.dp_process_group), otherwise=None):
+            self._start_instead()
+
+    def _start_instead(self) -> None:
+        self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
+        ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
+        self.fp32_partitioned_groups_flat = [p.master for p in self.zenflow_adam.partitions]
+        for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
+            master.ds_id = ds_id
+        self.offload_optimizer = False
+        self.offload_optimizer_pin_memory = False
+        self.deepspeed_adam_offload = False
+        self._clear_padding()
+        self.device = get_accelerator().current_device_name()
+        self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
+
+    @property
+    def _masters(self) -> list[Any]:
+        return self.fp32_partitioned_groups_flat
+
+    @_masters.setter
+    def _masters(self, partitions: list[Any]) -> None:
+        self.fp32_partitioned_groups_flat = partitions
+
+    def _weights(self, index: int) -> torch.Tensor:
+        return self.fp16_partitioned_groups_flat[index].data
+
+    def _held_numel(self, param: Any) -> int:
+        """Elements of `param` in this rank's partition of it; the rest of that partition is padding."""
+        size = param.partition_numel()
+        return min(max(param.ds_numel - self._get_param_partition_rank(param) * size, 0), size)
+
+    def _clear_padding(self) -> None:
+        """Zero the padding of parameters whose size is not divisible by the number of ranks. DeepSpeed leaves it
+        uninitialized; a NaN there would spread through the mean of v to the parameters that share its block."""
+        partitions = zip(self.fp16_groups, self.fp16_partitioned_groups_flat, self.zenflow_adam.partitions, strict=True)
+        for group, weights, partition in partitions:
+            flats = (weights, partition.master.data, partition.exp_avg, partition.exp_avg_sq)
+            end = 0
+            for param in group:
+                begin, end = end, end + param.partition_numel()
+                for flat in flats:
+                    flat.data[begin + self._held_numel(param) : end].zero_()
+
+    # -- stepping -------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, also the reduced ones. DeepSpeed keeps these, and applies that of a parameter which the
+        coming step does not use again. The engine calls this after every step; a step calls it before it takes them."""
+        super().zero_grad(set_to_none)
+        if not self._is_stepping:
+            self.grad_partitions_flat_buffer.zero_()
+
+    def step(self, closure: Any = None) -> None:
+        self._is_stepping = True
+        try:
+            super().step(closure)
+        finally:
+            self._is_stepping = False
+        with self.zenflow_adam.link.keeping():
+            self._order_gathers()
+
+    def _order_gathers(self) -> None:
+        """Let the coming all-gathers, which run on a stream of their own, wait for the weights written so far."""
+        if (stream := gather_stream(self)) is not None:
+            stream.wait_stream(get_accelerator().current_stream())
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
+        """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
+        upstream = super().unscale_and_clip_grads
+        stand_in = self.fp32_partitioned_groups_flat[sub_group_id]
+
+        def on_one(one: torch.Tensor) -> None:
+            gradient, stand_in.grad = stand_in.grad, one
+            upstream(sub_group_id, total_norm)
+            stand_in.grad = gradient
+
+        with self.zenflow_adam.link.keeping():
+            self._factor.get(on_one)
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Offload, with the trained parameters as DeepSpeed's: it lays its buffer of trained weights over all
+        parameters of the module in their order, which would give frozen ones the weights of others."""
+        self.empty_partition_cache()  # first, so that after an error all ranks gather the same again
+        if not pin_memory:
+            for name in _PAGE_LOCKED:
+                if hasattr(self, name):
+                    delattr(self, name)
+        trained = torch.nn.ParameterList(param for group in self.fp16_groups for param in group)
+        with swapped(Swap(self, "module", trained)):
+            super().offload_states(include, device, pin_memory, non_blocking)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        state[checkpoint.SECTION][_WEIGHTS] = [
+            flat.detach().cpu().clone() for flat in self.fp16_partitioned_groups_flat
+        ]
+        return state
+
+    def _adopt_state(self) -> None:
+        super()._adopt_state()
+        self._clear_padding()
+
+    def _read_section(self, state_dict_list: Any) -> Section | None:
+        section = super()._read_section(state_dict_list)
+        if section is not None and section.weights is None:
+            raise CheckpointError(
+                "the ZenFlow section has no weights, which stage 3 needs: load another checkpoint by its tag"
+            )
+        return section
+
+    def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with together(self.zenflow_adam.ranks, CheckpointError):
+            super()._rigid_load_state_dict(*args, **kwargs)
+
+    def _refresh_weights(self, saved: Section | None) -> None:
+        masters = [partition.master for partition in self.zenflow_adam.partitions]
+        values = masters if saved is None or saved.weights is None else saved.weights
+        for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
+            flat.data.copy_(value.data)
+
+    def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the worker before the state is read or written. If the worker has failed, the state reads as NaN
+        on all ranks, and the next step raises the error on every rank."""
+        exposed = self.zenflow_adam.expose()
+        partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
+        return partition if exposed else torch.full_like(partition, math.nan), sub_group
+
+    @contextmanager
+    def exact_weights(self) -> Iterator[None]:
+        """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
+        collective; do not step inside."""
+        self._drain_together()
+        predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
+        self._write_weights([partition.master for partition in self.zenflow_adam.partitions])
+        try:
+            yield
+        finally:
+            self._write_weights(predicted)
+
+    def _write_weights(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy `values` to the partitions of the weights, and gather again what DeepSpeed keeps gathered."""
+        self._partition_all_parameters()
+        for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
+            flat.data.copy_(value.data)
+        self.invalidate_secondary_tensor()
+        if self.persistent_parameters:
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+        self._order_gathers()
+
+    def measurements(self) -> dict[str, float]:
+        """Metrics for a training log, by name; units are in the names."""
+        return self.zenflow_adam.measurements()

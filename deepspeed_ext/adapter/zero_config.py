@@ -1,0 +1,114 @@
+"""Reads DeepSpeed's ``zero_optimization`` section with our fields, and reports each mistake in one clear line."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from deepspeed_ext.adapter.upstream import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig
+from deepspeed_ext.config import ZenFlowConfig, ZeroFields
+from deepspeed_ext.config.file import is_deeper
+from deepspeed_ext.errors import ConfigError
+
+__all__ = ["ZeroConfig"]
+
+DEEPEST = 16
+"""Maximum nesting of ``zero_optimization``; the deepest existing field has 3 levels."""
+
+
+class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
+    """Our ``zenflow`` section, also an instance of DeepSpeed's class for code that checks the type."""
+
+
+class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
+    """DeepSpeed's ``zero_optimization`` section with our fields.
+
+    It only reads. `Engine` refuses combinations that are not supported, so tools can read any config.
+
+    Raises:
+        ConfigError: one of our fields has an invalid value, a field is unknown to both, or two fields contradict each
+            other.
+    """
+
+    zenflow: ZenFlowSection | None = None
+
+    def __init__(self, **data: Any) -> None:
+        if is_deeper(data, DEEPEST):
+            raise ConfigError(f"zero_optimization is nested more than {DEEPEST} levels deep, but no field is")
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            if message := self._explain(error):
+                raise ConfigError(message) from error
+            raise
+        except RecursionError:  # raised by a check of DeepSpeed that prints the value
+            raise ConfigError("zero_optimization: a value is nested too deeply for any field: remove it") from None
+        if message := self._contradictions():
+            raise ConfigError(message)
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        """One line per mistake in our fields or in a field name; empty for mistakes that only DeepSpeed's own checks
+        should report."""
+        lines = []
+        for mistake in error.errors():
+            place = [str(part) for part in mistake["loc"]]
+            path, value = ".".join(["zero_optimization", *place]), _shown(mistake["input"])
+            whole_section = place in (["zenflow"], [])  # DeepSpeed has this section too, and reports it itself
+            if mistake["type"] == "extra_forbidden":
+                hint = cls._meant(place) or "; remove it or see docs/config_reference.md"
+                lines.append(f"{path} is not a field (its value was {value}){hint}")
+            elif not whole_section and place[0] in ZeroFields.model_fields:
+                lines.append(f"{path} = {value}: {mistake['msg']}")
+        return "; ".join(lines)
+
+    @classmethod
+    def _meant(cls, place: Sequence[str]) -> str:
+        """Guess the field meant by an unknown name: one of the same section, otherwise of any section."""
+        sections = _sections(cls)
+        *section, name = place
+        here = sections.get(tuple(section), ())
+        elsewhere = {field: (*path, field) for path, fields in reversed(sections.items()) for field in fields}
+        if close := difflib.get_close_matches(name, here, n=1):
+            return f"; did you mean {close[0]!r}?"
+        if close := difflib.get_close_matches(name, elsewhere, n=1):
+            return f"; did you mean {'.'.join(('zero_optimization', *elsewhere[close[0]]))!r}?"
+        return ""
+
+    def _contradictions(self) -> str:
+        """One line per pair of contradicting settings."""
+        rivals = {
+            "stage3_allgather_sequential": self.allgather_sequential,
+            "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
+        }
+        return "; ".join(
+            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two ways of gathering "
+            "parameters; set one of them to false"
+            for rival, is_set in rivals.items()
+            if is_set and self.stage3_allgather_single_param
+        )
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message, shortened if it is long."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxlong = short.maxother = 100
+    try:
+        return short.repr(value)
+    except ValueError:  # Python limits the digits of an int that it prints
+        return "an int with too many digits"
+
+
+def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:
+    """Field names of `model` and of every section in its annotations, by the path to the section."""
+    found: dict[tuple[str, ...], list[str]] = {(): []}
+    for name, field in model.model_fields.items():
+        found[()] += [name, *([field.alias] if field.alias else [])]
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= {(name, *path): names for path, names in _sections(kind).items()}
+    return found

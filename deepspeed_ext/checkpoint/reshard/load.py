@@ -1,0 +1,142 @@
+"""Copies what a rank needs from a checkpoint of another layout to its partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.upstream import checkpoint_keys, is_stored_quantized
+from deepspeed_ext.checkpoint.reshard.layout import Copy, plan_copies
+from deepspeed_ext.checkpoint.reshard.saved import MASTER, SavedCheckpoint, SavedPartitions
+from deepspeed_ext.checkpoint.reshard.target import Target
+from deepspeed_ext.errors import CheckpointError
+
+__all__ = ["load_frozen", "load_masters", "load_optimizer"]
+
+_CHUNK_NUMEL = 1 << 22
+"""Elements copied at once, so that what is mapped from the files is not all in memory at once."""
+_SCALER = (checkpoint_keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", checkpoint_keys.CLIP_GRAD)
+
+
+def load_optimizer(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
+    """Fill p and the optimizer's state of this rank's partitions.
+
+    Returns:
+        The state dict that DeepSpeed would have saved of them; its tensors are the partitions themselves.
+
+    Raises:
+        CheckpointError: the checkpoint's parameters are others, or its files do not fit together.
+    """
+    copies = _plan(saved, target)
+    sources = {rank: saved.partitions(rank) for rank in sorted({copy.rank for copy in copies} | {0})}
+    names = {tuple(tensors) for source in sources.values() for tensors in source.tensors}
+    if len(names) > 1:
+        raise CheckpointError(f"{saved.folder} has different states of the optimizer for its partitions: {names}")
+    kinds = {name: tensor.dtype for name, tensor in sources[0].tensors[0].items() if name != MASTER}
+    filled = [
+        {MASTER: master.data, **{name: target.state(flat, name, dtype) for name, dtype in kinds.items()}}
+        for flat, master in enumerate(target.masters)
+    ]
+    for copy in copies:
+        source = sources[copy.rank]
+        for begin, end, offset in _chunks(copy):
+            for name, values in source.read(copy.flat, begin, end).items():
+                filled[copy.target][name][offset : offset + values.numel()].copy_(values)
+    scaler = {key: sources[0].state[key] for key in _SCALER if key in sources[0].state}
+    return target.state_dict(_base_state(sources, target, filled), scaler)
+
+
+def load_masters(saved: SavedCheckpoint, target: Target) -> None:
+    """Fill p of this rank's partitions, and leave the optimizer's state as it is.
+
+    Raises:
+        CheckpointError: the checkpoint's parameters are others.
+    """
+    for copy in _plan(saved, target):
+        source = saved.partitions(copy.rank)
+        for begin, end, offset in _chunks(copy):
+            values = source.read(copy.flat, begin, end)[MASTER]
+            target.masters[copy.target].data[offset : offset + values.numel()].copy_(values)
+
+
+def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -> bool:
+    """Fill this rank's elements of a parameter that is not trained.
+
+    Returns:
+        False if the checkpoint does not have it.
+
+    Raises:
+        CheckpointError: it has another size there, or is quantized there or here.
+    """
+    if (placement := saved.frozen(name)) is None:
+        return False
+    numel = getattr(param, "ds_numel", param.numel())
+    if placement.numel != numel:
+        raise CheckpointError(f"{name} has {numel} elements, in the checkpoint {placement.numel}")
+    is_quantized = is_stored_quantized(param)
+    with target.frozen(param) as (values, begin, end):
+        for part in placement.fragments(begin, end):
+            source = saved.frozen_part(name, part.rank)[part.offset : part.offset + part.end - part.begin]
+            if is_quantized or source.is_floating_point() != param.is_floating_point():
+                raise CheckpointError(
+                    f"{name} is quantized (zero_quantized_nontrainable_weights), and the layout has changed: the "
+                    "checkpoint has no scales. Resume on the ranks and the stage that it was saved with"
+                )
+            values[part.begin - begin : part.end - begin].copy_(source)
+    return True
+
+
+def _plan(saved: SavedCheckpoint, target: Target) -> list[Copy]:
+    target.layout.require_same_parameters(saved.layout)
+    return plan_copies(saved.layout, target.layout, target.rank)
+
+
+def _chunks(copy: Copy) -> Iterator[tuple[int, int, int]]:
+    """Where to read from, up to where, and where to write."""
+    for begin in range(copy.begin, copy.end, _CHUNK_NUMEL):
+        yield begin, min(copy.end, begin + _CHUNK_NUMEL), copy.offset + begin - copy.begin
+
+
+def _base_state(
+    sources: dict[int, SavedPartitions], target: Target, filled: list[dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """The state dict of the optimizer that DeepSpeed wraps."""
+    groups = _hyperparameters(sources[0], target)
+    scalars = _scalars(sources, len(groups))
+    state, order = {}, sorted(range(len(filled)), key=lambda flat: target.groups[flat])
+    for index, flat in enumerate(order):  # torch numbers parameters by group
+        tensors = {name: tensor for name, tensor in filled[flat].items() if name != MASTER}
+        if values := {**scalars[target.groups[flat]], **tensors}:
+            state[index] = values
+        groups[target.groups[flat]]["params"].append(index)
+    return {"state": state, "param_groups": groups}
+
+
+def _hyperparameters(source: SavedPartitions, target: Target) -> list[dict[str, Any]]:
+    groups = target.hyperparameters
+    if source.groups and len(source.groups) != len(groups):
+        raise CheckpointError(
+            f"the checkpoint has {len(source.groups)} parameter groups, the optimizer {len(groups)}: resume with the "
+            "groups that were saved"
+        )
+    for group, saved in zip(groups, source.groups, strict=False):
+        group.update((key, value) for key, value in saved.items() if key != "params")
+    return groups
+
+
+def _scalars(sources: dict[int, SavedPartitions], groups: int) -> list[dict[str, Any]]:
+    """What the optimizer keeps once per tensor, for each parameter group: the step count above all."""
+    found: list[dict[str, Any]] = [{} for _ in range(groups)]
+    steps: list[set[float]] = [set() for _ in found]
+    for source in sources.values():
+        for group, scalars in zip(source.group_of_flats, source.scalars, strict=True):
+            found[group].update(scalars)
+            if "step" in scalars:
+                steps[group].add(float(scalars["step"]))
+    if any(len(each) > 1 for each in steps):
+        raise CheckpointError(
+            f"the checkpoint's partitions have different step counts: {steps}: load another checkpoint by its tag"
+        )
+    return found

@@ -1,0 +1,296 @@
+"""Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without ZenFlow.
+
+Files are memory-mapped: only what is copied is read from the disk, and none of it stays in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.joint_checkpoint_engine import SAVE_ID, reading
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
+from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
+from deepspeed_ext.checkpoint.saved_state import Section, read_section
+from deepspeed_ext.checkpoint.zenflow_section import SECTION
+from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.cpulist import format_cpulist
+
+__all__ = ["MASTER", "SavedCheckpoint", "SavedPartitions", "holds_partitions"]
+
+MASTER = "fp32"
+"""The name of p among the tensors of a partition; the others have the names of the optimizer's state."""
+_OPTIMIZER_FILE = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+_WHOLE_MODEL = "mp_rank_00_model_states.pt"
+_WEIGHTS_STAGE = 3
+
+
+def holds_partitions(folder: str) -> bool:
+    """Whether a folder holds files of a ZeRO optimizer, of a run without model parallelism."""
+    found = [_OPTIMIZER_FILE.fullmatch(name) for name in (os.listdir(folder) if os.path.isdir(folder) else ())]
+    return {int(match[3]) for match in found if match is not None} == {0}
+
+
+class SavedPartitions:
+    """The partitions that one rank saved.
+
+    Args:
+        state: the optimizer's state dict of its file.
+        path: the file, for messages.
+
+    Attributes:
+        state: the argument.
+        tensors: of each flat tensor, p and the optimizer's state of each element by name; 1-D, mapped from the file. p
+            may lack padding at its end.
+        scalars: of each flat tensor, the rest of the optimizer's state, such as the step count.
+        groups: the parameter groups of the optimizer; empty: not saved.
+        group_of_flats: index of the parameter group of each flat tensor.
+    """
+
+    def __init__(self, state: Mapping[str, Any], path: str) -> None:
+        self.state = state
+        try:
+            masters, base = _masters(state), _base_optimizer(state)
+            self.groups: Sequence[Mapping[str, Any]] = base.get("param_groups", ())
+            states = base.get("state", {})
+            order = [each for group in self.groups for each in group["params"]] or list(range(len(masters)))
+            of_flats = [states.get(index, {}) for index in order]
+            self.group_of_flats = [number for number, group in enumerate(self.groups) for _ in group["params"]] or order
+            if len(of_flats) != len(masters):
+                raise CheckpointError(f"{len(masters)} masters and the state of {len(of_flats)}")
+        except (KeyError, TypeError, AttributeError, CheckpointError) as error:
+            raise CheckpointError(f"{path} is no file of a ZeRO optimizer ({error}): load another checkpoint") from None
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        self.scalars: list[dict[str, Any]] = []
+        for master, values in zip(masters, of_flats, strict=True):
+            each = {name for name, value in values.items() if _is_per_element(value, master)}
+            self.tensors.append({MASTER: master, **{name: values[name].view(-1) for name in sorted(each)}})
+            self.scalars.append({name: value for name, value in values.items() if name not in each})
+        self._section = self._read_section()
+        if self._section is not None and self._section.position:
+            for scalars in self.scalars:  # `read` applies what was collected
+                scalars["step"] = self._section.updates
+
+    def _read_section(self) -> Section | None:
+        if SECTION not in self.state:
+            return None
+        numels = [max(tensor.numel() for tensor in tensors.values()) for tensors in self.tensors]
+        return read_section(self.state[SECTION], numels)
+
+    @torch.no_grad()
+    def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
+        """Elements `begin` to `end` of a flat tensor's `tensors`, with the gradients of the ZenFlow section that were
+        not handed over applied."""
+        whole = self.tensors[flat]
+        if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
+            raise CheckpointError(
+                f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least {end}: its "
+                "parameters were cut in a way that is not that of ZeRO's stages 1, 2 and 3. Load another checkpoint"
+            )
+        section = self._section
+        if section is None or not section.position:
+            return {name: tensor[begin:end] for name, tensor in whole.items()}
+        size = section.block_size
+        first, last = begin // size * size, min(-(-end // size) * size, whole[MASTER].numel())
+        p, m, v = (whole[name][first:last].clone() for name in (MASTER, "exp_avg", "exp_avg_sq"))
+        section.partitions[flat].apply_collected((p, m, v), section.block_size, first)
+        inside = slice(begin - first, end - first)
+        return {MASTER: p[inside], "exp_avg": m[inside], "exp_avg_sq": v[inside]}
+
+
+class SavedCheckpoint:
+    """One checkpoint: the files of all ranks under one tag.
+
+    Plain ZeRO saves again under a tag by writing over the files of the same names. Files of other names stay: those of
+    another stage, of ranks that there are no more, and of weights in another dtype.
+
+    Args:
+        folder: the folder of the tag; see `holds_partitions`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        saves: dict[str | None, dict[int, str]] = {}
+        for name in os.listdir(folder):
+            if (match := _OPTIMIZER_FILE.fullmatch(name)) is not None:
+                saves.setdefault(match[1], {})[int(match[2])] = os.path.join(folder, name)
+        *self._older, self._files = sorted(saves.values(), key=lambda files: os.path.getmtime(_first(files)))
+        self._opened: dict[int, SavedPartitions] = {}
+        self._models: dict[str, Mapping[str, Any]] = {}
+        self._save_ids: dict[Any, str] = {}  # one path for each id
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks saved it; as many as have a file here, if none of these says so."""
+        try:
+            counts = self.partitions(min(self._files)).state[keys.PARTITION_COUNT]
+        except (CheckpointError, KeyError):
+            return len(self._files)
+        return counts if isinstance(counts, int) else max(counts)
+
+    @cached_property
+    def has_whole_weights(self) -> bool:
+        """Whether one file holds all weights, as at stages 1 and 2."""
+        try:
+            return self.stage != _WEIGHTS_STAGE
+        except (CheckpointError, KeyError):
+            return not os.path.exists(os.path.join(self.folder, _PARTITIONED_MODEL.format(rank=0)))
+
+    # -- several saves --------------------------------------------------------------------------------------------
+
+    @property
+    def several(self) -> str:
+        """Says that the optimizer's files are of several saves, which differ in dtype; empty if they are of one."""
+        if not self._older:
+            return ""
+        names = sorted(os.path.basename(_first(files)) for files in (*self._older, self._files))
+        return f"{self.folder} holds the optimizer's files of several saves, such as {' and '.join(names)}"
+
+    def require_newer(self, bf16: bool) -> None:
+        """Refuse what DeepSpeed would load, which is the files of the run's dtype, unless all others are older.
+
+        Args:
+            bf16: whether the run trains in bf16.
+
+        Raises:
+            CheckpointError: the model's file may then be of another save than the optimizer's.
+        """
+        own = "bf16_zero_" if bf16 else "zero_"
+        is_newer = all(os.path.getmtime(_first(files)) < os.path.getmtime(_first(self._files)) for files in self._older)
+        if self._older and not (is_newer and os.path.basename(_first(self._files)).startswith(own)):
+            raise CheckpointError(
+                f"{self.several}. DeepSpeed would load {own}* because of this run's dtype, and by their times these "
+                "are not the newer ones, to which the model's file belongs: resume with the dtype of the newer save, "
+                "or load another checkpoint by its tag. If the times are wrong, move the files of the older save "
+                "elsewhere"
+            )
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def partitions(self, rank: int) -> SavedPartitions:
+        """What `rank` saved."""
+        if rank not in self._opened:
+            if rank not in self._files:
+                raise CheckpointError(
+                    f"{self.folder} lacks the optimizer's file of rank {rank}; it has those of "
+                    f"{format_cpulist(self._files)}: load another checkpoint by its tag"
+                )
+            content = self._open(self._files[rank])
+            if not isinstance(state := content.get(keys.OPTIMIZER_STATE_DICT), Mapping):
+                raise CheckpointError(f"{self._files[rank]} holds no state of an optimizer: load another checkpoint")
+            self._opened[rank] = SavedPartitions(state, self._files[rank])
+        return self._opened[rank]
+
+    def model_file(self, rank: int = 0) -> str:
+        """The file with the weights of `rank`, or with all weights."""
+        name = _WHOLE_MODEL if self.has_whole_weights else _PARTITIONED_MODEL.format(rank=rank)
+        return os.path.join(self.folder, name)
+
+    def model(self, rank: int = 0) -> Mapping[str, Any]:
+        """The content of `model_file`."""
+        path = self.model_file(rank)
+        if path not in self._models:
+            self._models[path] = self._open(path)
+        return self._models[path]
+
+    def _open(self, path: str) -> Mapping[str, Any]:
+        with reading(path):
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        if not isinstance(content, Mapping):
+            raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint")
+        self._save_ids.setdefault(content.get(SAVE_ID), path)
+        if len(self._save_ids) > 1:
+            raise CheckpointError(
+                f"{self.folder} holds files of different saves: {self._save_ids}. Load another checkpoint by its tag"
+            )
+        return content
+
+    @property
+    def save_id(self) -> Any:
+        """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote them."""
+        return next(iter(self._save_ids), None)
+
+    # -- what lies where ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def stage(self) -> int:
+        """The ZeRO stage that saved it."""
+        return int(self.partitions(min(self._files)).state[keys.ZERO_STAGE])
+
+    @property
+    def has_section(self) -> bool:
+        """Whether ZenFlow saved it."""
+        return SECTION in self.partitions(min(self._files)).state
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the trained parameters lie in the ranks' partitions.
+
+        Raises:
+            CheckpointError: a rank's file is missing, or one does not fit, or the files are of two saves.
+        """
+        if self._older:  # their times say which is newer, but not after they were copied
+            raise CheckpointError(
+                f"{self.several}: move the files of the older save elsewhere, or load another checkpoint by its tag"
+            )
+        first = self.partitions(min(self._files))
+        if not self._files.keys() >= set(range(self.ranks)):
+            raise CheckpointError(
+                f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of ranks "
+                f"{format_cpulist(self._files)}: copy the missing files there, or load another checkpoint by its tag"
+            )
+        groups = [
+            {name: torch.Size(shape).numel() for name, shape in group.items()}
+            for group in self.model().get(keys.PARAM_SHAPES) or ()
+        ]
+        if self.stage == _WEIGHTS_STAGE:
+            return Layout.of_sub_groups(groups, self.ranks)
+        paddings = first.state.get(keys.PARAM_ALIGNMENT_PADDINGS) or [[0] * len(group) for group in groups]
+        behind = first.state[keys.GROUP_PADDINGS]
+        parts = [tensors[MASTER].numel() + more for tensors, more in zip(first.tensors, behind, strict=True)]
+        return Layout.of_groups(groups, paddings, parts, self.ranks)
+
+    def frozen(self, name: str) -> Placement | None:
+        """Where the elements of a parameter that is not trained lie; None: it was not saved."""
+        if self.has_whole_weights:
+            whole = self.model()["module"].get(name)
+            return None if whole is None else Placement.of_one(whole.numel(), 1)
+        shape = (self.model().get(keys.FROZEN_PARAM_SHAPES) or {}).get(name)
+        return None if shape is None else Placement.of_one(torch.Size(shape).numel(), self.ranks)
+
+    def frozen_part(self, name: str, rank: int) -> torch.Tensor:
+        """What `rank` saved of it, 1-D."""
+        content = self.model(rank)
+        return content["module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS][name].reshape(-1)
+
+
+def _first(files: Mapping[int, str]) -> str:
+    """The file of the first rank that has one."""
+    return files[min(files)]
+
+
+def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    key = keys.FP32_FLAT_GROUPS if state[keys.ZERO_STAGE] == _WEIGHTS_STAGE else keys.SINGLE_PARTITION_OF_FP32_GROUPS
+    return [master.detach().view(-1) for master in state[key]]
+
+
+def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of the optimizer that DeepSpeed wraps."""
+    if state[keys.ZERO_STAGE] == _WEIGHTS_STAGE:
+        return state[keys.OPTIMIZER_STATE_DICT]
+    base = state[keys.BASE_OPTIMIZER_STATE]
+    if isinstance(base, Mapping):
+        return base
+    # zero_optimization.elastic_checkpoint: a list of states without padding, and no hyperparameters
+    shared = {"step": state[keys.BASE_OPTIMIZER_STATE_STEP]} if keys.BASE_OPTIMIZER_STATE_STEP in state else {}
+    return {"state": {index: {**shared, **each} for index, each in enumerate(base)}}
+
+
+def _is_per_element(value: Any, master: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0 and value.numel() >= master.numel()

@@ -1,0 +1,128 @@
+"""Checks the ZenFlow section of a checkpoint before any of it is used.
+
+Checkpoint files come from other versions, other jobs and broken disks. `read_section` checks the whole section at once,
+so a load either starts with values that fit or changes nothing.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+
+from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues, PredictiveSavedSchedule
+from deepspeed_ext.zenflow.rules.saved_values import GRADIENT_DTYPES, Count, Positive, SavedValues, misfit
+from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues, SelectiveSavedSchedule
+
+__all__ = ["VERSION", "Section", "read_section"]
+
+VERSION = 8
+_MISTAKES_TOLD = 3
+
+
+class _Section(SavedValues):
+    version: int
+    """Always `VERSION`; `read_section` has checked it."""
+    kernel: str
+    block_size: Positive
+    updates: Count
+    partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
+    weights: list[torch.Tensor] | None = None
+    """The partitions in the model's dtype, which stage 3 saves nowhere else."""
+
+    @property
+    def position(self) -> int:
+        """Gradients collected and not handed over; the same for every partition."""
+        return len(self.partitions[0].collected) if self.partitions else 0
+
+
+class PredictiveSection(_Section):
+    """The section of the predictive rule."""
+
+    rule: Literal["predictive"]
+    schedule: PredictiveSavedSchedule
+    partitions: list[PredictivePartitionValues]
+
+    def has_means(self, index: int) -> bool:
+        """Whether a partition has what remains of its block means."""
+        return self.partitions[index].inverse is not None
+
+
+class SelectiveSection(_Section):
+    """The section of the selective rule."""
+
+    rule: Literal["selective"]
+    schedule: SelectiveSavedSchedule
+    partitions: list[SelectivePartitionValues]
+
+
+Section = PredictiveSection | SelectiveSection
+_READER: TypeAdapter[Section] = TypeAdapter(Annotated[Section, Field(discriminator="rule")])
+
+
+def read_section(saved: object, numels: Sequence[int]) -> Section:
+    """Check a section and return it typed; its tensors are shared with `saved`, not copied.
+
+    Args:
+        saved: the section as loaded.
+        numels: elements of this rank's partitions, in order.
+
+    Raises:
+        CheckpointError: the section has another version, belongs to other partitions, or is damaged.
+    """
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"the ZenFlow section is a {type(saved).__name__}, expected a dict: {_ANOTHER}")
+    version = saved.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"the ZenFlow section has version {reprlib.repr(version)}, this deepspeed_ext reads version {VERSION}: "
+            "load it with the deepspeed_ext that wrote it, or convert it with DeepSpeed's ds_to_universal.py"
+        )
+    try:
+        section = _READER.validate_python(dict(saved))
+    except ValidationError as error:
+        raise CheckpointError(f"the ZenFlow section is damaged: {_told(error)}: {_ANOTHER}") from None
+    sizes = [partition.numel for partition in section.partitions]
+    if sizes != list(numels):
+        raise CheckpointError(
+            f"the checkpoint's partitions have {sizes} elements, this rank's have {list(numels)}: resume with the same "
+            "model, stage and number of ranks, or convert to a universal checkpoint"
+        )
+    if found := _mistakes(section):
+        raise CheckpointError(f"the ZenFlow section is damaged: {'; '.join(found[:_MISTAKES_TOLD])}: {_ANOTHER}")
+    return section
+
+
+_ANOTHER = "load another checkpoint by its tag"
+
+
+def _mistakes(section: Section) -> list[str]:
+    found = []
+    position, interval = section.position, section.schedule.interval
+    if position >= (interval or 1):
+        found.append(f"{position} collected gradients in an interval of {interval}")
+    for index, partition in enumerate(section.partitions):
+        blocks = -(-partition.numel // section.block_size)
+        found += [
+            f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, section.schedule.steps) if mistake
+        ]
+        if isinstance(section, PredictiveSection) and section.schedule.is_ahead and not section.has_means(index):
+            found.append(f"partition {index}: no block means, which the coming step needs")
+        if len(partition.collected) != position:
+            found.append(f"partition {index}: {len(partition.collected)} collected gradients, expected {position}")
+    if section.weights is not None and len(section.weights) != len(section.partitions):
+        found.append(f"{len(section.weights)} weights for {len(section.partitions)} partitions")
+    for index, (weights, partition) in enumerate(zip(section.weights or (), section.partitions, strict=False)):
+        found.append(misfit(weights, partition.numel, GRADIENT_DTYPES, f"weights {index}"))
+    return [mistake for mistake in found if mistake]
+
+
+def _told(error: ValidationError) -> str:
+    mistakes = error.errors(include_url=False, include_input=False)
+    return "; ".join(
+        f"{'.'.join(map(str, mistake['loc']))[:100]}: {mistake['msg'][:200]}" for mistake in mistakes[:_MISTAKES_TOLD]
+    )

@@ -1,0 +1,133 @@
+"""Saves and restores the state that a bitwise resume needs besides p, m, v and the step count.
+
+The base optimizer's state dict holds masters, moments and step in DeepSpeed's own layout, readable without this
+package. This module adds a section with the rest: the schedule, the gradients that were not handed over, and the rule's
+own state. A save waits for the update in flight first. That update is exact and due anyway, so saving does not affect
+later steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from deepspeed_ext.checkpoint.saved_state import VERSION, Section
+from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import raise_together
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam, has_room_for
+from deepspeed_ext.zenflow.step.partition import Partition
+
+__all__ = ["SECTION", "adopt_optimizer_state", "restore", "section"]
+
+SECTION = "deepspeed_ext_zenflow"
+"""Key of the ZenFlow section in an optimizer's state dict."""
+
+
+def section(adam: OffloadedAdam) -> dict[str, Any]:
+    """This rank's section; its tensors are copies. Call `OffloadedAdam.drain` first."""
+    return {
+        "version": VERSION,
+        "rule": adam.rule.name,
+        "kernel": adam.link.process.ready.kernel,
+        "block_size": adam.rule.block_size,
+        "schedule": adam.rule.schedule.state_dict(),
+        "updates": adam.updates,
+        "partitions": [
+            {
+                "numel": partition.master.numel(),
+                "collected": [asdict(step) for step in partition.collected],
+                "gradients": [gradient.clone() for gradient in _collected_gradients(adam, partition)],
+                **saved,
+            }
+            for partition, saved in zip(adam.partitions, adam.rule.saved(), strict=True)
+        ],
+    }
+
+
+def _collected_gradients(adam: OffloadedAdam, partition: Partition) -> list[torch.Tensor]:
+    """A partition's gradients in the arena that are not handed over, oldest first. Valid between steps."""
+    return [partition.ring[slot] for slot in adam.rule.schedule.latest(len(partition.collected))]
+
+
+def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer) -> None:
+    """Copy the moments and step count that DeepSpeed has loaded into `optimizer` to the arena.
+
+    Raises:
+        CheckpointError: the partitions have different step counts.
+    """
+    updates = set()
+    for partition in adam.partitions:
+        state = optimizer.state.get(partition.master, {})
+        for name, target in (("exp_avg", partition.exp_avg), ("exp_avg_sq", partition.exp_avg_sq)):
+            loaded = state.get(name)
+            if loaded is None:
+                target.zero_()
+            elif loaded.data_ptr() != target.data_ptr():
+                target.copy_(loaded.view(-1))
+        step = state.get("step")
+        if step is None:
+            step = optimizer.param_groups[partition.group].get("step") or 0
+        updates.add(int(step))
+    if len(updates) > 1:
+        raise CheckpointError(f"the checkpoint's partitions have different step counts: {sorted(updates)}")
+    adam.masters_changed(updates.pop() if updates else 0)
+
+
+def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
+    """Continue from a saved section; masters, moments and step count are already in place. A collective, which begins
+    with an agreement.
+
+    Args:
+        adam: the optimizer; nothing may be in flight.
+        saved: this rank's section; None on every rank: the checkpoint has none, because plain ZeRO-Offload wrote it.
+        where: prefix of log messages, such as the rank.
+
+    Returns:
+        True if the run continues bitwise. False if it starts over from the masters, because the checkpoint has no
+        section, a setting has changed, or a host has no memory for its interval. In the last two cases gradients
+        that were not handed over have been applied first.
+    """
+    if saved is None:
+        return False
+    rule = adam.rule
+    if changed := _changed_setting(adam, saved) or _unaffordable_interval(adam, saved.schedule.interval):
+        for partition, values in zip(adam.partitions, saved.partitions, strict=True):
+            values.apply_collected(partition.state, saved.block_size)
+        adam.masters_changed(saved.updates if saved.position else None)
+        logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
+        return False
+    if saved.kernel != (kernel := adam.link.process.ready.kernel):
+        logger.warning(
+            f"{where}: the optimizer process uses the {kernel} kernel, the checkpoint the {saved.kernel} kernel. "
+            "The run equals an uninterrupted one up to rounding, not bitwise"
+        )
+    rule.schedule.load_state_dict(dict(saved.schedule), saved.position)
+    adam.lock_ring()
+    adam.updates = saved.updates
+    for partition, values in zip(adam.partitions, saved.partitions, strict=True):
+        partition.collected = values.steps
+        for target, gradient in zip(_collected_gradients(adam, partition), values.gradients, strict=True):
+            target.copy_(gradient)
+    rule.restore(saved.partitions)
+    rule.resume()
+    return True
+
+
+def _changed_setting(adam: OffloadedAdam, saved: Section) -> str | None:
+    rule = adam.rule
+    if saved.rule != rule.name:
+        return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
+    if saved.block_size != rule.block_size:
+        return f"the block size of zenflow ({saved.block_size} in the checkpoint, {rule.block_size} now)"
+    return rule.changed_setting(dict(saved.schedule), saved.position)
+
+
+def _unaffordable_interval(adam: OffloadedAdam, there: int | None) -> str | None:
+    """Name the interval of a checkpoint, which was chosen on another host, if any rank here has no memory for it. A
+    collective."""
+    if not raise_together(adam.ranks, None, CheckpointError, flag=not has_room_for(adam, there)):
+        return None
+    return f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so many gradients)"

@@ -1,0 +1,1 @@
+"""The command line: ``deepspeed-ext doctor, plan, tune, verify, run``."""

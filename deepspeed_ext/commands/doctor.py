@@ -1,0 +1,353 @@
+"""Checks whether this machine can run each part of deepspeed_ext, and says how to repair what is missing."""
+
+import os
+import platform
+import resource
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from deepspeed_ext.cores import tuning_results
+from deepspeed_ext.cores.allowed import find_allowed, omp_binding
+from deepspeed_ext.cores.fair_shares import usable_cores
+from deepspeed_ext.cores.topology import read_topology
+from deepspeed_ext.cores.worker_placement import can_set_memory_policy
+from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
+from deepspeed_ext.runtime import build_locks, shared_buffers
+from deepspeed_ext.runtime.cache import cache_folder
+from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
+from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.host_memory import available_host_bytes, total_host_bytes
+from deepspeed_ext.runtime.launcher_variables import plan_launch
+
+__all__ = ["Check", "as_json", "as_text", "examine"]
+
+Status = Literal["ok", "warning", "problem"]
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check: a line of the report."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def _ok(name: str, detail: str) -> Check:
+    return Check(name, "ok", detail)
+
+
+def _warning(name: str, detail: str, remedy: str) -> Check:
+    return Check(name, "warning", detail, remedy)
+
+
+def _problem(name: str, detail: str, remedy: str) -> Check:
+    return Check(name, "problem", detail, remedy)
+
+
+def examine() -> list[Check]:
+    """Run every check; one that itself raises is a problem, or a warning if this machine only lacks a feature."""
+    return [_run(check) for check in CHECKS]
+
+
+def _run(check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        if isinstance(error, UnsupportedError) and not isinstance(error, UpstreamError):
+            return _warning(name, str(error), "see the message; until then, training does without core binding")
+        return _problem(name, f"this check failed: {type(error).__name__}: {error}", "see the message")
+
+
+def as_json(checks: list[Check]) -> dict[str, object]:
+    """Return the report as ``deepspeed-ext doctor --json`` prints it."""
+    return {
+        "checks": [asdict(check) for check in checks],
+        "warnings": sum(check.status == "warning" for check in checks),
+        "problems": sum(check.status == "problem" for check in checks),
+    }
+
+
+def as_text(checks: list[Check]) -> str:
+    """Describe the report for people, with a remedy for each problem."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.status:<8} {check.name:<{width}}  {check.detail}")
+        if check.remedy:
+            lines.append(f"{'':<8} {'':<{width}}  -> {check.remedy}")
+    return "\n".join(lines)
+
+
+def check_platform() -> Check:
+    detail = f"{platform.system()} {platform.release()} on {platform.machine()}, Python {platform.python_version()}"
+    if not sys.platform.startswith("linux"):
+        return _warning("platform", detail, "core binding and the optimizer process need Linux")
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+        return _problem("platform", detail, "use Python 3.10 to 3.13")
+    return _ok("platform", detail)
+
+
+def check_torch() -> Check:
+    import torch
+
+    return _ok("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def check_deepspeed() -> Check:
+    try:
+        from deepspeed_ext.adapter import upstream as _upstream
+
+        _upstream.check()
+    except ImportError as error:
+        return _problem("deepspeed", f"cannot be imported: {error}", "pip install 'deepspeed>=0.19.8,<0.20'")
+    except UpstreamError as error:
+        return _problem("deepspeed", str(error), "install the supported version")
+    return _ok("deepspeed", f"{_upstream.deepspeed.__version__}, every member that deepspeed_ext relies on exists")
+
+
+def check_accelerator() -> Check:
+    from deepspeed_ext.runtime.backend import get_accelerator
+
+    accelerator = get_accelerator()
+    name, number = accelerator.device_name(), accelerator.device_count()
+    if name == "cpu":
+        return _warning(
+            "accelerator", "none: training runs on the CPU", "install a torch that is built for your accelerator"
+        )
+    return _ok("accelerator", f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each")
+
+
+def check_backends() -> Check:
+    import torch.distributed as dist
+
+    from deepspeed_ext.runtime.backend import get_accelerator
+
+    if not dist.is_available():
+        return _problem("backends", "torch was built without torch.distributed", "install a torch that has it")
+    wanted = get_accelerator().communication_backend_name()
+    if get_accelerator().device_name() == "cpu":
+        wanted = "gloo"
+    # Accelerators with a torch of their own, such as NPU (hccl) and MLU (cncl), register theirs when they are found.
+    names = sorted({"gloo", "mpi", "nccl", "ucc", "xccl", wanted})
+    detail = ", ".join(name for name in names if dist.is_backend_available(name)) or "none"
+    if not dist.is_backend_available(wanted):
+        return _problem("backends", f"{detail}; {wanted} is missing", f"install a torch that has {wanted}")
+    return _ok("backends", detail)
+
+
+def check_compiler() -> Check:
+    compiler = _words(os.environ.get("CXX", "") or "c++")[0]
+    missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
+    if missing:
+        remedy = f"install {' and '.join(missing)} to build native operators; DeepSpeed's CPU Adam needs them"
+        return _warning("compiler", f"{' and '.join(missing)} not found", remedy)
+    return _ok("compiler", f"{shutil.which(compiler)}, {shutil.which('ninja')}")
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command) or [command]
+    except ValueError:  # an unclosed quotation mark: no program has this name
+        return [command]
+
+
+def check_adam_kernel() -> Check:
+    """Check which of ZenFlow's two kernels the optimizer process runs here."""
+    from deepspeed_ext.zenflow.worker.kernel import library_path
+    from deepspeed_ext.zenflow.worker.kernel.build import FOLDER
+
+    library = library_path()
+    if library is None:
+        return _warning(
+            "adam kernel",
+            "torch operations, several times slower than the native kernel",
+            "install a C++ compiler, and leave DSEXT_NATIVE_KERNEL unset",
+        )
+    cache = Path(os.path.realpath(cache_folder()))
+    if Path(library).parent not in (FOLDER, cache):
+        remedy = f"make {cache} a folder that only you can write, or set DSEXT_CACHE_DIR to one"
+        return _warning("adam kernel", f"native, but every process compiles it again: {library}", remedy)
+    return _ok("adam kernel", f"native, {library}")
+
+
+def check_operator_cache() -> Check:
+    """Check for locks of killed builds: every later process would wait for them forever, without a message."""
+    if locks := build_locks.abandoned():
+        listing = ", ".join(map(str, locks))
+        return _problem("operator cache", f"old build lock: {listing}", "delete it, unless another host is building")
+    return _ok("operator cache", f"{build_locks.operator_folder()}, no old build locks")
+
+
+def check_host_memory() -> Check:
+    machine, total = psutil.virtual_memory().total, total_host_bytes()
+    detail = f"{available_host_bytes() / GIB:.1f} of {machine / GIB:.1f} GiB available"
+    if total < machine:
+        detail += f", control group limit {total / GIB:.1f} GiB"
+        if total < machine // 2:
+            return _warning(
+                "host memory", detail, "offloading needs 16 to 28 bytes per parameter: raise the limit if that is more"
+            )
+    return _ok("host memory", detail)
+
+
+def check_locked_memory() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return _ok("locked memory", "unlimited")
+    remedy = "ulimit -l unlimited (containers: --ulimit memlock=-1); otherwise page-locking buffers may fail"
+    return _warning("locked memory", f"limited to {soft / (1 << 20):.1f} MiB", remedy)
+
+
+def check_shared_memory() -> Check:
+    remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError as error:
+        return _warning("shared memory", f"/dev/shm cannot be used: {error.strerror}", remedy)
+    if size < GIB:
+        return _warning("shared memory", f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy)
+    return _ok("shared memory", f"/dev/shm holds {size / GIB:.1f} GiB")
+
+
+def check_shared_buffers() -> Check:
+    """Check for buffers that DeepSpeed's communication on CPUs has left in /dev/shm, where they occupy host memory."""
+    paths = shared_buffers.left_over()
+    if not paths:
+        return _ok("shared buffers", "none left over")
+    nbytes = sum(path.stat().st_blocks * 512 for path in paths)
+    detail = f"{len(paths)} buffer(s) of DeepSpeed, {nbytes:,} bytes, that no visible process maps"
+    return _warning("shared buffers", detail, f"rm {shlex.join(map(str, paths))}")
+
+
+def check_memfd() -> Check:
+    descriptor = os.memfd_create("deepspeed_ext")
+    os.close(descriptor)
+    return _ok("anonymous files", "memfd_create works")
+
+
+def check_file_descriptors() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1024:
+        return _warning("file descriptors", f"limited to {soft}", f"ulimit -n {min(hard, 65536)}")
+    return _ok("file descriptors", f"up to {soft}")
+
+
+def check_cpu_quota() -> Check:
+    quota = read_cpu_quota_cores()
+    if quota is None:
+        return _ok("cpu quota", "none")
+    allowed = len(find_allowed(read_topology()).cpus)
+    detail = f"{quota:g} cores of CPU time for {allowed} allowed CPUs"
+    if quota < allowed:
+        remedy = "plans use no more cores than the quota; raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
+        return _warning("cpu quota", detail, remedy)
+    return _ok("cpu quota", detail)
+
+
+def check_cores() -> Check:
+    topology = read_topology()
+    found = find_allowed(topology)
+    cores = usable_cores(topology, found.cpus)
+    nodes = {core.node for core in cores}
+    detail = (
+        f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
+        f"{len(nodes)} NUMA node(s), {len({core.kind for core in cores})} kind(s) of core"
+    )
+    if found.warnings:
+        return _warning("cores", f"{detail}; {found.warnings[0]}", "see the message")
+    if len(cores) < 2:
+        return _warning("cores", detail, "PyTorch and the optimizer share one core: give the job at least two per rank")
+    return _ok("cores", detail)
+
+
+def check_binding() -> Check:
+    mask = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, mask)
+    except OSError as error:
+        return _warning(
+            "binding",
+            f"the kernel refuses sched_setaffinity: {error}",
+            "allow it in the seccomp profile; until then, training runs unbound",
+        )
+    if not can_set_memory_policy():
+        remedy = (
+            "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp; until then, first touch places memory"
+        )
+        return _warning("binding", "masks can be set, but the memory policy cannot", remedy)
+    return _ok("binding", "masks and memory policy can be set")
+
+
+def check_openmp() -> Check:
+    setting = omp_binding(os.environ)
+    if setting is not None:
+        return _warning(
+            "openmp", f"{setting} makes OpenMP bind threads itself", "unset it: deepspeed_ext binds all threads"
+        )
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
+        return _warning("openmp", f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it")
+    return _ok("openmp", f"OMP_NUM_THREADS={threads}" if threads else "no variable set")
+
+
+def check_launcher() -> Check:
+    bound = _extent_of_the_mask()
+    try:
+        launcher = plan_launch(os.environ).launcher
+    except ConfigError as error:
+        return _warning("launcher", f"`deepspeed-ext run` would refuse; {bound}", str(error))
+    without = "none: ranks numbered by hand" if os.environ.get("RANK") else "none: a single process"
+    return _ok("launcher", f"{launcher or without}; {bound}")
+
+
+def _extent_of_the_mask() -> str:
+    try:
+        topology = read_topology()
+        return "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
+    except UnsupportedError:  # `check_cores` says it
+        return "the host's CPUs are unknown"
+
+
+def check_tuning() -> Check:
+    number = len(tuning_results.load_all())
+    if not number:
+        return _ok(
+            "tuning", "no result in the cache, so the optimizer gets half of each rank's cores; run deepspeed-ext tune"
+        )
+    return _ok("tuning", f"{number} result(s) in {cache_folder()}")
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    check_platform,
+    check_torch,
+    check_deepspeed,
+    check_accelerator,
+    check_backends,
+    check_compiler,
+    check_adam_kernel,
+    check_operator_cache,
+    check_host_memory,
+    check_locked_memory,
+    check_shared_memory,
+    check_shared_buffers,
+    check_memfd,
+    check_file_descriptors,
+    check_cpu_quota,
+    check_cores,
+    check_binding,
+    check_openmp,
+    check_launcher,
+    check_tuning,
+)

@@ -1,0 +1,349 @@
+"""The command line: ``deepspeed-ext doctor, plan, tune, verify, run``.
+
+Each command imports what it needs when it runs, so ``plan`` does not import torch.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from deepspeed_ext._version import __version__
+from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
+from deepspeed_ext.runtime.log import quoted
+
+__all__ = ["main"]
+
+EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
+# Larger than any real value, but far too small to exhaust memory or overflow to infinity.
+MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
+
+MAX_JOB_RANKS = 1 << 20
+MAX_VERIFY_STEPS, MAX_SECONDS = 1000, 24 * 3600
+OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
+OF_MEMORY = {"params", "ranks", "ranks_per_host", "config", "dtype", "largest_param"}
+"""Arguments of ``plan`` that belong to only one of its two plans."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad input in one line on stderr, with exit status 2; --help shows the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input.
+
+    Args:
+        argv: the arguments; None: those of this process.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.command(arguments)
+    except (ConfigError, UnsupportedError, ValueError) as error:
+        return _report_error(arguments, error, EXIT_BAD_INPUT)
+    except (DeepSpeedExtError, OSError) as error:
+        return _report_error(arguments, error, EXIT_PROBLEM)
+    if arguments.name == "run":  # errors of the script are not ours to report
+        runpy.run_path(arguments.script, run_name="__main__")
+    return status
+
+
+def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:
+    print(f"deepspeed-ext {arguments.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="doctor | plan | tune | verify | run")
+    _add_doctor(commands)
+    _add_plan(commands)
+    _add_tune(commands)
+    _add_verify(commands)
+    _add_run(commands)
+    return parser
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    doctor = commands.add_parser(
+        "doctor", help="check whether this machine can run each part, and what is missing", allow_abbrev=False
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(command=_doctor)
+
+
+def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="show which CPU cores each rank gets, and why; with --memory, what a run will hold",
+        allow_abbrev=False,
+    )
+    plan.add_argument("--root", metavar="DIR", help="directory that holds sys/ and proc/ [/]")
+    _add_ranks(plan)
+    plan.add_argument(
+        "--pt-reserved-cores",
+        metavar="X",
+        type=_reserved_cores,
+        help="cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 [0.5]",
+    )
+    plan.add_argument(
+        "--optimizer-cores",
+        metavar="K",
+        type=_whole(1, MAX_CORES),
+        help="cores per rank for the optimizer [tuning result, or else the rest]",
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--svg", metavar="FILE", help="also draw the plan into this file")
+    _add_memory(plan)
+    plan.set_defaults(command=_plan)
+
+
+def _add_memory(plan: _Parser) -> None:
+    plan.add_argument("--memory", action="store_true", help="plan the memory of a run instead of its cores")
+    plan.add_argument("--params", metavar="P", type=_numel, help="with --memory: parameters, such as 7e9, 7B or 124M")
+    plan.add_argument("--ranks", metavar="N", type=_whole(1, MAX_JOB_RANKS), help="with --memory: data-parallel ranks")
+    plan.add_argument(
+        "--ranks-per-host",
+        metavar="N",
+        type=_whole(1, MAX_RANKS),
+        help="with --memory: ranks that share a host [all of them]",
+    )
+    plan.add_argument(
+        "--config", metavar="FILE", help="with --memory: DeepSpeed config of the run [a table of usual ones]"
+    )
+    plan.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="with --memory: dtype of the weights [the config's, or bf16]"
+    )
+    plan.add_argument(
+        "--largest-param", metavar="L", type=_numel, help="with --memory: elements of the largest parameter [estimated]"
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allowed", metavar="LIST", action="append", help="CPUs of a local rank, such as 0,4-11; repeat per rank"
+    )
+    parser.add_argument(
+        "--gpu-node",
+        metavar="N",
+        action="append",
+        type=_node,
+        help="NUMA node of a local rank's accelerator, or none; repeat per rank",
+    )
+
+
+def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    tune = commands.add_parser("tune", help="measure how many cores the optimizer needs", allow_abbrev=False)
+    tune.add_argument(
+        "--ranks", metavar="R", type=_whole(1, MAX_RANKS), help="local ranks [number of accelerators, at least 1]"
+    )
+    _add_ranks(tune)
+    tune.add_argument("--quick", action="store_true", help="fewer steps on smaller buffers: under 20 seconds")
+    tune.add_argument(
+        "--elements",
+        metavar="M",
+        type=_whole(1, MAX_ELEMENTS),
+        help="parameters per rank to update [from the cache size]",
+    )
+    tune.add_argument(
+        "--gpu-step-ms",
+        metavar="MS",
+        type=_milliseconds,
+        help="accelerator time per training step, in ms, which hides the update",
+    )
+    tune.add_argument(
+        "--update-interval", metavar="S", type=_whole(1, MAX_STEPS), default=1, help="steps per host update [1]"
+    )
+    tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
+    tune.add_argument("--output", metavar="FILE", help="write the result into this file instead of the cache")
+    tune.add_argument("--json", action="store_true", help="print the result as JSON")
+    tune.set_defaults(command=_tune)
+
+
+def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="train a small model with a config and with plain AdamW, and compare the two",
+        allow_abbrev=False,
+    )
+    verify.add_argument("--config", metavar="FILE", required=True, help="DeepSpeed config to check")
+    verify.add_argument(
+        "--ranks", metavar="N", type=_whole(1, MAX_RANKS), help="processes [number of accelerators, or 2 without]"
+    )
+    verify.add_argument("--steps", metavar="N", type=_whole(4, MAX_VERIFY_STEPS), help="optimizer steps [as needed]")
+    verify.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, without deepspeed_ext")
+    verify.add_argument(
+        "--timeout", metavar="S", type=_whole(1, MAX_SECONDS), default=600, help="seconds for each of two phases [600]"
+    )
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(command=_verify)
+
+
+def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    run = commands.add_parser(
+        "run", help="run an unchanged training script with the extension enabled", allow_abbrev=False
+    )
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    run.set_defaults(command=_prepare_run)
+
+
+def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
+    """Return an argument type: a whole number from `minimum` to `maximum`."""
+
+    def parse(text: str) -> int:
+        if re.fullmatch("[0-9]{1,18}", text) is None or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {minimum} to {maximum}, got {quoted(text)}")
+        return int(text)
+
+    return parse
+
+
+def _numel(text: str) -> int:
+    from deepspeed_ext.commands.memory.command import parse_numel
+
+    try:
+        return parse_numel(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _reserved_cores(text: str) -> int | float:
+    from deepspeed_ext.cores.core_split import check_reserved_cores
+
+    if text.isdecimal():
+        return _whole(1, MAX_CORES)(text)
+    try:
+        return check_reserved_cores(float(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)[:200]) from None
+
+
+def _node(text: str) -> int | None:
+    return None if text in ("-1", "none") else _whole(0, MAX_CORES)(text)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value <= MAX_MILLISECONDS:  # also rejects NaN
+        raise argparse.ArgumentTypeError(
+            f"expected milliseconds above 0 and at most {MAX_MILLISECONDS:g}, got {quoted(text)}"
+        )
+    return value
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from deepspeed_ext.commands import doctor
+
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger would write into the report
+        checks = doctor.examine()
+    print(json.dumps(doctor.as_json(checks), indent=2) if arguments.json else doctor.as_text(checks))
+    return EXIT_PROBLEM if any(check.status == "problem" for check in checks) else 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _require_of_one_plan(arguments)
+    if arguments.memory:
+        from deepspeed_ext.commands.memory.command import run_from_cli
+
+        print(run_from_cli(arguments))
+        return 0
+    return _plan_cores(arguments)
+
+
+def _require_of_one_plan(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` if arguments of the plan of cores and of that of memory are mixed, or needed ones lack."""
+    given = {name for name, value in vars(arguments).items() if value is not None}
+    wrong = sorted(given & (OF_CORES if arguments.memory else OF_MEMORY))
+    if wrong:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise ConfigError(f"{names}: {'not with' if arguments.memory else 'only with'} --memory")
+    if arguments.memory and not {"params", "ranks"} <= given:
+        raise ConfigError("--memory needs --params and --ranks")
+
+
+def _plan_cores(arguments: argparse.Namespace) -> int:
+    from deepspeed_ext.cores import tuning_results
+    from deepspeed_ext.cores.host_facts import read_host
+    from deepspeed_ext.cores.plan import PlanRequest, plan_host
+    from deepspeed_ext.cores.report import plan_svg, plan_text
+    from deepspeed_ext.runtime.output_file import OutputFile
+
+    picture = None if arguments.svg is None else OutputFile.check(arguments.svg, "--svg")
+    root = "/" if arguments.root is None else arguments.root
+    host = read_host(root, arguments.allowed, arguments.gpu_node)
+    optimizer_cores = arguments.optimizer_cores
+    if optimizer_cores is None and arguments.pt_reserved_cores is None and root == "/":
+        optimizer_cores = tuning_results.load_all().get(tuning_results.Fingerprint.of(host.topology, host.ranks).key)
+    request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores)
+    plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
+    print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
+    if picture is not None:
+        picture.write(plan_svg(host.topology, plan).encode())
+    return 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
+        from deepspeed_ext.cores.tune.tuner import run_from_cli
+
+        for text in run_from_cli(arguments):
+            print(text, file=out)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
+        from deepspeed_ext.commands.verify.command import run_from_cli
+
+        text, passed = run_from_cli(arguments)
+    print(text)
+    return 0 if passed else EXIT_PROBLEM
+
+
+def _set_launch_variables() -> None:
+    """Add what srun or MPI says to the environment, in the names that DeepSpeed reads."""
+    from deepspeed_ext.runtime.launcher_variables import plan_launch
+    from deepspeed_ext.runtime.log import logger
+
+    plan = plan_launch(os.environ)
+    os.environ.update(plan.variables)
+    if plan.variables and os.environ["RANK"] == "0":
+        names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        logger.info(f"{plan.launcher} started rank 0: {', '.join(f'{name}={os.environ[name]}' for name in names)}")
+
+
+def _prepare_run(arguments: argparse.Namespace) -> int:
+    """Make this process look like ``python SCRIPT ARGS``, with the extension enabled."""
+    script = os.path.realpath(arguments.script)
+    if not os.path.isfile(script):
+        raise ConfigError(f"found no script {arguments.script}")
+    with open(script, "rb"):  # raises if it is not readable
+        pass
+    _set_launch_variables()
+    import deepspeed_ext  # records the initial CPU mask, which must happen before torch is imported
+
+    deepspeed_ext.enable()
+    sys.argv = [arguments.script, *arguments.arguments]
+    # Like Python, replace this command's folder by that of the script itself, not of a link to it. With PYTHONSAFEPATH,
+    # Python adds no such folder, and the first entry is one of the user's.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(script)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Computes what a rank holds on its accelerator, phase by phase. Pure functions.
+
+Symbols: n parameters, N ranks, p elements of this rank's partitions, w bytes of a weight, a bytes of an accumulated
+gradient, B elements of a reduction bucket and e <= B of them filled, L elements of the largest parameter.
+DeepSpeed's own buffers are as in 0.19.8. A phase has several moments; the one with the most bytes counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepspeed_ext.commands.memory.parts import Part, Phase, largest
+from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
+from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
+from deepspeed_ext.zenflow.transfers.device_sizes import room_bytes
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.sizes import arena_specs
+
+__all__ = ["accelerator_parts"]
+
+NORM_BYTES = 8
+"""Of an element in DeepSpeed's norm of a gradient, which is computed in fp64."""
+
+MOMENTS = ("moment m", "moment v")
+Parts = tuple[Part, ...]
+
+
+def accelerator_parts(model: Model, ranks: Ranks, setup: Setup) -> Mapping[Phase, Parts]:
+    """The parts of each phase."""
+    return _Accelerator(model, ranks, setup).phases()
+
+
+class _Accelerator:
+    """The sizes that several phases need."""
+
+    def __init__(self, model: Model, ranks: Ranks, setup: Setup) -> None:
+        self.setup, self.ranks = setup, ranks
+        self.params, self.largest, self.weight = model.params, model.largest, model.itemsize
+        self.dtype, self.grad_dtype = model.dtype, setup.handed_over_dtype(model)
+        self.publish_dtype = setup.publish_dtype(model)
+        self.accumulated = DTYPE_BYTES[setup.accumulation_dtype(model)]
+        self.handed = DTYPE_BYTES[self.grad_dtype] if setup.zenflow is not None else FLOAT_BYTES
+        self.partitions = setup.partitions(model, ranks)
+        self.numel = sum(run.numel * run.times for run in self.partitions)
+        self.most = max(run.numel for run in self.partitions)
+        self.filled = min(setup.reduce_bucket_size, model.params)
+        self.whole = not setup.partitions_weights
+
+    def phases(self) -> Mapping[Phase, Parts]:
+        between = self.between()
+        if self.whole:
+            backward, step = self.flat_backward(), self.flat_step()
+        else:
+            backward, step = self.partitioned_backward(), self.partitioned_step()
+        return {
+            Phase.START: self.start(between),
+            Phase.BETWEEN: largest(between),
+            Phase.BACKWARD: largest(*([*between, *moment] for moment in backward)),
+            Phase.STEP: largest(*([*between, *moment] for moment in step)),
+            Phase.SAVE: largest(between),
+        }
+
+    # -- between steps --------------------------------------------------------------------------------------------
+
+    def between(self) -> list[Part]:
+        """What is held all the time."""
+        held = [Part("weights", self.weight * self.numel * (self.ranks.count if self.whole else 1))]
+        if self.setup.on_accelerator:
+            aliased = not self.whole and self.weight == FLOAT_BYTES  # the weights are the masters
+            held += [Part("master", 0 if aliased else FLOAT_BYTES * self.numel)]
+            held += [Part(moment, FLOAT_BYTES * self.numel) for moment in MOMENTS]
+        if not self.whole:
+            if not self.setup.offload:
+                held.append(Part("gradients", self.accumulated * self.numel))
+            if self.setup.contiguous_gradients:
+                held.append(Part("reduction buckets", self.weight * self.setup.reduce_bucket_size))
+        elif self.setup.offload:
+            held.append(Part("offload buffer", self.weight * self.largest))
+        return held + (self.zenflow() if self.setup.zenflow is not None else [])
+
+    def zenflow(self) -> list[Part]:
+        """Rooms and what the rule keeps."""
+        rule, kept = self.setup.rule, dict[str, int]()
+        for run in self.partitions:
+            for kind, nbytes in rule.kept_bytes(run.numel, self.weight).items():
+                kept[kind] = kept.get(kind, 0) + nbytes * run.times
+        return [Part("room", self.room()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
+
+    def room(self) -> int:
+        """Bytes of the rooms for hidden transfers."""
+        if not self.setup.hides_transfers:
+            return 0
+        nbytes = 0
+        for numel, count in self.partitions:
+            specs = arena_specs(self.setup.rule, [numel], self.publish_dtype, self.grad_dtype)
+            means = sum(spec.nbytes for spec in specs if spec.kind == "block_means")
+            nbytes += count * room_bytes(numel, self.grad_dtype, self.publish_dtype, means)
+        return nbytes
+
+    # -- start-up -------------------------------------------------------------------------------------------------
+
+    def start(self, between: list[Part]) -> Parts:
+        """While the engine is built. Moments and the estimate's state are made in the first steps."""
+        kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "room"}
+        built = [part for part in between if part.kind in kept]
+        if not self.whole:
+            converts = not self.setup.on_accelerator and self.weight != FLOAT_BYTES  # before the copy to the host
+            converted = [
+                Part("weights", self.weight * self.numel),
+                Part("conversion", FLOAT_BYTES * self.most if converts else 0),
+            ]
+            return largest([*built, Part("parameter being partitioned", self.weight * self.largest)], converted)
+        weights = self.weight * self.numel * self.ranks.count
+        facts = FlattenFacts(weights, self.ranks.count, weights, weights)
+        copy = required_bytes(self.setup.flatten_tier or TIERS[0], facts)
+        zeros = FLOAT_BYTES * self.numel if self.setup.on_accelerator else 0
+        if self.setup.zenflow is not None:  # DeepSpeed's buffer, until the engine is built
+            built.append(Part("offload buffer", self.weight * self.largest))
+        return largest([Part("weights", weights), Part("copy for flattening", copy)], [*built, Part("zeros", zeros)])
+
+    # -- stages 1 and 2 -------------------------------------------------------------------------------------------
+
+    def flat_backward(self) -> list[list[Part]]:
+        """Moments of the backward in which all weights are whole."""
+        if self.setup.stage == 1 and (not self.setup.overlaps or self.setup.accumulation > 1):
+            return self.whole_gradients()
+        buckets = self.buckets(self.weight)
+        made = self.weight * self.largest if self.setup.reduce_bucket_size < self.params else 0
+        common = [Part("reduction buckets", buckets), Part("gradient being made", made)]
+        across = self.across()
+        if self.setup.offload:
+            copies = max(across, NORM_BYTES * self.largest)
+            return [[*common, Part("reduction copies", copies)]]
+        own = Part("gradients", self.accumulated * self.numel)
+        if self.accumulated != self.weight:
+            copies = self.weight * self.filled + FLOAT_BYTES * self.largest
+            return [[own, *common, Part("reduction copies", copies)]]
+        before = Part("accumulated gradients", own.nbytes if self.setup.accumulation > 1 else 0)
+        if self.setup.reduce_bucket_size < self.params:
+            return [[own, before, *common, Part("reduction copies", across)]]
+        return [[before, *common, Part("reduction copies", across)], [own, before, *common]]
+
+    def whole_gradients(self) -> list[list[Part]]:
+        """Moments of stage 1 that keep every parameter's gradient until the last micro-step."""
+        gradients, filled = self.accumulated * self.params, self.accumulated * self.filled
+        buckets = Part("reduction buckets", self.buckets(self.accumulated))
+        full = [Part("gradients", gradients), buckets]
+        if not self.setup.contiguous_gradients:
+            return [[*full, Part("reduction copies", filled)]]
+        if self.setup.offload:
+            copies = Part("reduction copies", max(self.across(), NORM_BYTES * self.largest))
+            return [full, [Part("gradients", gradients - filled), buckets, copies]]
+        own = Part("partition of the gradients", self.accumulated * self.numel)
+        rest = Part("gradients", gradients - filled)
+        if self.accumulated != self.weight:  # reduced in the weights' dtype
+            return [full, [rest, buckets, own, Part("reduction copies", filled + self.weight * self.filled)]]
+        return [full, [rest, buckets, own], [rest, buckets, Part("reduction copies", self.across())]]
+
+    def buckets(self, itemsize: int) -> int:
+        """Bytes of the buckets in which gradients are reduced; two take turns beside the backward."""
+        if not self.setup.contiguous_gradients:
+            return itemsize * self.filled
+        return itemsize * self.setup.reduce_bucket_size * (2 if self.setup.overlaps else 1)
+
+    def across(self) -> int:
+        """Bytes of a copy of the bucket's contents, made if they belong to several ranks."""
+        return self.weight * self.filled if self.ranks.count > 1 else 0
+
+    def flat_step(self) -> list[list[Part]]:
+        """Moments of the optimizer step."""
+        if self.setup.offload:
+            return [[]]
+        copied = self.accumulated == self.weight  # otherwise the gradients are one flat tensor already
+        made = self.accumulated * self.numel if copied else 0
+        converted = self.handed * self.numel if self.handed != self.accumulated else 0
+        gathered = [
+            Part("gradients", self.accumulated * self.numel),
+            Part("flat gradient", made + converted),
+        ]
+        return [gathered, self.updating(self.numel), self.exchange()]
+
+    def updating(self, numel: int) -> list[Part]:
+        """While a partition of `numel` elements is updated."""
+        flat = Part("flat gradient", self.handed * numel)
+        if self.setup.zenflow is None:
+            return [flat, Part("temporaries", 0 if self.setup.fused_adam else FLOAT_BYTES * numel)]
+        arrived = DTYPE_BYTES[self.publish_dtype]
+        nbytes = self.setup.rule.step_bytes(numel, self.weight, arrived, self.setup.hides_transfers)
+        waiting = self.setup.rule.waiting_bytes(self.numel - numel, self.weight)  # of the other sub-groups
+        return [flat, Part("temporaries", nbytes), Part("new hot weights", waiting)]
+
+    def exchange(self) -> list[Part]:
+        """While stages 1 and 2 exchange hot weights alone."""
+        if self.setup.zenflow is None:
+            return []
+        nbytes = self.setup.rule.exchange_bytes(self.numel, self.weight, self.ranks.count)
+        return [Part("hot weights of all ranks", nbytes)]
+
+    # -- stage 3 --------------------------------------------------------------------------------------------------
+
+    def partitioned_backward(self) -> list[list[Part]]:
+        """Moments of the forward and the backward at stage 3."""
+        setup, weight = self.setup, self.weight
+        live = min(self.params, max(setup.max_live_parameters, setup.max_reuse_distance // 2 + self.largest))
+        again = min(setup.max_live_parameters, self.params - self.filled)
+        copy = 0 if setup.stage3_allgather_single_param else min(setup.prefetch_bucket_size, self.params)
+        if self.ranks.count == 1:  # a partition is the whole parameter, which is used in place
+            live = again = copy = 0
+        made = Part("gradient being made", weight * self.largest)
+        reduced = 0
+        if self.accumulated != weight:
+            reduced = FLOAT_BYTES * -(-self.filled // self.ranks.count)
+        elif setup.offload:
+            reduced = (NORM_BYTES + weight) * -(-self.largest // self.ranks.count)
+        return [
+            [Part("live parameters", weight * live), Part("gather copies", weight * copy)],
+            [Part("live parameters", weight * live), made, Part("reduction copies", reduced)],
+            [
+                Part("live parameters", weight * again),
+                made,
+                Part("reduction copies", weight * self.filled + reduced),
+            ],
+        ]
+
+    def partitioned_step(self) -> list[list[Part]]:
+        """Moments of the optimizer step, which goes from sub-group to sub-group."""
+        if self.setup.offload:
+            return [[]]
+        numel = self.most
+        converted = self.handed * numel if self.handed != self.accumulated else 0
+        return [[Part("flat gradient", self.accumulated * numel + converted)], self.updating(numel)]

@@ -1,0 +1,128 @@
+"""Reads from a DeepSpeed config file what the memory of its run depends on. Imports DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.commands.memory.setup import Setup
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.config.file import count_in, read_json, section_of
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.step.supported import require_section
+
+__all__ = ["FileSettings", "read_config"]
+
+_SIZES = ("reduce_bucket_size", "sub_group_size", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+_ADAMS = ("adam", "adamw")
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """What a config file says.
+
+    Attributes:
+        setup: the run.
+        dtype: dtype of the weights.
+        notes: fields that are "auto" and counted with their defaults.
+    """
+
+    setup: Setup
+    dtype: str
+    notes: tuple[str, ...]
+
+
+def read_config(path: str, ranks: int) -> FileSettings:
+    """Read a config file with the pydantic model that a run uses. The value "auto" means the default.
+
+    Args:
+        path: the JSON file.
+        ranks: number of data-parallel ranks.
+
+    Raises:
+        ConfigError: the file cannot be read, or asks for something whose memory is not known.
+    """
+    config = read_json(path)
+    section = section_of(config, "zero_optimization")
+    zero = ZeroConfig(**section)
+    require_section(zero)
+    _require_known(zero, section, config)
+    dtype, notes = _dtype(config)
+    return FileSettings(_setup(config, section, zero, ranks), dtype, (*notes, *_optimizer(config), *_auto(section)))
+
+
+def _optimizer(config: Mapping[str, Any]) -> list[str]:
+    """A note if the config names an optimizer that is no Adam."""
+    name = str(section_of(config, "optimizer").get("type", "adam"))
+    return [] if "adam" in name.lower() else [f"the optimizer is {name}: two fp32 moments are counted, as for Adam"]
+
+
+_LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", "bf16_optimizer_states")
+
+
+def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    sections = [section_of(config, name) for name in ("bf16", "bfloat16", "fp16")]
+    offload, param = zero.offload_optimizer, zero.offload_param
+    unknown = {
+        "stage 0": int(zero.stage) == 0,
+        "offload_param": param is not None and param.device != "none",
+        'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
+        "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
+        "offload_optimizer.super_offload": offload is not None and offload.super_offload,
+        "quantized weights or gradients": any(section.get(name) is True for name in section if "quantized" in name),
+        "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
+    } | {name: any(section.get(name) is True for section in sections) for name in _LOW_PRECISION}
+    if found := [name for name, given in unknown.items() if given]:
+        raise ConfigError(f"plan --memory does not know the memory of {' and '.join(found)}")
+
+
+def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConfig, ranks: int) -> Setup:
+    offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
+    zenflow = None if zero.zenflow is None else ZenFlowConfig(**zero.zenflow.model_dump(exclude_unset=True))
+    optimizer = section_of(config, "optimizer")
+    own_adam = str(optimizer.get("type", "")).lower() in _ADAMS
+    torch_adam = section_of(optimizer, "params").get("torch_adam") is True
+    stage: Any = int(zero.stage)
+    return Setup(
+        stage=stage,
+        offload=offload and zenflow is None,
+        zenflow=zenflow,
+        accumulation=_accumulation(config, ranks),
+        accumulates_fp32=section_of(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
+        fused_adam=not torch_adam and (own_adam or offload),
+        pins=offload and zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory,
+        overlap_comm=section["overlap_comm"] if isinstance(section.get("overlap_comm"), bool) else None,
+        contiguous_gradients=zero.contiguous_gradients,
+        stage3_allgather_single_param=zero.stage3_allgather_single_param,
+        flatten_tier=zero.flatten_tier,
+        **{name: int(getattr(zero, name)) for name in _SIZES},
+    )
+
+
+def _dtype(config: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Dtype of the weights, and a note if the config leaves it to the Trainer."""
+    enabled = {name: section_of(config, name).get("enabled") for name in ("bf16", "bfloat16", "fp16")}
+    if True in (enabled["bf16"], enabled["bfloat16"]):
+        return "bfloat16", []
+    if enabled["fp16"] is True:
+        return "float16", []
+    if "auto" in enabled.values():
+        return "bfloat16", ["the dtype is auto: counted as bf16, unless --dtype says otherwise"]
+    return "float32", []
+
+
+def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
+    """Micro-steps per optimizer step: given, or the batch over what the ranks take at once."""
+    steps = count_in(config, "gradient_accumulation_steps")
+    if steps is not None:
+        return steps
+    batch, micro = count_in(config, "train_batch_size"), count_in(config, "train_micro_batch_size_per_gpu")
+    return 1 if batch is None or micro is None else max(1, math.ceil(batch / (micro * ranks)))
+
+
+def _auto(section: Mapping[str, Any]) -> list[str]:
+    names = sorted(name for name, value in section.items() if value == "auto")
+    return [f"counted with DeepSpeed's default, because it is auto: {name}" for name in names]

@@ -1,0 +1,178 @@
+"""Computes what a rank holds in host memory, phase by phase. Pure functions.
+
+Counted are the optimizer's state and its buffers, not the module as the script builds it, and not the libraries (about
+150 MiB per rank with its optimizer process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepspeed_ext.commands.memory.parts import Part, Phase, largest
+from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
+from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
+from deepspeed_ext.zenflow.worker.arena import plan_layout
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.sizes import arena_specs
+
+__all__ = ["host_parts"]
+
+ARENA_KINDS = {
+    "p": "master",
+    "m": "moment m",
+    "v": "moment v",
+    "y": "published weights",
+    "g": "gradient ring",
+    "block_means": "block means",
+    "updates": "update counts",
+}
+"""Kinds of the arena's arrays, as a report calls them."""
+
+MOST_PLACED = 32
+"""Partitions whose positions in the arena are planned one by one."""
+
+Parts = tuple[Part, ...]
+
+
+def host_parts(model: Model, ranks: Ranks, setup: Setup, *, first: bool) -> Mapping[Phase, Parts]:
+    """The parts of each phase of the first rank of the job, or of another one."""
+    return _Host(model, ranks, setup, first).phases()
+
+
+class _Host:
+    """The sizes that several phases need; symbols as in `accelerator`."""
+
+    def __init__(self, model: Model, ranks: Ranks, setup: Setup, first: bool) -> None:
+        self.model, self.setup, self.first = model, setup, first
+        self.partitions = setup.partitions(model, ranks)
+        self.numel = sum(run.numel * run.times for run in self.partitions)
+        self.most = max(run.numel for run in self.partitions)
+
+    def phases(self) -> Mapping[Phase, Parts]:
+        between = self.between()
+        return {
+            Phase.START: self.start(between),
+            Phase.BETWEEN: largest(between),
+            Phase.BACKWARD: largest(between),
+            Phase.STEP: largest([*between, self.temporaries()]),
+            Phase.SAVE: largest(*([*between, *moment] for moment in self.saving())),
+        }
+
+    def between(self) -> list[Part]:
+        """What is held all the time."""
+        if self.setup.zenflow is not None:
+            hot = sum(self.setup.rule.kept_host_bytes(run.numel) * run.times for run in self.partitions)
+            return [*self.arena(at_start=False), Part("hot state", hot, page_locked=True)]
+        return self.offloaded() if self.setup.offload else []
+
+    def arena(self, *, at_start: bool) -> list[Part]:
+        """The arena's arrays, in whole pages."""
+        rule, model = self.setup.rule, self.model
+        publish_dtype, grad_dtype = self.setup.publish_dtype(model), self.setup.handed_over_dtype(model)
+        open_interval = self.setup.zenflow is not None and self.setup.zenflow.update_interval is None
+        nbytes = dict.fromkeys(ARENA_KINDS, 0)
+        for numels, count in self.laid_out():
+            pages = plan_layout(arena_specs(rule, numels, publish_dtype, grad_dtype)).page_bytes()
+            for key, size in pages.items():
+                nbytes[key.kind] += 0 if at_start and open_interval and key.slot else size * count
+        exchanged = {"y", "g", "block_means"}
+        return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
+
+    def laid_out(self) -> list[tuple[list[int], int]]:
+        """Partitions whose arrays are placed together, and how often. Exact for a usual number of them; of more, each
+        counts like the first, whose arrays may lie on one page more or less."""
+        if sum(run.times for run in self.partitions) <= MOST_PLACED:
+            return [([run.numel for run in self.partitions for _ in range(run.times)], 1)]
+        return [([run.numel], run.times) for run in self.partitions]
+
+    def offloaded(self) -> list[Part]:
+        """State and buffers of DeepSpeed's ZeRO-Offload."""
+        pins, weight = self.setup.pins, self.model.itemsize
+        parts = [
+            Part("master", FLOAT_BYTES * self.numel, pins),
+            Part("moment m", FLOAT_BYTES * self.numel),
+            Part("moment v", FLOAT_BYTES * self.numel),
+            Part("gradients", FLOAT_BYTES * self.numel, pins),
+        ]
+        if self.setup.partitions_weights:
+            accumulated = DTYPE_BYTES[self.setup.accumulation_dtype(self.model)]
+            return [*parts, Part("accumulated gradients", accumulated * self.numel, pins)]
+        accumulates = self.setup.accumulation > 1 and self.setup.stage > 1
+        return [
+            *parts,
+            Part("16-bit copy of the weights", weight * self.numel, pins),
+            Part("accumulated gradients", weight * self.numel if accumulates else 0, pins),
+            Part("offload buffer", weight * self.model.largest, pins),
+        ]
+
+    def start(self, between: list[Part]) -> Parts:
+        """While the engine is built."""
+        flattening = [] if self.setup.partitions_weights else self.flattening()
+        return largest(self.building(between), flattening)
+
+    def flattening(self) -> list[Part]:
+        """While the ``host`` tier flattens: this rank's slice and two chunks."""
+        if self.setup.flatten_tier != "host":
+            return []
+        return [Part("slice for flattening", self.model.itemsize * self.numel), self.staging()]
+
+    def building(self, between: list[Part]) -> Parts:
+        """While the optimizer is built. Moments of ZeRO-Offload are made in the first step."""
+        weight, numel = self.model.itemsize, self.numel
+        if self.setup.zenflow is not None:
+            masters, arena = Part("DeepSpeed's masters", FLOAT_BYTES * numel), self.arena(at_start=True)
+            if self.setup.partitions_weights:
+                conversion = Part("conversion", FLOAT_BYTES * self.most)
+                return largest([masters, *arena], [masters, conversion], self.defragmentation())
+            buffers = Part("DeepSpeed's buffers", weight * (numel + self.model.largest))
+            return largest([masters, buffers, *arena], [masters, self.staging()])
+        if not self.setup.offload:
+            return largest(self.defragmentation() if self.setup.partitions_weights else ())
+        built = [part for part in between if part.kind not in ("moment m", "moment v")]
+        if self.setup.partitions_weights:
+            pinning = weight * numel if self.setup.pins else 0
+            conversion = Part("conversion", max(pinning, FLOAT_BYTES * self.most))
+            return largest([*built, conversion], self.defragmentation())
+        built = [part for part in built if part.kind != "accumulated gradients"]
+        return largest(built, [Part("master", FLOAT_BYTES * numel, self.setup.pins), self.staging()])
+
+    def defragmentation(self) -> list[Part]:
+        """Stage 3 collects the partitions of the weights on the host before it puts them next to each other."""
+        return [Part("defragmentation", self.model.itemsize * self.numel)]
+
+    def staging(self) -> Part:
+        """The chunks through which masters come from the accelerator."""
+        return Part("staging", 2 * min(STAGING_CHUNK_BYTES, self.model.itemsize * self.numel), page_locked=True)
+
+    def temporaries(self) -> Part:
+        """Temporaries of an optimizer step: of torch's AdamW on the host two of a partition's size, of ZenFlow the
+        state that moves when hot blocks are selected."""
+        if self.setup.zenflow is not None:
+            return Part("temporaries", self.setup.rule.moved_bytes(self.most))
+        uses_torch = self.setup.offload and not self.setup.fused_adam
+        return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)
+
+    def saving(self) -> list[list[Part]]:
+        """Moments of a save: the first rank copies the module to the host, then each rank its optimizer's state."""
+        weight = self.model.itemsize
+        whole = weight * self.model.params if self.first and not self.setup.partitions_weights else 0
+        module = [Part("copy of the module", whole)]
+        if self.setup.on_accelerator:  # copied tensor by tensor
+            return [module, [Part("copy of the state", FLOAT_BYTES * self.most)]]
+        if self.setup.zenflow is None:
+            return [module]
+        if self.setup.zenflow.async_save:  # copies are held until they are written
+            return [[*module, *moment] for moment in self.section()]
+        return [module, *self.section()]
+
+    def section(self) -> list[list[Part]]:
+        """Moments of ZenFlow's section of a checkpoint, at the step of an interval with the most gradients. What
+        comes from the accelerator is copied twice, one partition at a time."""
+        rule, weight = self.setup.rule, self.model.itemsize
+        gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * self.numel
+        collected = Part("copy of collected gradients", ((rule.update_interval or 1) - 1) * gradients)
+        kept = [(rule.saved_bytes(run.numel, weight), run.times) for run in self.partitions]
+        state = Part("copy of the rule's state", sum(sum(each) * count for each, count in kept))
+        last = Part("second copy", max(kept[-1][0], default=0))
+        weights = [Part("copy of the weights", weight * self.numel), Part("second copy", weight * self.most)]
+        return [[state, last], [state, collected, *(weights if self.setup.partitions_weights else [])]]

@@ -1,0 +1,92 @@
+"""Defines the parts of which a plan of memory consists."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+
+__all__ = ["MemoryPlan", "Part", "Phase", "Place", "largest"]
+
+
+class Place(enum.Enum):
+    """Where memory is."""
+
+    ACCELERATOR = "accelerator"
+    HOST = "host"
+
+
+class Phase(enum.Enum):
+    """A part of a run. What is held between steps is held in the three phases after it too."""
+
+    START = "start-up"
+    BETWEEN = "between steps"
+    BACKWARD = "forward and backward"
+    STEP = "optimizer step"
+    SAVE = "save"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Memory of one kind.
+
+    Attributes:
+        kind: what it holds.
+        nbytes: bytes of one rank.
+        page_locked: host memory that cannot be swapped and that the accelerator reaches directly.
+    """
+
+    kind: str
+    nbytes: int
+    page_locked: bool = False
+
+
+def largest(*moments: Sequence[Part]) -> tuple[Part, ...]:
+    """The moment of a phase with the most bytes, without its empty parts."""
+    return tuple(part for part in max(moments, key=_total) if part.nbytes)
+
+
+def _total(parts: Sequence[Part]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one run.
+
+    Attributes:
+        model, ranks, setup: what is planned.
+        parts: what a rank holds when it holds the most of a phase, by place and phase. The first rank of the job is
+            meant, which alone copies the module in a save.
+        others: host bytes of every other rank, by phase.
+        notes: what the plan does not know.
+    """
+
+    model: Model
+    ranks: Ranks
+    setup: Setup
+    parts: Mapping[tuple[Place, Phase], tuple[Part, ...]]
+    others: Mapping[Phase, int]
+    notes: tuple[str, ...]
+
+    def nbytes(self, place: Place, phase: Phase) -> int:
+        """Most bytes of a rank within a phase."""
+        return _total(self.parts[place, phase])
+
+    def peak(self, place: Place) -> int:
+        """Most bytes of a rank over all phases."""
+        return max(self.nbytes(place, phase) for phase in Phase)
+
+    def page_locked(self, phase: Phase) -> int:
+        """Page-locked bytes of a rank within a phase."""
+        return sum(part.nbytes for part in self.parts[Place.HOST, phase] if part.page_locked)
+
+    def on_host(self, phase: Phase) -> int:
+        """Host bytes of all ranks of the first host within a phase."""
+        return self.nbytes(Place.HOST, phase) + (self.ranks.per_host - 1) * self.others[phase]
+
+    def host_peak(self) -> int:
+        """Most host bytes of all ranks of the first host over all phases."""
+        return max(self.on_host(phase) for phase in Phase)

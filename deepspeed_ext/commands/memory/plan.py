@@ -1,0 +1,85 @@
+"""Plans the memory of a run, and lists the runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from deepspeed_ext.commands.memory.accelerator import accelerator_parts
+from deepspeed_ext.commands.memory.host import host_parts
+from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
+from deepspeed_ext.config import ZenFlowConfig
+
+__all__ = ["neighbours", "plan_memory", "usual_setups"]
+
+STAGES: tuple[Stage, ...] = (1, 2, 3)
+INTERVALS = (1, 2, 4, 8)
+SELECTIVE_INTERVAL = 4
+
+
+def plan_memory(model: Model, ranks: Ranks, setup: Setup) -> MemoryPlan:
+    """Plan one run.
+
+    Raises:
+        ConfigError: the ``zenflow`` section contradicts itself.
+    """
+    parts = {(Place.ACCELERATOR, phase): found for phase, found in accelerator_parts(model, ranks, setup).items()}
+    parts |= {(Place.HOST, phase): found for phase, found in host_parts(model, ranks, setup, first=True).items()}
+    others = {
+        phase: sum(part.nbytes for part in found)
+        for phase, found in host_parts(model, ranks, setup, first=False).items()
+    }
+    return MemoryPlan(model, ranks, setup, parts, others, tuple(_notes(setup)))
+
+
+def _notes(setup: Setup) -> Iterator[str]:
+    zenflow = setup.zenflow
+    if setup.partitions_weights:
+        yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
+    if zenflow is not None and zenflow.update_interval is None:
+        yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
+    if zenflow is not None and zenflow.hide_transfers is None:
+        yield "the room is left out if a rank would have less than a tenth of its accelerator memory free"
+    if zenflow is not None and zenflow.hide_transfers is False and setup.partitions_weights:
+        yield "a slow link may keep one more flat gradient of a sub-group alive"
+    if zenflow is not None and zenflow.rule == "selective":
+        yield "hot blocks are counted as if all ranks had as many; a rank may have up to twice as many"
+    if setup.stage == 1 and setup.accumulates_fp32 and zenflow is None:
+        yield "DeepSpeed may use its BF16_Optimizer for stage 1 with fp32 accumulation, which is not planned"
+
+
+def usual_setups(base: Setup) -> list[Setup]:
+    """Every stage with plain ZeRO, ZeRO-Offload, and ZenFlow under both rules."""
+    ways = [
+        replace(base, offload=False, zenflow=None),
+        replace(base, offload=True, pins=True, zenflow=None),
+        *(_with_zenflow(base, interval) for interval in (1, SELECTIVE_INTERVAL)),
+        replace(
+            base,
+            offload=False,
+            zenflow=ZenFlowConfig(update_rule="selective", update_interval=SELECTIVE_INTERVAL, overlap_step=True),
+        ),
+    ]
+    return [replace(way, stage=stage) for stage in STAGES for way in ways]
+
+
+def neighbours(setup: Setup) -> list[Setup]:
+    """The run at the other stages, with ZenFlow on or off, and at other intervals; the run itself comes first."""
+    found = [setup, *(replace(setup, stage=stage) for stage in STAGES)]
+    found.append(replace(setup, offload=False, zenflow=None))
+    if not setup.offload:
+        found.append(replace(setup, offload=True, zenflow=None, pins=True, fused_adam=True))
+    found += [_with_zenflow(setup, interval) for interval in INTERVALS]
+    return list(dict.fromkeys(found))
+
+
+def _with_zenflow(setup: Setup, interval: int) -> Setup:
+    """`setup` with ZenFlow at `interval`; its own section if that can have this interval, else a default one."""
+    section = setup.zenflow or ZenFlowConfig()
+    given = section.model_dump(exclude_unset=True) | {"update_interval": interval}
+    if "overlap_lag" in given:
+        given["overlap_lag"] = min(given["overlap_lag"], interval)
+    if given.get("select_interval") is not None and section.select_strategy != "epoch":
+        given["select_interval"] = max(given["select_interval"], interval)
+    return replace(setup, offload=False, zenflow=ZenFlowConfig(**given))

@@ -1,0 +1,111 @@
+"""Writes plans of memory as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
+
+__all__ = ["as_json", "as_text"]
+
+SCHEMA = 1
+_GIB, _MIB = 1 << 30, 1 << 20
+_NAME_WIDTH, _WIDTH = 36, 13
+
+
+def as_json(plans: Sequence[MemoryPlan]) -> dict[str, Any]:
+    """All sizes in bytes; the first plan is the one that was asked for, if any was."""
+    first = plans[0]
+    return {
+        "schema": SCHEMA,
+        "parameters": first.model.params,
+        "largest_parameter": first.model.largest,
+        "dtype": first.model.dtype,
+        "ranks": first.ranks.count,
+        "ranks_per_host": first.ranks.per_host,
+        "activations_included": False,
+        "plans": [_plan_json(plan) for plan in plans],
+    }
+
+
+def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
+    parts = {
+        place.value: {phase.value: {part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in Phase}
+        for place in Place
+    }
+    return {
+        "stage": plan.setup.stage,
+        "run": plan.setup.name,
+        "zenflow": None if plan.setup.zenflow is None else plan.setup.zenflow.model_dump(exclude_unset=True),
+        "gradient_accumulation_steps": plan.setup.accumulation,
+        "bytes_per_rank": parts,
+        "page_locked_bytes_per_rank": {phase.value: plan.page_locked(phase) for phase in Phase},
+        "host_bytes_per_host": {phase.value: plan.on_host(phase) for phase in Phase},
+        "peak_bytes": {
+            "accelerator": plan.peak(Place.ACCELERATOR),
+            "host": plan.peak(Place.HOST),
+            "per_host": plan.host_peak(),
+        },
+        "notes": list(plan.notes),
+    }
+
+
+def as_text(detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], notes: Sequence[str]) -> str:
+    """The report: a header, one plan in detail if given, and a table of all `plans`."""
+    first = plans[0]
+    header = (
+        f"{first.model.params:,} parameters in {first.model.dtype} (the largest has {first.model.largest:,}), "
+        f"{first.ranks.count} rank(s), {first.ranks.per_host} per host.\n"
+        "Not included: activations, which are the model's, libraries, and fragmentation of the allocator."
+    )
+    sections = [header, *([] if detailed is None else [detail_text(detailed, notes)]), neighbours_text(plans)]
+    return "\n\n".join(sections)
+
+
+def detail_text(plan: MemoryPlan, notes: Sequence[str] = ()) -> str:
+    """One plan by kind and phase, per rank."""
+    unit, name = _unit([plan])
+    title = f"stage {plan.setup.stage}, {plan.setup.name}: {name} per rank"
+    lines = [title, _row("", [phase.value for phase in Phase])]
+    for place in Place:
+        lines.append(place.value)
+        by_phase = [{part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in Phase]
+        kinds = dict.fromkeys(kind for parts in by_phase for kind in parts)
+        lines += [_row(f"  {kind}", [_amount(parts.get(kind, 0), unit) for parts in by_phase]) for kind in kinds]
+        lines.append(_row("  total", [_amount(plan.nbytes(place, phase), unit) for phase in Phase]))
+    lines.append(_row("  of it page-locked", [_amount(plan.page_locked(phase), unit) for phase in Phase]))
+    lines.append(_row("  total of the first host", [_amount(plan.on_host(phase), unit) for phase in Phase]))
+    return "\n".join([*lines, *(f"note: {note}" for note in (*plan.notes, *notes))])
+
+
+def neighbours_text(plans: Sequence[MemoryPlan]) -> str:
+    """One line per plan."""
+    unit, name = _unit(plans)
+    columns = ["accelerator", "at its peak", "host", "at its peak", "per host"]
+    lines = [f"{name} per rank between steps and at the peak", _row("stage, run", columns)]
+    for plan in plans:
+        amounts = [
+            plan.nbytes(Place.ACCELERATOR, Phase.BETWEEN),
+            plan.peak(Place.ACCELERATOR),
+            plan.nbytes(Place.HOST, Phase.BETWEEN),
+            plan.peak(Place.HOST),
+            plan.host_peak(),
+        ]
+        lines.append(_row(f"{plan.setup.stage}, {plan.setup.name}", [_amount(nbytes, unit) for nbytes in amounts]))
+    return "\n".join(lines)
+
+
+def _unit(plans: Sequence[MemoryPlan]) -> tuple[int, str]:
+    most = max(plan.peak(place) for plan in plans for place in Place)
+    return (_GIB, "GiB") if most >= _GIB else (_MIB, "MiB")
+
+
+def _amount(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:,.2f}" if nbytes else "-"
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    widths = [max(_WIDTH, len(phase.value) + 2) if len(cells) == len(Phase) else _WIDTH for phase in Phase]
+    aligned = [f" {cell:>{width - 1}}" for cell, width in zip(cells, widths, strict=True)]
+    return f"{name:<{_NAME_WIDTH}}{''.join(aligned)}".rstrip()

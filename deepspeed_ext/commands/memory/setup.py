@@ -1,0 +1,167 @@
+"""Describes a run, as far as its memory depends on it. Plain values, no torch and no DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from deepspeed_ext.config import FlattenTier, ZenFlowConfig
+from deepspeed_ext.flatten.plan import flat_numel
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.sizes import RuleSettings, gradient_dtype
+
+__all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage", "typical_largest"]
+
+FLOAT_BYTES = 4
+STARTS_ALIGNED = 2
+"""DeepSpeed aligns a flat buffer of stages 1 and 2 to this many elements per rank (``nccl_start_alignment_factor``)."""
+
+Stage = Literal[1, 2, 3]
+_PARTITIONS_WEIGHTS = 3
+
+
+def typical_largest(params: int) -> int:
+    """Elements of the largest parameter of a typical language model with `params` parameters: an embedding of 32,768
+    rows, as wide as 32 layers of 12 d^2 parameters make it."""
+    return min(params, 32768 * math.isqrt(max(1, params // (12 * 32))))
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model's trainable parameters, as one parameter group.
+
+    Attributes:
+        params: elements of all parameters.
+        largest: elements of the largest parameter.
+        dtype: dtype of the weights on the accelerator.
+    """
+
+    params: int
+    largest: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the weights."""
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The data-parallel ranks.
+
+    Attributes:
+        count: number of ranks, N.
+        per_host: ranks on one host.
+    """
+
+    count: int
+    per_host: int
+
+
+class Run(NamedTuple):
+    """Some partitions of equal size."""
+
+    numel: int
+    """Elements of each."""
+    times: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run's settings. The defaults are DeepSpeed's; sizes are in elements.
+
+    Attributes:
+        stage: ZeRO stage.
+        offload: ``offload_optimizer`` on the CPU, without ZenFlow.
+        zenflow: the ``zenflow`` section; None: plain ZeRO.
+        accumulation: micro-steps per optimizer step.
+        accumulates_fp32: plain ZeRO accumulates gradients in fp32 (``data_types.grad_accum_dtype``).
+        fused_adam: the optimizer has no temporaries (DeepSpeed's FusedAdam and CPUAdam); False: torch's.
+        pins: ``offload_optimizer.pin_memory``.
+        others: fields of ``zero_optimization`` of the same names.
+    """
+
+    stage: Stage = 1
+    offload: bool = False
+    zenflow: ZenFlowConfig | None = None
+    accumulation: int = 1
+    accumulates_fp32: bool = False
+    fused_adam: bool = True
+    pins: bool = False
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool = True
+    sub_group_size: int = 1_000_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    prefetch_bucket_size: int = 50_000_000
+    stage3_allgather_single_param: bool = False
+    flatten_tier: FlattenTier | None = None
+
+    @property
+    def name(self) -> str:
+        """The run in a few words."""
+        if self.zenflow is None:
+            return "ZeRO-Offload" if self.offload else "ZeRO"
+        interval = self.zenflow.update_interval
+        return f"ZenFlow {self.zenflow.rule}, interval {'measured' if interval is None else interval}"
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether masters and moments are on the accelerator."""
+        return self.zenflow is None and not self.offload
+
+    @property
+    def partitions_weights(self) -> bool:
+        """Whether the 16-bit weights are partitioned too: stage 3."""
+        return self.stage == _PARTITIONS_WEIGHTS
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced beside the backward, by default at stage 3 alone."""
+        return self.partitions_weights if self.overlap_comm is None else self.overlap_comm
+
+    @property
+    def rule(self) -> RuleSettings:
+        """Settings of ZenFlow's rule. An open interval counts as the longest that measurement may choose."""
+        assert self.zenflow is not None
+        kind = SelectiveSettings if self.zenflow.rule == "selective" else PredictiveSettings
+        longest = kind.of(self.zenflow).longest_interval
+        return kind.of(self.zenflow.model_copy(update={"update_interval": longest}))
+
+    @property
+    def hides_transfers(self) -> bool:
+        """Whether ZenFlow has a room on the accelerator; not given counts as yes."""
+        return self.zenflow is not None and self.zenflow.hide_transfers is not False
+
+    def accumulation_dtype(self, model: Model) -> str:
+        """Dtype in which gradients are accumulated on the accelerator."""
+        if self.zenflow is not None:
+            return "float32" if self.accumulation > 1 else model.dtype
+        return "float32" if self.accumulates_fp32 else model.dtype
+
+    def handed_over_dtype(self, model: Model) -> str:
+        """Dtype in which ZenFlow hands gradients over."""
+        return gradient_dtype(model.dtype, self.accumulation_dtype(model))
+
+    def publish_dtype(self, model: Model) -> str:
+        """Dtype in which ZenFlow's worker sends weights."""
+        return (self.zenflow and self.zenflow.publish_dtype) or model.dtype
+
+    def partition_numel(self, model: Model, ranks: Ranks) -> int:
+        """Elements of a rank's partitions together, padding included. At stage 3 every parameter has padding of its
+        own, fewer elements than there are ranks, which is not counted."""
+        alignment = ranks.count * (1 if self.partitions_weights else STARTS_ALIGNED)
+        return flat_numel(model.params, alignment) // ranks.count
+
+    def partitions(self, model: Model, ranks: Ranks) -> list[Run]:
+        """This rank's partitions in order: one at stages 1 and 2, one per sub-group at stage 3."""
+        numel = self.partition_numel(model, ranks)
+        if not self.partitions_weights or not 0 < self.sub_group_size < numel:
+            return [Run(numel, 1)]
+        whole, rest = divmod(numel, self.sub_group_size)
+        return [Run(self.sub_group_size, whole), *([Run(rest, 1)] if rest else [])]

@@ -1,0 +1,165 @@
+"""Runs ``deepspeed-ext verify``: plans the check, runs its two phases, and reports."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from deepspeed_ext.commands.verify import report
+from deepspeed_ext.commands.verify.checks import Check, check_all
+from deepspeed_ext.commands.verify.config import Plan, plan_check
+from deepspeed_ext.commands.verify.figures import Failure, Found, merge
+from deepspeed_ext.commands.verify.processes import START_RANK, Ended, Ranks
+from deepspeed_ext.commands.verify.rank import CHECKPOINT, PLAN, result_file
+from deepspeed_ext.config.file import read_json
+from deepspeed_ext.cores import accelerators
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.log import logger
+
+__all__ = ["Outcome", "run_from_cli", "verify"]
+
+RANKS_WITHOUT_ACCELERATOR = 2
+NEEDED_BYTES, FULL_BYTES = 64 << 20, 1 << 20
+"""Of the temporary folder's disk: needed before a check begins, and below which a failure is no fault of the config."""
+REFUSED = {"ValueError", "TypeError", "KeyError", "AssertionError", "NotImplementedError", "DeepSpeedConfigError"}
+"""Kinds of exceptions with which DeepSpeed and this package refuse a config."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check says, and the output of a rank that failed."""
+
+    plan: Plan
+    checks: list[Check]
+    output: str
+
+
+def run_from_cli(arguments: Any) -> tuple[str, bool]:
+    """The report for the parsed arguments, and whether nothing failed.
+
+    Raises:
+        ConfigError: the config cannot be read, or DeepSpeed refuses it.
+    """
+    config = read_json(arguments.config)
+    count = accelerators.count()
+    if arguments.ranks is not None and count and arguments.ranks > count:
+        raise ConfigError(f"--ranks {arguments.ranks}: this machine has {count} accelerator(s)")
+    ranks = arguments.ranks or count or RANKS_WITHOUT_ACCELERATOR
+    with _signals_noted() as leave:
+        how = {"steps": arguments.steps, "upstream": arguments.upstream, "limit_seconds": arguments.timeout}
+        outcome = verify(config, ranks, **how, leave=leave)
+    device = "an accelerator each" if count else "the CPU"
+    facts = (arguments.config, outcome.plan, device, outcome.checks, outcome.output)
+    text = json.dumps(report.as_json(*facts), indent=2) if arguments.json else report.as_text(*facts)
+    return text, report.passed(outcome.checks)
+
+
+@contextmanager
+def _signals_noted() -> Iterator[Callable[[], None]]:
+    """Only note signals that end this process: SIGTERM, SIGHUP of a terminal that closes, and SIGINT.
+
+    Yields what leaves the process if one has come. So none can cut the end of ranks short, or the removal of folders.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    def leave() -> None:
+        if came:
+            raise SystemExit(128 + came[0])
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]  # ignored by nohup
+    try:
+        for number in ours:
+            signal.signal(number, note)
+        yield leave
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+    leave()
+
+
+def _stay() -> None:
+    """Leave for no signal."""
+
+
+def verify(
+    config: dict[str, Any],
+    ranks: int,
+    *,
+    steps: int | None = None,
+    upstream: bool = False,
+    limit_seconds: float = 600.0,
+    start: str = START_RANK,
+    kind: type[Ranks] = Ranks,
+    leave: Callable[[], None] = _stay,
+) -> Outcome:
+    """Check a config.
+
+    Args:
+        config: the content of the config file.
+        ranks: number of processes.
+        steps: optimizer steps; None: enough for the config.
+        upstream: train with stock DeepSpeed.
+        limit_seconds: for each of the two phases.
+        start: module whose `main` runs a rank.
+        kind: how the ranks are started.
+        leave: called while ranks run; it may raise.
+
+    Raises:
+        ConfigError: the config contradicts itself, or DeepSpeed refuses it.
+        OSError: there is no room for a checkpoint of the small model.
+    """
+    with tempfile.TemporaryDirectory(prefix="deepspeed-ext-verify-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        _require_room(folder, NEEDED_BYTES)
+        plan = plan_check(config, ranks, steps, upstream, name)
+        (folder / PLAN).write_text(json.dumps(asdict(plan)))
+        logger.info("verify: training %d steps as plain AdamW and as the config says, on %d ranks", plan.steps, ranks)
+        found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds, leave)
+        _require_accepted(found)
+        resumed, after = None, None
+        if (folder / CHECKPOINT / "latest").exists() and found.movements:
+            logger.info("verify: resuming from step %d in new processes", plan.save_after)
+            resumed, after = _phase(kind(folder, "resume", ranks, start), plan, limit_seconds, leave)
+        checks = check_all(plan, found, resumed, ended.why, after.why if after is not None else "")
+        if not report.passed(checks):
+            _require_room(folder, FULL_BYTES)
+    output = ended.output or (after.output if after is not None else "")
+    return Outcome(plan, checks, output if not report.passed(checks) else "")
+
+
+def _require_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        why = f"a check needs {NEEDED_BYTES >> 20} MiB for temporary files, and {free >> 20} are free. Set TMPDIR"
+        raise OSError(errno.ENOSPC, why, str(folder.parent))
+
+
+def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], None]) -> tuple[Found, Ended]:
+    with ranks:
+        ended = ranks.wait(limit_seconds, leave)
+    files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
+    found = merge([Found.read(file) for file in files])
+    if not ended.why and found.failure is None and found.death is None:  # after a worker's death all may happen
+        wrong = [f"rank {rank} ended with status {status}" for rank, status in enumerate(ended.statuses) if status]
+        ended = replace(ended, why="; ".join(wrong[:1]))
+    return found, ended
+
+
+def _require_accepted(found: Found) -> None:
+    """Raise `ConfigError` if ``deepspeed.initialize`` refused the config."""
+    failure: Failure | None = found.failure
+    if failure is not None and failure.stage in ("plain", "initialize") and REFUSED & set(failure.kinds):
+        raise ConfigError(f"this config cannot train: {failure}")

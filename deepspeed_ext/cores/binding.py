@@ -1,0 +1,183 @@
+"""Core binding for an engine: one object, from the start of the process group to the end of training."""
+
+import os
+import weakref
+from dataclasses import dataclass, field
+
+from deepspeed_ext.adapter.undo import on_failure
+from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.cores import accelerators, process_threads, tuning_results
+from deepspeed_ext.cores.exchange import Agreement, agree, report_rank
+from deepspeed_ext.cores.plan import PlanRequest, RankPlan
+from deepspeed_ext.cores.report import plan_text
+from deepspeed_ext.cores.thread_masks import outside
+from deepspeed_ext.cores.topology import read_online
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.runtime.cgroup import read_cpuset
+from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.runtime.ranks import RankGroup, together
+
+__all__ = ["CoreBinding", "Verification"]
+
+DISABLE_VARIABLE = "DSEXT_BIND"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Threads outside the plan, and planned CPUs that are gone, as the kernel reports them."""
+
+    trainer: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Thread id -> mask, for this process."""
+    worker: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Thread id -> mask, for the optimizer process."""
+    lost: frozenset[int] = frozenset()
+    """Planned CPUs that have left the cpuset or gone offline: start the job again."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every thread is within the plan and no CPU is lost."""
+        return not (self.trainer or self.worker or self.lost)
+
+    def __str__(self) -> str:
+        """Describe in one line what is outside the plan and what to do."""
+        problems = []
+        if self.lost:
+            problems.append(
+                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this job's cpuset, and their "
+                "threads share the remaining CPUs: start the job again"
+            )
+        for name, threads in (("this process", self.trainer), ("the optimizer process", self.worker)):
+            if threads:
+                cpus = format_cpulist(frozenset().union(*threads.values()))
+                problems.append(f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}")
+        return "; ".join(problems) or "every thread is within the plan"
+
+
+class CoreBinding:
+    """This rank's core plan, applied to this process.
+
+    Call `start` on all ranks once the process group exists, start the optimizer process at `worker_placement`, call
+    `refresh` after the first optimizer step (backends and autograd start threads late), and `restore` at the end; a
+    binding that is garbage-collected is restored too. If the kernel refuses to bind threads, training continues
+    unbound, with one warning. Bindings of one process share its threads: see `process_threads`.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        self.plan: RankPlan | None = agreement.mine
+        """This rank's CPUs; None if unbound."""
+        self._release: weakref.finalize | None = None
+
+    @classmethod
+    def start(
+        cls,
+        config: CoreBindingConfig,
+        ranks: RankGroup,
+        *,
+        local_rank: int,
+        separate: bool = True,
+        pt_reserved_cores: int | float | None = None,
+        kernel: str = tuning_results.DEFAULT_KERNEL,
+    ) -> "CoreBinding":
+        """Agree on a plan with the other ranks and confine this process to it. A collective.
+
+        Args:
+            config: the ``core_binding`` section.
+            ranks: the group of all ranks of the job.
+            local_rank: this rank's number on its host.
+            separate: True if the optimizer runs in its own process, which gets part of the rank's cores. False if it
+                runs in this process, which then keeps the rank's whole share of the host.
+            pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's cores, or None.
+            kernel: name of the optimizer kernel, to find its tuning result.
+
+        Raises:
+            ConfigError: on every rank, if the settings of any rank contradict each other or its host.
+            PlanMismatchError: on every rank, if the ranks ask for different things.
+            RankError: on every rank, if anything else fails on any rank before its threads are bound.
+        """
+        off = os.environ.get(DISABLE_VARIABLE) == "0"
+        with together(ranks):
+            report, topology = report_rank(
+                ranks.rank,
+                local_rank,
+                PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
+                pci_address=None if off else accelerators.pci_address(),
+                kernel=kernel,
+                tuned=tuning_results.load_all() if config.use_tuning_result and not off else {},
+                disabled=f"{DISABLE_VARIABLE}=0" if off else None,
+            )
+        binding = cls(agree(report, topology, ranks))
+        on_failure(binding.restore)
+        for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
+            warn_once(f"core binding: {warning}")
+        if config.dry_run:
+            logger.info(f"core binding, dry run:\n{binding.summary()}")
+            binding.plan = None
+        if binding.plan is not None:
+            binding._bind_threads(binding.plan, parse_cpulist(report.allowed))
+        if binding.plan is not None and binding.agreement.leads_host:
+            logger.info(f"core binding:\n{binding.summary()}")
+        return binding
+
+    @property
+    def worker_placement(self) -> WorkerPlacement | None:
+        """Placement of the optimizer process; None if it is unbound."""
+        return WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
+
+    def _bind_threads(self, plan: RankPlan, allowed: frozenset[int]) -> None:
+        self._release = weakref.finalize(self, process_threads.release, plan)
+        self._release.atexit = False
+        try:
+            process_threads.bind(plan, allowed)
+        except Exception as error:  # if one rank raised here, the others would wait in the next collective
+            self._give_up(error)
+
+    def _give_up(self, reason: Exception) -> None:
+        wanted = self.plan.pytorch if self.plan else ()
+        self.restore()
+        warn_once(
+            f"core binding: cannot confine the threads to CPUs {list(wanted)} ({reason}); training continues unbound"
+        )
+
+    def refresh(self, worker_pid: int | None = None) -> Verification:
+        """Confine threads that started outside the plan since `start`, then `verify` and warn about what remains.
+
+        Args:
+            worker_pid: process id of the optimizer process; None if there is none.
+        """
+        if self.plan is not None:
+            try:
+                process_threads.confine_again(self.plan)
+            except Exception as error:  # as in `_bind_threads`
+                self._give_up(error)
+        found = self.verify(worker_pid)
+        if not found.ok:
+            warn_once(f"core binding: {found}")
+        return found
+
+    def verify(self, worker_pid: int | None = None) -> Verification:
+        """Compare with the plan where the kernel lets this process's and the optimizer process's threads run.
+
+        Args:
+            worker_pid: process id of the optimizer process; None if there is none.
+        """
+        if self.plan is None:
+            return Verification()
+        planned = frozenset((process_threads.in_force() or self.plan).pytorch)
+        lost = planned - ((read_cpuset() or planned) & (read_online() or planned))
+        worker = outside(self.plan.optimizer, worker_pid) if worker_pid is not None else {}
+        return Verification(outside(planned), worker, lost)
+
+    def restore(self) -> None:
+        """Restore the masks and thread counts from before `start`, unless another binding of this process goes on.
+        Idempotent; the process is then unbound, or bound as that one wants it."""
+        if self._release is not None:
+            self._release()  # does nothing the second time
+        self.plan = None
+
+    def summary(self) -> str:
+        """Describe the CPUs of each rank of this host, for a log."""
+        if self.agreement.host is None:
+            return "unbound"
+        return plan_text(self.agreement.topology, self.agreement.host)

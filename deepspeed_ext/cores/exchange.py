@@ -1,0 +1,198 @@
+"""Lets the ranks of a job agree on one core plan per host.
+
+Each rank reports what it knows about its host to the other ranks of that host. Ranks with the same boot id are on one
+host, even if host names differ: containers on one host share its CPU numbers. Every rank then computes its host's plan,
+and the hashes of the plans are compared. A rank that cannot read its host, or must not be bound, still takes part in
+every collective.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from deepspeed_ext.cores import initial_mask
+from deepspeed_ext.cores.allowed import find_allowed
+from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
+from deepspeed_ext.cores.topology import Topology, flat_topology, read_accelerator_node, read_topology
+from deepspeed_ext.cores.tuning_results import DEFAULT_KERNEL, Fingerprint
+from deepspeed_ext.errors import PlanMismatchError, UnsupportedError
+from deepspeed_ext.runtime.cgroup import CpuQuota, read_cpu_quotas
+from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.procfs import host_id
+from deepspeed_ext.runtime.ranks import RankGroup, rank_list, require_same_plan, together
+
+__all__ = ["Agreement", "RankReport", "agree", "report_rank"]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank tells the others, in few bytes: it arrives at the ranks of all hosts."""
+
+    rank: int
+    boot_id: str
+    """Identifies the running kernel, hence the host."""
+    local_rank: int
+    allowed: str
+    """List of the CPUs that this rank may use."""
+    topology_digest: str | None
+    """None if this rank cannot read its host."""
+    request: PlanRequest
+    accelerator_node: int | None = None
+    quotas: tuple[CpuQuota, ...] = ()
+    kernel: str = DEFAULT_KERNEL
+    """Optimizer kernel whose tuning result applies."""
+    tuned: Mapping[str, int] = field(default_factory=dict)
+    """Optimizer cores per rank, by `Fingerprint.key`."""
+    warnings: tuple[str, ...] = ()
+    disabled: str | None = None
+    """Why this rank must not be bound; None if it may be."""
+
+    def facts(self, local_rank: int) -> RankFacts:
+        """What the planner needs to know about this rank, under this local rank."""
+        return RankFacts(local_rank, parse_cpulist(self.allowed), self.accelerator_node, self.quotas)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The result of `agree` on one rank."""
+
+    mine: RankPlan | None
+    """None if this rank stays unbound."""
+    host: HostPlan | None
+    """Plan of this rank's host; None if the host stays unbound."""
+    topology: Topology
+    warnings: tuple[str, ...] = ()
+    leads_host: bool = True
+    """Whether this rank logs for its host."""
+
+
+def report_rank(
+    rank: int,
+    local_rank: int,
+    request: PlanRequest,
+    *,
+    pci_address: str | None = None,
+    kernel: str = DEFAULT_KERNEL,
+    tuned: Mapping[str, int] | None = None,
+    disabled: str | None = None,
+    root: Path | str = "/",
+) -> tuple[RankReport, Topology | None]:
+    """Read this rank's host and return the report and the topology.
+
+    If the host cannot be read, the topology is None and a warning in the report says why. If this rank must not be
+    bound, the host is not read.
+
+    Args:
+        rank: this rank's number in the group of all ranks.
+        local_rank: this rank's number on its host.
+        request: what the config asks for.
+        pci_address: PCI address of the rank's accelerator; None if unknown.
+        kernel: optimizer kernel whose tuning result applies.
+        tuned: optimizer cores per rank, by `Fingerprint.key`.
+        disabled: why this rank must not be bound; None if it may be.
+        root: directory that holds ``sys`` and ``proc``.
+
+    Raises:
+        ConfigError: the settings contradict each other or the host.
+    """
+    topology, node = None, None
+    quotas: tuple[CpuQuota, ...] = ()
+    warnings: tuple[str, ...] = ()
+    allowed = initial_mask.initial() or initial_mask.present()
+    try:
+        if disabled is None:
+            topology = read_topology(root)
+            found = find_allowed(topology, root)
+            allowed, warnings = found.cpus, found.warnings
+            node = read_accelerator_node(topology, pci_address, root) if pci_address else None
+            quotas = read_cpu_quotas(root)
+    except (UnsupportedError, OSError) as unreadable:
+        topology, warnings = None, (str(unreadable),)
+    report = RankReport(
+        rank=rank,
+        boot_id=host_id(root),
+        local_rank=local_rank,
+        allowed=format_cpulist(allowed),
+        topology_digest=topology.digest() if topology else None,
+        request=request,
+        accelerator_node=node,
+        quotas=quotas,
+        kernel=kernel,
+        tuned=tuned or {},
+        warnings=warnings,
+        disabled=disabled or (None if allowed else "this platform has no affinity interface"),
+    )
+    return report, topology
+
+
+def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agreement:
+    """Exchange reports, plan this host, and compare the plans. A collective: every rank of `ranks` calls it.
+
+    Args:
+        mine: this rank's report.
+        topology: this rank's host; None if it cannot be read.
+        ranks: the group of all ranks.
+
+    Raises:
+        PlanMismatchError: on every rank, if ranks asked for different things or computed different plans.
+        RankError: on every rank, if a host cannot be planned.
+    """
+    require_same_plan("core binding", mine.request, ranks)
+    found = ranks.gather_among(mine.boot_id, replace(mine, warnings=())).values()
+    with together(ranks):
+        peers = sorted(found, key=lambda report: (report.local_rank, report.rank))
+        agreement = _plan_with(mine, topology, peers)
+        # If each rank planned only for itself, there is nothing to compare.
+        is_joint = agreement.host is not None and len(agreement.host.ranks) == len(peers)
+        digest = agreement.host.digest() if agreement.host is not None and is_joint else ""
+    _require_same_host_plan(mine.boot_id, digest, ranks)
+    return agreement
+
+
+def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[RankReport]) -> Agreement:
+    """The plan of this rank's host, from the reports of all its ranks in local-rank order."""
+    position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
+    # Local ranks may repeat (ranks started by hand, several containers); positions do not.
+    facts = [peer.facts(index) for index, peer in enumerate(peers)]
+    known = topology or flat_topology(facts[position].allowed)
+    unbound = Agreement(None, None, known, mine.warnings, leads_host=position == 0)
+    if disabled := [f"rank {peer.rank}: {peer.disabled}" for peer in peers if peer.disabled]:
+        return replace(unbound, warnings=(*mine.warnings, f"no core binding on this host ({'; '.join(disabled)})"))
+    if len({peer.topology_digest for peer in peers}) == 1 and topology is not None:
+        request = _with_tuning(topology, facts, peers[0])
+        host = plan_host(topology, facts, request)
+        return replace(unbound, mine=host.ranks[position], host=host, warnings=(*mine.warnings, *host.warnings))
+    differ = "the ranks of this host see different CPUs (separate containers, or no sysfs)"
+    masks = [rank.allowed for rank in facts]
+    if sum(len(mask) for mask in masks) > len(frozenset().union(*masks)):
+        text = f"{differ} and their masks overlap: no core binding on this host"
+        return replace(unbound, warnings=(*mine.warnings, text))
+    alone = plan_host(known, [facts[position]], mine.request)
+    text = f"{differ}: each rank plans inside its own mask"
+    return replace(unbound, mine=alone.ranks[0], host=alone, warnings=(*mine.warnings, text, *alone.warnings))
+
+
+def _with_tuning(topology: Topology, facts: Sequence[RankFacts], leader: RankReport) -> PlanRequest:
+    """The request; if it leaves the split open, with the leader's tuning result for exactly this situation."""
+    request = leader.request
+    if request.pt_reserved_cores is not None or request.optimizer_cores is not None or not request.separate:
+        return request
+    return replace(request, optimizer_cores=leader.tuned.get(Fingerprint.of(topology, facts, leader.kernel).key))
+
+
+def _require_same_host_plan(boot_id: str, digest: str, ranks: RankGroup) -> None:
+    """Compare the plans' digests among the ranks of each host.
+
+    Raises:
+        PlanMismatchError: on every rank, if they differ on any host.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, plan in ranks.gather_among(boot_id, digest).items():
+        holders.setdefault(plan, []).append(rank)
+    with together(ranks):
+        if len(holders) > 1:
+            listing = "; ".join(f"{rank_list(members, ranks)}: {plan or 'none'}" for plan, members in holders.items())
+            raise PlanMismatchError(
+                f"ranks of one host computed different core plans ({listing}). "
+                "Install the same version of deepspeed_ext for all of them"
+            )

@@ -1,0 +1,143 @@
+"""Placement of the optimizer process: a new process sets its CPUs, threads and memory node before it imports torch.
+
+The parent passes the placement as one word on the command line. It need not move any of its own threads, and no numactl
+binary is needed.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_ext.cores import initial_mask
+from deepspeed_ext.cores.allowed import OMP_BINDING_VARIABLES, find_allowed
+from deepspeed_ext.cores.core_split import split_cores, within_quota
+from deepspeed_ext.cores.fair_shares import usable_cores
+from deepspeed_ext.cores.plan import RankPlan
+from deepspeed_ext.cores.topology import read_topology
+from deepspeed_ext.errors import ConfigError, UnsupportedError
+from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
+from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.procfs import numbered
+
+__all__ = ["WorkerPlacement", "can_set_memory_policy", "unbound_threads"]
+
+MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "riscv64": 237}
+
+
+@dataclass(frozen=True)
+class WorkerPlacement:
+    """CPUs and memory node of a process, which runs one thread per CPU."""
+
+    cpus: frozenset[int]
+    numa_node: int = -1
+    """NUMA node to prefer for memory; -1 for none."""
+    one_each: bool = False
+    """Whether each thread is pinned to its own CPU; for isolated CPUs."""
+
+    @classmethod
+    def of(cls, plan: RankPlan) -> "WorkerPlacement":
+        """Return the placement of a rank's optimizer process."""
+        return cls(frozenset(plan.optimizer), plan.optimizer_node, "isolated" in plan.flags)
+
+    def __str__(self) -> str:
+        """Return one word for a command line: ``8-15@0`` is CPUs 8 to 15 with memory on node 0."""
+        return f"{format_cpulist(self.cpus)}@{self.numa_node}{'!' if self.one_each else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> "WorkerPlacement":
+        """Parse what `__str__` wrote.
+
+        Raises:
+            ValueError: the text is not a placement.
+        """
+        cpus, _, node = text.partition("@")
+        return cls(parse_cpulist(cpus), int(node.rstrip("!")), text.endswith("!"))
+
+    @property
+    def threads(self) -> int:
+        """Number of threads: one per CPU."""
+        return max(1, len(self.cpus))
+
+    def environment(self) -> dict[str, str]:
+        """Return environment variables that give later loaded OpenMP runtimes one thread per CPU."""
+        threads = str(len(self.cpus))
+        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        if self.one_each:
+            variables |= {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in sorted(self.cpus))}
+        return variables
+
+    def bind_process(self, environ: MutableMapping[str, str] = os.environ) -> str | None:
+        """Bind every thread of the calling process to this placement.
+
+        OpenMP reads the environment when torch is imported. If a start-up hook of this Python did that already, its
+        threads are still bound to the CPUs, but not to one each.
+
+        Args:
+            environ: the environment to change.
+
+        Returns:
+            A message for the parent to log if binding failed; else None. The thread count is set in either case.
+        """
+        for name in OMP_BINDING_VARIABLES:
+            environ.pop(name, None)
+        environ.update(self.environment())
+        try:
+            for tid in (0, *(tid for tid, _ in numbered(Path("/proc/self/task"), ""))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(tid, self.cpus)
+        except (OSError, AttributeError) as error:
+            return f"cannot bind to CPUs {format_cpulist(self.cpus)}: {error}"
+        if self.numa_node >= 0:
+            _prefer_memory_of(self.numa_node)
+        got = frozenset(os.sched_getaffinity(0))
+        if got != self.cpus:
+            return f"asked for CPUs {format_cpulist(self.cpus)}, got {format_cpulist(got)}"
+        return None
+
+
+def _prefer_memory_of(node: int) -> None:
+    """Prefer memory of ``node``.
+
+    A strict policy could end in out-of-memory kills. Some sandboxes refuse the call; then first touch decides.
+    """
+    number = SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return
+    bits = ctypes.sizeof(ctypes.c_ulong) * 8
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    # The kernel reads one bit less than the number that it is given.
+    ctypes.CDLL(None).syscall(number, MPOL_PREFERRED, mask, len(mask) * bits + 1)
+
+
+def can_set_memory_policy() -> bool:
+    """Whether the kernel lets this process set its memory policy; resets the policy to the default."""
+    number = SET_MEMPOLICY.get(platform.machine())
+    return number is not None and ctypes.CDLL(None).syscall(number, MPOL_DEFAULT, None, 0) == 0
+
+
+def unbound_threads(reserved: int | float | None, local_ranks: int) -> int:
+    """Return the number of threads for an unbound optimizer process: as many as a plan would give it cores, at least 1.
+
+    Args:
+        reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
+        local_ranks: number of ranks on this host, which share its cores evenly.
+    """
+    sharers, quota = max(1, local_ranks), read_cpu_quota_cores()
+    rank_cores = within_quota(max(1, _count_cores() // sharers), None if quota is None else quota / sharers)
+    _, optimizer = split_cores(rank_cores, reserved)
+    return optimizer
+
+
+def _count_cores() -> int:
+    """Count the physical cores that a plan could use; CPUs if the host does not describe its cores."""
+    try:
+        topology = read_topology()
+        return len(usable_cores(topology, find_allowed(topology).cpus))
+    except (ConfigError, UnsupportedError):
+        return len(initial_mask.initial() or initial_mask.present()) or os.cpu_count() or 1

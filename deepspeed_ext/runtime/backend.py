@@ -1,0 +1,35 @@
+"""The public parts of DeepSpeed: its communication and its accelerator, and facts that launchers tell.
+
+Outside of `deepspeed_ext.adapter`, this is the only module that imports DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+__all__ = ["dist", "get_accelerator", "group_timeout_seconds", "local_rank", "local_world_size"]
+
+
+def local_rank() -> int:
+    """Return this rank's number on its host, from the launcher's environment variable."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this host, from the launcher's environment variables."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def group_timeout_seconds(group: Any) -> float:
+    """Return the timeout of collectives of `group` (None: all ranks); infinite if the backend reports none."""
+    group = torch.distributed.group.WORLD if group is None else group
+    try:
+        backend = group._get_backend(torch.device(get_accelerator().current_device_name()))
+        return backend.options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return float("inf")

@@ -1,0 +1,134 @@
+"""Measures accelerator memory and allocates buffers on the accelerator and the host.
+
+Free accelerator memory is what this process can allocate: the device's free memory plus unused memory of the caching
+allocator. It does not come from the management library (NVML), which ignores device masks, MIG slices and this
+process's cache. On the CPU accelerator, all ranks of a host allocate at the same time from what is available within the
+control group's limit, so each has an equal share of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
+from deepspeed_ext.runtime.host_memory import available_host_bytes, total_host_bytes
+from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.profiling import in_profile
+from deepspeed_ext.runtime.ranks import RankGroup, raise_together
+
+__all__ = [
+    "accelerator_empty",
+    "can_page_lock",
+    "free_accelerator_bytes",
+    "host_empty",
+    "is_out_of_memory",
+    "total_accelerator_bytes",
+    "try_on_all_ranks",
+]
+
+T = TypeVar("T")
+
+_REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+def free_accelerator_bytes() -> int:
+    """Return the bytes of accelerator memory that this process can allocate now on its current device."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return available_host_bytes() // local_world_size()
+    info = getattr(torch.get_device_module(accelerator.device_name()), "mem_get_info", None)
+    if info is None:
+        return int(accelerator.available_memory())
+    free, _ = info()
+    return int(free) + int(accelerator.memory_reserved()) - int(accelerator.memory_allocated())
+
+
+def total_accelerator_bytes() -> int:
+    """Return the total bytes of memory of the current device; on the CPU accelerator, this rank's share."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return total_host_bytes() // local_world_size()
+    return int(accelerator.total_memory())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that an allocation did not fit, on an accelerator or on the host, page-locked or not.
+
+    A refusal of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked memory, is recognised
+    by its text: torch has no type for it, or one for all errors of the runtime.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _REFUSALS)
+
+
+def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate an uninitialised 1-D tensor of `numel` elements on `device`."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
+    """Allocate an uninitialised 1-D tensor of `numel` elements in host memory, page-locked if `pin` and possible.
+
+    It is allocated page-locked at once, without a pageable copy. If the accelerator refuses, which happens long before
+    the host is full, the tensor is pageable, with one warning: copies are then slower and synchronous.
+    """
+    buffer = _page_locked(numel, dtype) if pin else None
+    if buffer is None:
+        buffer = torch.empty(numel, dtype=dtype, device="cpu")
+    return buffer
+
+
+def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Allocate an uninitialised 1-D page-locked tensor; None if it does not fit."""
+    try:
+        return get_accelerator().pin_empty(numel, dtype=dtype)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    warn_once(
+        "host memory could not be page-locked, so copies to and from the accelerator are slower. "
+        "Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1) or free host memory"
+    )
+    return None
+
+
+@functools.cache
+def can_page_lock() -> bool:
+    """Whether the accelerator page-locks host memory; the CPU accelerator usually does not."""
+    probe = _page_locked(1, torch.uint8)
+    return probe is not None and bool(get_accelerator().is_pinned(probe))
+
+
+def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T | None:
+    """Call `attempt`, which must contain no collective, on every rank. A collective.
+
+    Args:
+        name: the work in a profile, ``deepspeed_ext.<name>``.
+        attempt: this rank's work.
+        ranks: the ranks; all of them call this.
+
+    Returns:
+        The result of `attempt`; None on all ranks if any rank ran out of memory.
+
+    Raises:
+        DeepSpeedExtError: on every rank, if `attempt` raised another error on any rank.
+    """
+    result, error, refused = None, None, False
+    try:
+        with in_profile(name):
+            result = attempt()
+    except Exception as caught:
+        if is_out_of_memory(caught):
+            refused = True
+        else:
+            error = caught
+    raise_together(ranks, error)
+    return result if ranks.all(not refused) else None

@@ -1,0 +1,384 @@
+"""Keeps the ranks in agreement: equal plans, and the same error on every rank.
+
+Two rules prevent that one rank fails and the others wait forever in a collective:
+
+- Ranks compare plans before they use them (`require_same_plan`).
+- An error on one rank is raised on every rank. Our code without collectives runs inside `together`, which ends with a
+  collective. Code that DeepSpeed calls between two of its own collectives must continue to the next one. It keeps its
+  error in a `KeptError`, which is raised on every rank at the next point that all ranks reach.
+
+A `together` may hold collectives if an agreement of the same ranks comes directly before each of them: another
+`together`, `raise_together` or `require_same_plan`. A rank that fails in between then meets the others at their next
+agreement. If a part needs another process group, it is a `section`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed_ext import errors
+from deepspeed_ext.errors import DeepSpeedExtError, PlanMismatchError, RankError
+from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.cpulist import format_cpulist
+
+__all__ = [
+    "MOST_TOLD",
+    "KeptError",
+    "RankGroup",
+    "agreed",
+    "all_gather_single",
+    "raise_together",
+    "rank_list",
+    "require_same_plan",
+    "section",
+    "together",
+]
+
+MOST_TOLD = 8
+"""Most different plans or errors in one message, however many ranks have another one."""
+
+_FAILED, _FLAGGED, _FINE = range(3)
+"""What a rank says in an agreement. The least of all ranks counts."""
+_SCRATCH_NUMEL = 8
+all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+_SHOWN_BEFORE, _SHOWN = 100, 1000
+"""Characters of a plan in a message: before the first difference, and in all."""
+
+Failure = TypeVar("Failure", bound=Exception)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A process group, with this rank's number and the device for communication.
+
+    Attributes:
+        group: the torch.distributed process group; None: all ranks.
+        rank: this rank's number in the group.
+        size: number of ranks in the group.
+        device: device of the tensors that the group's backend communicates.
+        scratch: 1-D int64 on `device`, for `minimum` if memory is short. None: `minimum` allocates its tensor.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    device: torch.device
+    scratch: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, group: Any, device: torch.device | None = None, *, keeps_scratch: bool = False) -> RankGroup:
+        """Look up rank and size of `group` (None: all ranks); with `keeps_scratch`, allocate `scratch`.
+
+        Without a `device`, it is the accelerator's current one.
+        """
+        device = device or torch.device(get_accelerator().current_device_name())
+        scratch = torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device) if keeps_scratch else None
+        return cls(group, dist.get_rank(group=group), dist.get_world_size(group=group), device, scratch)
+
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """This process as the only rank; needs no process group."""
+        return cls(None, 0, 1, torch.device("cpu"))
+
+    @property
+    def backend(self) -> Any:
+        """Torch's backend that communicates tensors on `device`."""
+        group: Any = torch.distributed.group.WORLD if self.group is None else self.group
+        return group._get_backend(self.device)
+
+    def global_rank(self, rank: int) -> int:
+        """Return the number among all ranks of the group's `rank`."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def minimum(self, *values: int) -> tuple[int, ...]:
+        """Return the elementwise minimum of `values` over the ranks. A collective."""
+        if self.size == 1:
+            return values
+        tensor = self._on_device(values)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
+        return tuple(tensor.tolist())
+
+    def largest(self, value: int) -> tuple[int, int]:
+        """Return the largest of the ranks' values, and the lowest rank that has it. A collective.
+
+        Args:
+            value: not negative; times the number of ranks, it fits into 63 bits.
+        """
+        found = self.minimum(self.rank - value * self.size)[0]
+        owner = found % self.size
+        return (owner - found) // self.size, owner
+
+    def all(self, flag: bool) -> bool:
+        """Whether `flag` is true on every rank. A collective."""
+        return bool(self.minimum(int(flag))[0])
+
+    def equal(self, value: Any) -> bool:
+        """Whether `value` has the same ``repr`` on every rank. A collective."""
+        number = _number(value)
+        low, high = self.minimum(number, -number)
+        return low == -high
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by its sum over the ranks. A collective."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every rank's `tensor` in rank order, [ranks, ...]; all have one shape and dtype. A collective."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        found = tensor.new_empty(self.size, *tensor.shape)
+        all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=self.group)
+        return found
+
+    def broadcast(self, value: Any, owner: int = 0) -> Any:
+        """Return the value of rank `owner`, any object that pickles. A collective."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=self.global_rank(owner), group=self.group, device=self.device)
+        return values[0]
+
+    def distinct(self, value: Any, most: int | None = None) -> list[tuple[Any, list[int]]]:
+        """Return the different values of the ranks, told apart by their ``repr``, each with its ranks. A collective.
+
+        Each value travels once, from the lowest of its ranks; ranks with the same value exchange only 16 bytes.
+
+        Args:
+            value: this rank's value, any object that pickles.
+            most: values to return; ranks with others are left out.
+
+        Returns:
+            The values in the order of the lowest rank that has them.
+        """
+        if self.equal(value):
+            return [(value, list(range(self.size)))]
+        holders: dict[int, list[int]] = {}
+        numbers = self.all_gather(self._on_device((_number(value),)).clone())
+        for rank, number in enumerate(numbers.view(-1).tolist()):
+            holders.setdefault(number, []).append(rank)
+        return [(self.broadcast(value, ranks[0]), ranks) for ranks in list(holders.values())[:most]]
+
+    def gather_among(self, key: Any, value: Any) -> dict[int, Any]:
+        """Return the values of the ranks with this rank's `key`, by rank. A collective.
+
+        All values arrive here, but those of ranks with other keys are not even unpickled: keep them small.
+
+        Args:
+            key: compared by its ``repr``.
+            value: any object that pickles.
+        """
+        if self.size == 1:
+            return {0: value}
+        content, number = pickle.dumps(value), _number(key)
+        heads = self.all_gather(self._on_device((number, len(content))).clone()).cpu()
+        sent = torch.zeros(int(heads[:, 1].max()), dtype=torch.uint8, device="cpu")
+        sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        contents = self.all_gather(sent.to(self.device)).cpu()
+        members = (heads[:, 0] == number).nonzero().view(-1).tolist()
+        return {rank: pickle.loads(bytes(contents[rank, : heads[rank, 1]].tolist())) for rank in members}
+
+    def _on_device(self, values: tuple[int, ...]) -> torch.Tensor:
+        """`values` as a 1-D int64 tensor on the device, in `scratch` if there is one."""
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+        if self.scratch is not None and len(values) <= _SCRATCH_NUMEL:
+            return self.scratch[: len(values)].copy_(tensor)
+        return tensor.to(self.device)
+
+
+def raise_together(
+    ranks: RankGroup,
+    error: Exception | None,
+    otherwise: type[DeepSpeedExtError] | None = RankError,
+    *,
+    flag: bool = False,
+) -> bool:
+    """Raise one error on every rank if any rank has one. A collective, unless `error` was already raised on every rank.
+
+    Args:
+        ranks: the ranks; all of them call this.
+        error: this rank's error, of any type; None if it has none.
+        otherwise: type to raise for an error that is not a `DeepSpeedExtError`. None: `RankError`, but if every rank
+            has an error and all are of one type, each rank raises its own.
+        flag: what this rank tells the others beside its error, without another collective.
+
+    Returns:
+        Whether `flag` is true on any rank.
+
+    Raises:
+        DeepSpeedExtError: on every rank, with the same type and message. The type is that of the lowest rank with an
+            error. The message gives every rank's error with the rank's number.
+    """
+    if isinstance(error, DeepSpeedExtError) and error.agreed >= ranks.size:
+        raise error
+    least = ranks.minimum(_FAILED if error is not None else _FLAGGED if flag else _FINE)[0]
+    if least != _FAILED:
+        return least == _FLAGGED
+    if error is not None and ranks.size == 1 and (otherwise is None or isinstance(error, DeepSpeedExtError)):
+        raise agreed(error, ranks)
+    if error is not None:  # its frames may hold tensors, and memory may be short
+        traceback.clear_frames(error.__traceback__)
+    mine = None if error is None else _Told.of(error, ranks, otherwise or RankError)
+    is_common = ranks.equal(mine and mine.own)  # always asked: the ranks may meet here from different agreements
+    if is_common and error is not None and otherwise is None:
+        raise agreed(error, ranks)
+    found = ranks.distinct(mine, MOST_TOLD + 1)  # "no error" may be one of them
+    told = [(each, on_ranks) for each, on_ranks in found if each is not None]
+    holders: dict[tuple[str, bool], list[int]] = {}
+    for each, on_ranks in told:
+        holders.setdefault((each.message, each.names_ranks), []).extend(on_ranks)
+    texts = [
+        message if names_ranks else f"{rank_list(on_ranks, ranks)}: {message}"
+        for (message, names_ranks), on_ranks in holders.items()
+    ]
+    if sum(len(on_ranks) for _, on_ranks in found) < ranks.size:
+        texts.append("further ranks have others")
+    raise agreed(getattr(errors, told[0][0].kind)("; ".join(texts)), ranks) from error
+
+
+def agreed(error: Failure, ranks: RankGroup) -> Failure:
+    """Return `error`, marked as raised on all of `ranks`."""
+    if isinstance(error, DeepSpeedExtError):
+        error.agreed = ranks.size
+    return error
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What one rank tells the others about its error.
+
+    Attributes:
+        kind: name of the type to raise.
+        own: name of the error's own type.
+        message: the message, without the rank's number.
+        names_ranks: whether the message says on which ranks it happened.
+    """
+
+    kind: str
+    own: str
+    message: str
+    names_ranks: bool
+
+    @classmethod
+    def of(cls, error: Exception, ranks: RankGroup, otherwise: type[DeepSpeedExtError]) -> _Told:
+        own = type(error).__name__
+        if not isinstance(error, DeepSpeedExtError):
+            return cls(otherwise.__name__, own, f"{own}: {' '.join(str(error).split())}", False)
+        names_ranks, here = error.agreed > 1, f"rank {ranks.global_rank(ranks.rank)}: "
+        return cls(own, own, str(error) if names_ranks else str(error).removeprefix(here), names_ranks)
+
+
+def rank_list(members: list[int], ranks: RankGroup) -> str:
+    """Name `members` of `ranks` by their numbers among all ranks, such as ``ranks 0-511, 513``."""
+    numbers = format_cpulist(map(ranks.global_rank, members)).replace(",", ", ")
+    return f"rank{'s' if len(members) > 1 else ''} {numbers}"
+
+
+@contextmanager
+def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] | None = RankError) -> Iterator[None]:
+    """Raise an error of the block on every rank; see `raise_together`. The end of the block is a collective.
+
+    The block must contain no collective, unless an agreement of `ranks` comes directly before it: if a rank failed
+    before it, the others would wait.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    raise_together(ranks, error, otherwise)
+
+
+@contextmanager
+def section(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
+    """Run a block of `inner`'s collectives inside a ``together(outer)``. The beginning and the end are collectives.
+
+    A rank of `outer` that failed before the block meets the others at its beginning; an error inside the block is
+    raised on all ranks of `inner`.
+    """
+    raise_together(outer, None)
+    with together(inner, otherwise=None):
+        yield
+
+
+class KeptError:
+    """Keeps the first error of code that must not raise yet, because the other ranks continue to a collective.
+
+    Attributes:
+        error: the error; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def note(self, error: Exception) -> None:
+        """Keep `error`, unless one is kept already."""
+        self.error = self.error or error
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep an error that the block raises, and continue after the block."""
+        try:
+            yield
+        except Exception as caught:
+            self.note(caught)
+
+    def take(self) -> Exception | None:
+        """Return the error and keep it no longer; for `raise_together`."""
+        error, self.error = self.error, None
+        return error
+
+    def raise_here(self) -> None:
+        """Raise the error, if there is one, and keep it no longer; for use inside `together`."""
+        if (error := self.take()) is not None:
+            raise error
+
+
+def _number(value: Any) -> int:
+    """A number of 63 bits for the ``repr`` of `value`: ranks with equal values have equal numbers."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
+
+
+def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
+    """Compare `plan` over the ranks, by its ``repr``. A collective, which begins with an agreement.
+
+    Args:
+        what: what the plan is for, for the message.
+        plan: this rank's plan.
+        ranks: the ranks; all of them call this.
+
+    Raises:
+        PlanMismatchError: on every rank, with differing plans and their ranks.
+    """
+    if ranks.size == 1:
+        return
+    with together(ranks):
+        text = repr(plan)
+    found = ranks.distinct(text, MOST_TOLD)
+    if len(found) == 1:
+        return
+    ended = (f"{each}\0" for each, _ in found)
+    alike = next((at for at, letters in enumerate(zip(*ended, strict=False)) if len(set(letters)) > 1), 0)
+    start = max(0, alike - _SHOWN_BEFORE)
+    listing = "; ".join(f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found)
+    if left := ranks.size - sum(len(members) for _, members in found):
+        listing += f"; and others on {left} more ranks"
+    raise agreed(
+        PlanMismatchError(
+            f"the ranks have different plans for {what}: {listing}. "
+            "Give every rank the same config, model and environment variables"
+        ),
+        ranks,
+    )
+
+
+def _excerpt(text: str, start: int) -> str:
+    end = start + _SHOWN
+    return f"{'...' if start else ''}{text[start:end]}{'...' if len(text) > end else ''}"

@@ -1,0 +1,252 @@
+"""Selects blocks of a flat partition and runs Adam on them.
+
+A partition of n elements is divided into blocks of `block_size` contiguous elements; the last may be shorter. Parameter
+shapes play no role: selecting blocks reaches the same loss as selecting columns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.zenflow.compiled import COMPILED_FROM_NUMEL, compiled
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+
+__all__ = ["AdamBlocks", "BlockSet", "BlocksOfRanks", "step_blocks"]
+
+Number = float | torch.Tensor
+
+_CHUNK_BLOCKS = 1 << 14
+
+
+class BlockSet:
+    """A set of blocks, applicable to any partition of n elements.
+
+    Args:
+        ids: block numbers, 1-D int64, ascending, on the device where the blocks are used.
+        numel: n.
+        block_size: elements per block.
+    """
+
+    def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
+        self.ids = ids
+        self.block_size = block_size
+        self._whole = numel // block_size
+        self._tail = numel % block_size
+        self._has_tail = bool(self._tail and ids.numel() and int(ids[-1]) == self._whole)
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+    def take(self, flat: torch.Tensor) -> torch.Tensor:
+        """Gather the set's blocks from a flat tensor.
+
+        Args:
+            flat: 1-D [n], any dtype, any device.
+
+        Returns:
+            [len(self), block_size], on the device of `flat`, one row per block; a short block is padded with zeros.
+        """
+        whole, ids = self._split(flat)
+        rows = whole.index_select(0, ids)
+        if not self._has_tail:
+            return rows
+        tail = torch.nn.functional.pad(flat[whole.numel() :], (0, self.block_size - self._tail))
+        return torch.cat([rows, tail.view(1, -1)])
+
+    def put(self, flat: torch.Tensor, rows: torch.Tensor) -> None:
+        """Scatter blocks into a flat tensor, in place.
+
+        Args:
+            flat: 1-D [n], any dtype, any device.
+            rows: [len(self), block_size], any dtype and device.
+        """
+        rows = rows.to(flat.device, flat.dtype)
+        whole, ids = self._split(flat)
+        whole.index_copy_(0, ids, rows[: ids.numel()])
+        if self._has_tail:
+            flat[whole.numel() :] = rows[-1, : self._tail]
+
+    def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View the whole blocks of `flat` as rows; also return the set's whole-block numbers, on `flat`'s device."""
+        ids = self.ids[:-1] if self._has_tail else self.ids
+        return flat[: self._whole * self.block_size].view(-1, self.block_size), ids.to(flat.device)
+
+
+class BlocksOfRanks:
+    """As many blocks of each rank, applicable to the partitions of all ranks, of n elements each.
+
+    Args:
+        ids: block numbers, [ranks, k] int64, ascending in each row, on the device where the blocks are used. A number
+            may come several times, but not that of a short last block.
+        numel: n.
+        block_size: elements per block.
+    """
+
+    def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._shape = numel // block_size, block_size
+        rows = torch.arange(len(ids), dtype=torch.int64, device=ids.device)[:, None].expand_as(ids)
+        is_whole = ids < self._shape[0]
+        self._tails = (~is_whole).any(1).nonzero().view(-1)
+        self._which = None if not len(self._tails) else is_whole
+        self._rows, self._ids = (rows, ids) if self._which is None else (rows[is_whole], ids[is_whole])
+
+    def put(self, flats: torch.Tensor, values: torch.Tensor) -> None:
+        """Scatter blocks into the partitions, in place and in a number of operations that is independent of the ranks.
+
+        Args:
+            flats: [ranks, n], any dtype, on the device of the numbers.
+            values: [ranks, k, block_size], the same dtype and device. Those of one block are equal.
+        """
+        whole = self._shape[0] * self.block_size
+        if whole:
+            flats[:, :whole].unflatten(1, self._shape)[self._rows, self._ids] = (
+                values if self._which is None else values[self._which]
+            )
+        if len(self._tails):  # its block is the last one of the row
+            flats[self._tails, whole:] = values[self._tails, -1, : flats.shape[1] - whole]
+
+
+@dataclass
+class AdamBlocks:
+    """Adam's state of a `BlockSet` of k blocks, outside the partition's own arrays.
+
+    Attributes:
+        blocks: the set.
+        p, m, v: fp32 [k, block_size], one row per block.
+        updates: int32 [k], number of updates each block has had.
+    """
+
+    blocks: BlockSet
+    p: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    updates: torch.Tensor
+
+    @torch.no_grad()
+    def step(self, grad: torch.Tensor, grad_scale: float, step: AdamStep) -> torch.Tensor:
+        """Take one Adam step with ``grad_scale * grad``.
+
+        Computed in fp32 on grad's device as `kernel.adam_pass` defines it, with each block's own update count. State
+        that lives on another device is copied there and back. ``step.step`` and ``step.grad_scale`` are not used.
+
+        Args:
+            grad: [k, block_size], any float dtype, any device.
+            grad_scale: multiplies the gradient.
+            step: the hyperparameters.
+
+        Returns:
+            The new p, fp32 [k, block_size], on grad's device. Compute weights from this tensor, not from the attribute
+            `p`: that may be page-locked host memory which the asynchronous copy back has not reached. If the host reads
+            it, or converts it in a copy, it may see the previous step or a mixture.
+        """
+        state_device, device = self.p.device, grad.device
+        p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
+        updates.add_(1)
+        times = updates[:, None].float()
+        correction1, correction2 = (_bias_correction(times, beta) for beta in (step.beta1, step.beta2))
+        run = compiled(step_rows) if grad.numel() >= COMPILED_FROM_NUMEL else step_rows
+        run(
+            *(p, m, v, grad, correction1, correction2.sqrt_(), grad_scale),
+            *(step.lr, 1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps),
+            step.weight_decay if step.weight_decay and not step.decoupled else None,
+            1.0 - step.lr * step.weight_decay if step.weight_decay and step.decoupled else None,
+        )
+        if state_device != device:
+            for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
+                own.copy_(new, non_blocking=True)
+        return p
+
+
+def step_rows(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    correction1: torch.Tensor,
+    correction2_sqrt: torch.Tensor,
+    grad_scale: Number,
+    lr: Number,
+    weight1: Number,
+    beta2: Number,
+    weight2: Number,
+    eps: Number,
+    l2: Number | None,
+    decay: Number | None,
+) -> None:
+    """Take one Adam step of p, m, v in place: the arithmetic of `AdamBlocks.step`, which `compiled` makes one pass.
+
+    Compiled, the last bit of p, m and v may differ, because torch's own operations round a product and a sum once.
+
+    Args:
+        p, m, v: fp32 [k, block_size].
+        grad: [k, block_size], any float dtype.
+        correction1, correction2_sqrt: 1 - beta1^t and sqrt(1 - beta2^t) of each block, fp32 [k, 1].
+        grad_scale: multiplies the gradient.
+        lr, beta2, eps: Adam's.
+        weight1, weight2: 1 - beta1 and 1 - beta2.
+        l2: weight decay that is added to the gradient; None: none.
+        decay: factor of p under decoupled weight decay; None: none.
+    """
+    g = grad.float() * grad_scale
+    if l2 is not None:
+        g.add_(p * l2)
+    m.lerp_(g, weight1)
+    _add_product(v.mul_(beta2), g, g, weight2)
+    if decay is not None:
+        p.mul_(decay)
+    denominator = v.sqrt().div_(correction2_sqrt).add_(eps)
+    _add_quotient(p, m / correction1, denominator, -lr)
+
+
+def _bias_correction(times: torch.Tensor, beta: float) -> torch.Tensor:
+    """``1 - beta ** times``, by expm1: for small exponents the difference would lose digits to cancellation in fp32."""
+    return -torch.expm1(times * math.log(beta)) if beta else torch.ones_like(times)
+
+
+def _add_product(target: torch.Tensor, one: torch.Tensor, other: torch.Tensor, factor: Number) -> None:
+    if isinstance(factor, float):
+        target.addcmul_(one, other, value=factor)
+    else:
+        target.addcmul_(one * factor, other)
+
+
+def _add_quotient(target: torch.Tensor, above: torch.Tensor, below: torch.Tensor, factor: Number) -> None:
+    if isinstance(factor, float):
+        target.addcdiv_(above, below, value=factor)
+    else:
+        target.addcdiv_(above * factor, below)
+
+
+@torch.no_grad()
+def step_blocks(
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    block_size: int,
+    counts: torch.Tensor,
+    without: torch.Tensor | None,
+    gradient: torch.Tensor,
+    step: AdamStep,
+) -> None:
+    """Take one Adam step of p, m, v in place, for all blocks except some.
+
+    Args:
+        state: p, m, v; 1-D fp32 [n], host.
+        block_size: elements per block.
+        counts: updates that each block has had; 1-D int32 [blocks], host.
+        without: numbers of the blocks that keep their state; 1-D int64. None: no exception.
+        gradient: 1-D [n], any float dtype, host.
+        step: the constants; its grad_scale multiplies the gradient.
+    """
+    chosen = torch.ones(counts.numel(), dtype=torch.bool, device="cpu")
+    if without is not None:
+        chosen[without] = False
+    for ids in chosen.nonzero().view(-1).split(_CHUNK_BLOCKS):
+        blocks = BlockSet(ids, state[0].numel(), block_size)
+        p, m, v = (blocks.take(array) for array in state)
+        AdamBlocks(blocks, p, m, v, counts[ids].clone()).step(blocks.take(gradient), step.grad_scale, step)
+        for array, rows in zip(state, (p, m, v), strict=True):
+            blocks.put(array, rows)

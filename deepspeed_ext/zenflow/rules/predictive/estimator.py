@@ -1,0 +1,222 @@
+"""Estimates updates that are still in flight, by elementwise arithmetic on a flat partition, on any device.
+
+This docstring is the one place where the formulas are written out. Symbols are as in the glossary of
+`deepspeed_ext.zenflow`; b1, b2 are Adam's betas, wd is the weight decay.
+
+Let p, m, v be the worker's newest result, after update t. S gradients g_1 .. g_S follow (S is the interval), which Adam
+will use in updates t_j = t + j. A gradient enters m with weight 1 - b1 and then decays by b1 per update. After n
+updates it has moved the weights by ``lr q_j (1 - b1) E(t_j, n)``. The momentum already in m moves them by
+``lr M(t, n) m / d``::
+
+    E(t, n) = sum_(l=0..n-1) b1^l / (1 - b1^(t+l))        M(t, n) = sum_(i=1..n) b1^i / (1 - b1^(t+i))
+
+    d = sqrt(v / (1 - b2^t)) + eps            d_b = d with the mean of v over the element's block
+    q_j = clamp(c_j g_j / d_b, -K, K)         K = CLAMP = 4.5
+
+q uses d_b because the mean of v is all that the accelerator knows of v. It is clamped because that mean says little
+about an element that dominates its block, and no Adam update is much larger than K lr. v is taken as constant over
+these few updates.
+
+At the end of an interval the weights must serve the next S steps, whose own result will again arrive one interval
+later. So they are extrapolated to the mean position of the next interval: S + k updates ahead, averaged over
+k = 0 .. S - 1::
+
+    y = (1 - S lr wd) p - lr mean_k M(t, S + k) m / d                                        (AdamW)
+    y = p - lr mean_k M(t, S + k) m / d - A clamp(wd p / d_b, -K, K)                         (Adam with L2)
+
+    A = sum_j a_j        a_j = lr (1 - b1) mean_k E(t_j, S - j + 1 + k)
+    D = sum_j a_j q_j
+    W = round(y - D)
+
+round() converts to the dtype of the weights. The L2 term: under Adam with L2 regularization each of the S gradients in
+flight gets the addend wd p, which is known beforehand. It is estimated like a gradient, with d_b and clamped, because
+gradient and L2 term may cancel; the element's own d is then close to zero, and dividing by it would blow the term up.
+
+The worker computes y in the same pass as the update. D is accumulated on the accelerator as the gradients arrive.
+Within an interval, after step j < S, the weights also move at once, by ``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``.
+For S = 1 and AdamW, y = (1 - lr wd) p - lr b1/(1 - b1^(t+1)) m / d and W = round(y - lr (1 - b1)/(1 - b1^(t+1)) q): the
+exact update, except for the block mean of v, its age of one update, and the clamp. None of this ever enters p, m or v,
+so errors do not accumulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.zenflow.compiled import COMPILED_FROM_NUMEL, compiled
+from deepspeed_ext.zenflow.rules.predictive import elementwise
+from deepspeed_ext.zenflow.rules.predictive.elementwise import CLAMP
+from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
+
+__all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"]
+
+_CHUNK_NUMEL = {"cpu": 1 << 18}
+
+
+def _correction(beta: float, t: int) -> float:
+    return 1.0 / (1.0 - beta**t)
+
+
+def _effect(beta1: float, t: int, updates: int) -> float:
+    """E(t, n) of the module docstring."""
+    return sum(beta1**i * _correction(beta1, t + i) for i in range(updates))
+
+
+def _momentum(beta1: float, t: int, updates: int) -> float:
+    """M(t, n) of the module docstring."""
+    return sum(beta1**i * _correction(beta1, t + i) for i in range(1, updates + 1))
+
+
+def publish_ahead(last: AdamStep, interval: int) -> Publish:
+    """How y follows from p, m, v when the next result is `interval` steps away.
+
+    Args:
+        last: constants of the newest update.
+        interval: S of the module docstring.
+    """
+    ahead = range(interval)
+    momentum = sum(_momentum(last.beta1, last.step, interval + k) for k in ahead) / interval
+    drift = 0.0
+    if not last.decoupled and last.weight_decay:
+        # The L2 term of the module docstring; the sum is A.
+        drift = sum(drift_coefficient_of(last, last.step + j, j, interval) for j in range(1, interval + 1))
+    return Publish(
+        p_factor=1.0 - interval * last.lr * last.weight_decay if last.decoupled else 1.0,
+        m_factor=last.lr * momentum,
+        l2_factor=drift * last.weight_decay,
+        l2_bound=drift * CLAMP,
+        bias_correction2_sqrt=last.bias_correction2_sqrt,
+        eps=last.eps,
+    )
+
+
+def drift_coefficient_of(step: AdamStep, t: int, position: int, interval: int) -> float:
+    """a_j of the module docstring: the coefficient of q in D.
+
+    Args:
+        step: the hyperparameters.
+        t: number of the update that uses the gradient.
+        position: j, from 1.
+        interval: S.
+    """
+    ahead = range(interval)
+    effect = sum(_effect(step.beta1, t, interval - position + 1 + k) for k in ahead) / interval
+    return step.lr * (1.0 - step.beta1) * effect
+
+
+def drift_coefficient(step: AdamStep, position: int, interval: int) -> float:
+    """`drift_coefficient_of` for the gradient of the update ``step.step``."""
+    return drift_coefficient_of(step, step.step, position, interval)
+
+
+def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
+    """Coefficient of q by which the weights move at once, after step `position` (from 1) < `interval`."""
+    left = range(1, interval - position + 1)
+    effect = sum(_effect(step.beta1, step.step, i) for i in left) / len(left)
+    return step.lr * (1.0 - step.beta1) * effect
+
+
+class Estimator:
+    """Computes weights from the published y and the gradients in flight.
+
+    Large partitions are one compiled pass if all of it is on one device. Others are processed in chunks, which keeps
+    temporaries small. On the CPU, results depend neither on that nor on the number of threads.
+
+    Attributes:
+        inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
+
+    Args:
+        block_means: mean of v over each block, 1-D fp32 [ceil(n / block_size)], on the device of the gradients.
+        block_size: elements per block.
+        bias_correction2_sqrt: sqrt(1 - beta2^t) of the update to which the means belong.
+        eps: Adam's epsilon.
+    """
+
+    def __init__(self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float) -> None:
+        self._block_size = block_size
+        self.inverse = block_means.sqrt().div_(bias_correction2_sqrt).add_(eps).reciprocal_()
+
+    @classmethod
+    def remembering(cls, inverse: torch.Tensor, block_size: int) -> Estimator:
+        """Rebuild an estimator from its `inverse`."""
+        estimator = cls.__new__(cls)
+        estimator._block_size, estimator.inverse = block_size, inverse
+        return estimator
+
+    @torch.no_grad()
+    def move(
+        self,
+        weights: torch.Tensor,
+        drift: torch.Tensor,
+        grad: torch.Tensor,
+        grad_scale: float,
+        move_coefficient: float,
+        drift_coefficient: float,
+    ) -> None:
+        """Compute ``weights -= move_coefficient q(grad)`` and ``drift += drift_coefficient q(grad)``, in place.
+
+        Computed in fp32 on grad's device and rounded once.
+
+        Args:
+            weights: 1-D [n], any float dtype, any device.
+            drift: D, 1-D [n], any float dtype, on grad's device.
+            grad: 1-D [n], any float dtype.
+            grad_scale: c.
+            move_coefficient: see the function of this name.
+            drift_coefficient: see the function of this name.
+        """
+        tensors = (weights, drift, grad)
+        self._in_chunks(elementwise.move, tensors, grad_scale, move_coefficient, drift_coefficient)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        weights: torch.Tensor,
+        published: torch.Tensor,
+        drift: torch.Tensor | None,
+        grad: torch.Tensor,
+        grad_scale: float,
+        coefficient: float,
+    ) -> None:
+        """Compute ``weights = round(published - drift - coefficient q(grad))``, in fp32 on grad's device.
+
+        Args:
+            weights, published: 1-D [n], any float dtype, any device; `published` is copied to grad's device in parts.
+            drift: D, 1-D [n], on grad's device; None at interval 1.
+            grad: 1-D [n], any float dtype.
+            grad_scale: c.
+            coefficient: what q is multiplied with.
+        """
+        self._in_chunks(elementwise.predict, (weights, published, drift, grad), grad_scale, coefficient)
+
+    def _in_chunks(
+        self,
+        function: Callable[..., None],
+        tensors: tuple[torch.Tensor | None, ...],
+        *numbers: float,
+    ) -> None:
+        """Call `function` with parts of `tensors` as rows of whole blocks; the last of `tensors` is the gradient."""
+        grad, block = tensors[-1], self._block_size
+        assert grad is not None
+        n = grad.numel()
+        whole = n // block * block
+        compiles = n >= COMPILED_FROM_NUMEL and all(
+            t is None or (t.device == grad.device and t.is_contiguous()) for t in tensors
+        )
+
+        def run(function: Callable[..., None], begin: int, end: int, row: int) -> None:
+            rows = (None if t is None else t[begin:end].view(-1, row) for t in tensors)
+            function(*rows, self.inverse[begin // block : -(-end // block)], *numbers)
+
+        if compiles:
+            run(compiled(function), 0, whole, block)
+        else:
+            chunk = chunk_of(_CHUNK_NUMEL.get(grad.device.type, ACCELERATOR_CHUNK_NUMEL), block)
+            for begin in range(0, whole, chunk):
+                run(function, begin, min(begin + chunk, whole), block)
+        if whole < n:
+            run(function, whole, n, n - whole)

@@ -1,0 +1,112 @@
+"""Measures the error of predictions on a sample of weights, on the host alone.
+
+The worker's p, m and v, the gradients that it takes and its result are all in the arena. So the trainer can make the
+accelerator's prediction again for some blocks, and compare it with the result. It waits for nothing: it looks when the
+worker's result has arrived, which the step waits for anyway. Whether the accelerator has applied that prediction or not
+makes no difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator, drift_coefficient, publish_ahead
+from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.reference import block_means_into, publish_into
+
+__all__ = ["Sample", "blocks_per_sample"]
+
+SAMPLE_NUMEL = 1 << 13
+"""Elements in the samples of all of a rank's partitions."""
+_FEWEST_BLOCKS = 8
+_FP32_ROUNDING = 2.0**-24
+
+
+def blocks_per_sample(block_size: int, partitions: int) -> int:
+    """Number of blocks in the sample of each of `partitions` partitions."""
+    return max(SAMPLE_NUMEL // block_size // max(partitions, 1), _FEWEST_BLOCKS)
+
+
+@dataclass
+class Sample:
+    """Blocks of a partition, k elements, with their state before the worker takes the next gradients.
+
+    Attributes:
+        partition: the partition.
+        block_size: elements per block.
+        blocks: numbers of the blocks, 1-D int64; the partition's last block is not in it if it is shorter. None: all of
+            a partition that is shorter than a block.
+        last: constants of the newest update in p, m, v.
+        slots, steps: the gradients that the worker takes next, in the ring, and their constants.
+        p, m, v: 1-D fp32 [k].
+    """
+
+    partition: Partition
+    block_size: int
+    blocks: torch.Tensor | None
+    last: AdamStep
+    slots: tuple[int, ...] = ()
+    steps: tuple[AdamStep, ...] = ()
+    p: torch.Tensor = field(init=False)
+    m: torch.Tensor = field(init=False)
+    v: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.p, self.m, self.v = map(self.of, self.partition.state)
+
+    @classmethod
+    def take(cls, partition: Partition, block_size: int, last: AdamStep, most_blocks: int, seed: int) -> Sample:
+        """Draw blocks that are spread over the partition, others for another seed. Nothing may be in flight."""
+        whole = partition.master.numel() // block_size
+        blocks = None
+        if whole:
+            count = min(whole, most_blocks)
+            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + partition.index)
+            within = torch.rand(count, dtype=torch.float64, device="cpu", generator=generator)
+            numbers = torch.arange(count, dtype=torch.float64, device="cpu")
+            blocks = ((numbers + within) * (whole / count)).long().clamp_(max=whole - 1)
+        return cls(partition, block_size, blocks, last)
+
+    @torch.no_grad()
+    def errors(self) -> PredictionErrors:
+        """Compare with the worker's result, which has arrived; the gradients are still in their slots."""
+        predicted, now = self.predicted(), self.of(self.partition.state[0])
+        rounded = now.to(predicted.dtype)
+        distances = [(other.float() - now).norm() for other in (predicted, rounded, self.p)]
+        prediction, rounding, update, length = torch.stack([*distances, now.norm()]).tolist()
+        return PredictionErrors(prediction, max(rounding, length * _FP32_ROUNDING), update)
+
+    def predicted(self) -> torch.Tensor:
+        """The weights as the accelerator predicts them, 1-D [k].
+
+        At interval 1 to the bit, if the worker's kernel is the reference. At longer intervals the accelerator has
+        normalized all but the newest gradient with v of one interval before, which is no longer here.
+        """
+        interval, last, dtype = len(self.steps), self.last, self.partition.weights().dtype
+        means = torch.empty(-(-self.p.numel() // self.block_size), dtype=torch.float32, device="cpu")
+        published = torch.empty(self.p.numel(), dtype=self.partition.published.dtype, device="cpu")
+        block_means_into(self.v, self.block_size, means)
+        ahead = publish_ahead(last, interval)
+        publish_into(ahead, self.p, self.m, self.v, means, self.block_size, published)
+        estimator = Estimator(means, self.block_size, last.bias_correction2_sqrt, last.eps)
+        weights = torch.empty(self.p.numel(), dtype=dtype, device="cpu")
+        drift = torch.zeros_like(weights) if interval > 1 else None
+        for position, (slot, step) in enumerate(zip(self.slots, self.steps, strict=True), start=1):
+            grad, coefficient = self.of(self.partition.ring[slot]), drift_coefficient(step, position, interval)
+            if position < interval:
+                assert drift is not None
+                estimator.move(torch.zeros_like(weights), drift, grad, step.grad_scale, 0.0, coefficient)
+            else:
+                estimator.predict(weights, published, drift, grad, step.grad_scale, coefficient)
+        return weights
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The sample's elements of a 1-D tensor of the partition, copied."""
+        if self.blocks is None:
+            return flat.clone()
+        whole = flat.numel() // self.block_size * self.block_size
+        return flat[:whole].view(-1, self.block_size).index_select(0, self.blocks).view(-1)

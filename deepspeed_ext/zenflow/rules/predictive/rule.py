@@ -1,0 +1,288 @@
+"""Implements the predictive rule: exact Adam on the host, and weights that anticipate the update in flight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.rules.predictive.estimator import (
+    Estimator,
+    drift_coefficient,
+    move_coefficient,
+    publish_ahead,
+)
+from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
+from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
+from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.rule import UpdateRule
+from deepspeed_ext.zenflow.step.schedule import is_overloaded, smallest_interval
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.messages import PartitionPass
+
+__all__ = ["PredictionState", "PredictiveRule"]
+
+_MOST_EXCESS = 1e6
+_SCORES_PER_EXCESS = 1000
+"""Ranks exchange an excess as an integer: in thousandths."""
+
+
+@dataclass
+class PredictionState:
+    """State of the rule for one partition of n elements.
+
+    Attributes:
+        last: constants of the newest gradient that was handed over; None before the first.
+        estimator: built from the newest block means; None before the first result.
+        drift: D, 1-D [n], dtype of the weights, accelerator; None at interval 1.
+        sample: taken before the newest hand-over; None if that is not probed, or its result has been looked at.
+        errors: found by the newest probe; None once it is judged.
+    """
+
+    last: AdamStep | None = None
+    estimator: Estimator | None = None
+    drift: torch.Tensor | None = None
+    sample: Sample | None = None
+    errors: PredictionErrors | None = None
+
+
+class PredictiveRule(UpdateRule[PredictivePlan]):
+    """Computes weights as the published y minus an estimate of what is in flight (see `estimator`).
+
+    Attributes:
+        states: state of each partition, in order.
+    """
+
+    name = "predictive"
+    shows_collected = False
+    schedule: PredictiveSchedule
+
+    def __init__(
+        self,
+        settings: PredictiveSettings,
+        partitions: Sequence[Partition],
+        link: WorkerLink,
+        ranks: RankGroup,
+        metrics: Metrics,
+    ) -> None:
+        self._factor = settings.prediction_error_factor
+        schedule = PredictiveSchedule(
+            settings.update_interval, settings.overlapped, settings.warm_up_steps, guarded=self._factor > 0.0
+        )
+        super().__init__(settings.block_size, schedule, partitions, link, metrics)
+        self.states = [PredictionState() for _ in partitions]
+        self._settings = settings
+        self._ranks = ranks
+        self._errors = PredictionErrors(math.nan, math.nan, math.nan)
+
+    # -- one optimizer step ---------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        with self._link.keeping():
+            self._measure()
+        if self.schedule.wants_verdict:
+            self._judge()
+        for state in self.states:
+            state.errors = None
+
+    def step_partition(self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
+        state, weights = self.states[partition.index], partition.weights()
+        if plan.probes:
+            assert state.last is not None, "the schedule begins with a synchronous step"
+            blocks = blocks_per_sample(self.block_size, len(self._partitions))
+            seed = self.schedule.state.steps
+            state.sample = Sample.take(partition, self.block_size, state.last, blocks, seed)
+        if plan.source is WeightSource.EXACT:
+            if state.drift is not None:
+                state.drift.zero_()
+            return
+        if plan.source is WeightSource.PREDICTED:
+            self._read_results()
+        step, position = partition.collected[-1], plan.position + 1
+        assert state.estimator is not None, "the schedule begins with a synchronous step"
+        drift = drift_coefficient(step, position, self._interval)
+        if plan.source is WeightSource.DRIFTED:
+            if state.drift is None:
+                state.drift = torch.zeros_like(weights, device=grad.device)
+            move = move_coefficient(step, position, self._interval)
+            state.estimator.move(weights, state.drift, grad, grad_scale, move, drift)
+            return
+        published = self._link.transfers.results(partition.index).published
+        state.estimator.predict(weights, published, state.drift, grad, grad_scale, drift)
+        self._metrics.bytes_up += published.nbytes
+        if state.drift is not None:
+            state.drift.zero_()
+
+    def task(self, plan: PredictivePlan, partition: Partition) -> PartitionPass:
+        state, steps = self.states[partition.index], tuple(partition.collected)
+        partition.collected.clear()
+        state.last = last = steps[-1]
+        slots = self._slots(len(steps))
+        if state.sample is not None:
+            state.sample.slots, state.sample.steps = slots, steps
+        exact = plan.source is WeightSource.EXACT
+        publish = Publish.exact(last.bias_correction2_sqrt, last.eps) if exact else publish_ahead(last, self._interval)
+        return PartitionPass(partition.index, slots, steps, publish)
+
+    def write_weights(self, plan: PredictivePlan) -> None:
+        if plan.source is WeightSource.EXACT:
+            with self._link.keeping():
+                for partition in self._partitions:
+                    self._take_published(partition)
+
+    def end_step(self, plan: PredictivePlan) -> None:
+        if plan.source is WeightSource.EXACT and plan.publish_ahead:
+            self._read_results()
+            self._publish_again()
+
+    def measured_interval(self, plan: PredictivePlan) -> int | None:
+        if not self.schedule.wants_interval:
+            return None
+        worker, device, mine = 0.0, 0.0, 1
+        with self._link.keeping():
+            worker, device = self._metrics.typical()
+            mine = smallest_interval(worker, device, self._settings.longest_interval)
+        interval = -self._ranks.minimum(-mine)[0]
+        if self._ranks.rank == 0:
+            logger.info(
+                f"zenflow.update_interval = {interval}: the optimizer process takes {worker * 1e3:.1f} ms per pass, "
+                f"the accelerator {device * 1e3:.1f} ms per step"
+            )
+            if is_overloaded(worker, device, interval):
+                logger.warning(
+                    "even at this interval the optimizer process is slower than the accelerator, so steps will wait: "
+                    "give it more cores (lower zenflow.pt_reserved_cores), or do more work per step"
+                )
+        return interval
+
+    def _publish_again(self) -> None:
+        """Let the worker recompute y and the block means from p, m, v, for overlapped steps."""
+        passes = []
+        for index, state in enumerate(self.states):
+            assert state.last is not None, "publishing again needs a first step"
+            passes.append(PartitionPass(index, (), (), publish_ahead(state.last, self._interval)))
+        self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
+
+    def _read_results(self) -> None:
+        """Build the estimators from the newest block means, unless that was done."""
+        if self._link.phase is not UpdatePhase.ARRIVED:
+            return
+        self._link.phase = UpdatePhase.READ
+        for partition, state in zip(self._partitions, self.states, strict=True):
+            assert state.last is not None, "a result has arrived, so gradients were handed over"
+            means = self._link.transfers.results(partition.index).block_means
+            assert means is not None
+            means = means.to(partition.device, copy=True, non_blocking=True)
+            state.estimator = Estimator(means, self.block_size, state.last.bias_correction2_sqrt, state.last.eps)
+
+    # -- the guard ------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Look at the samples, if the newest hand-over is probed and was not looked at."""
+        if all(state.sample is None for state in self.states):
+            return
+        for state in self.states:
+            assert state.sample is not None
+            state.errors, state.sample = state.sample.errors(), None
+        self._errors = reduce(add, (state.errors for state in self.states if state.errors is not None))
+
+    def _judge(self) -> None:
+        """Tell the guard the largest error of all partitions and ranks. A collective."""
+        score, told = 0, ""
+        with self._link.keeping():
+            score, told = self._worst()
+        score, owner = self._ranks.largest(score)
+        if not self.schedule.judge(score / _SCORES_PER_EXCESS):
+            return
+        step, guard = self.schedule.state.steps, self.schedule.state.guard
+        told = self._ranks.broadcast(told, owner)
+        if self._ranks.rank == 0 and guard.synchronous:
+            logger.warning(
+                f"ZenFlow's prediction of the weights is too far off at step {step}: {told}. From now on every step "
+                "waits for its own update, until the error has fallen. If this happens again, use a smaller "
+                "zenflow.block_size, zenflow.update_interval or learning rate, or turn zenflow.overlap_step off"
+            )
+        elif self._ranks.rank == 0:
+            logger.info(f"ZenFlow's prediction of the weights is good again at step {step}: {told}. Steps overlap")
+
+    def _worst(self) -> tuple[int, str]:
+        """The largest error of this rank's partitions as a score, and in words."""
+        measured = [(state.errors, index) for index, state in enumerate(self.states) if state.errors is not None]
+        if not measured:
+            return 0, ""
+        errors, index = max(measured, key=lambda each: each[0].excess(self._factor))
+        score = round(min(errors.excess(self._factor), _MOST_EXCESS) * _SCORES_PER_EXCESS)
+        where = f"partition {index} of rank {self._ranks.global_rank(self._ranks.rank)}"
+        return score, f"{where} {errors.in_words(self._factor)}"
+
+    @property
+    def _interval(self) -> int:
+        interval = self.schedule.interval
+        assert interval is not None
+        return interval
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
+        state = self.states[partition.index]
+        kept = [state.drift, None if state.estimator is None else state.estimator.inverse]
+        return [tensor for tensor in kept if tensor is not None]
+
+    def measurements(self) -> dict[str, float]:
+        errors, guard = self._errors, self.schedule.state.guard
+        return {
+            "prediction_error": errors.of_an_update(errors.prediction),
+            "rounding_error": errors.of_an_update(errors.rounding),
+            "guard_synchronous": float(guard.synchronous),
+            "guard_trips": float(guard.trips),
+        }
+
+    def write_back(self) -> None:
+        self._measure()  # before anybody changes p
+
+    def resume(self) -> None:
+        if self.schedule.plan().source is not WeightSource.EXACT:
+            self._publish_again()
+
+    def restart(self, updates: int | None) -> None:
+        for state in self.states:
+            state.estimator = state.sample = state.errors = None
+            if state.drift is not None:
+                state.drift.zero_()
+
+    def saved(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "last": None if state.last is None else asdict(state.last),
+                "errors": None if state.errors is None else asdict(state.errors),
+                "drift": None if state.drift is None else state.drift.cpu().clone(),
+                "inverse": None if state.estimator is None else state.estimator.inverse.cpu().clone(),
+            }
+            for state in self.states
+        ]
+
+    def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
+        there = schedule["interval"]
+        if self._settings.overlapped and not self._interval_fits(self._settings, there):
+            return f"zenflow.update_interval ({there} in the checkpoint)"
+        return None if self._settings.overlapped or not position else "zenflow.overlap_step"
+
+    def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
+        for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
+            state.last = None if saved.last is None else saved.last.make()
+            state.errors = None if saved.errors is None else saved.errors.make()
+            state.drift = None if saved.drift is None else saved.drift.to(partition.device)
+            if saved.inverse is not None:
+                state.estimator = Estimator.remembering(saved.inverse.to(partition.device), self.block_size)

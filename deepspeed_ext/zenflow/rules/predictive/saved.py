@@ -1,0 +1,79 @@
+"""Defines what a checkpoint holds of the predictive rule."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_ext.zenflow.rules.blocks import step_blocks
+from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
+from deepspeed_ext.zenflow.rules.saved_values import (
+    GRADIENT_DTYPES,
+    AdamState,
+    Count,
+    PartitionValues,
+    SavedSchedule,
+    SavedValues,
+    StepValues,
+    misfit,
+)
+
+__all__ = ["PredictivePartitionValues", "PredictiveSavedSchedule"]
+
+
+class GuardValues(SavedValues):
+    """A `GuardState` as plain values."""
+
+    synchronous: bool
+    trips: Count
+    streak: Count
+    steps_to_probe: Count
+    probed: bool
+
+
+class PredictiveSavedSchedule(SavedSchedule):
+    """The state of a `PredictiveSchedule`."""
+
+    is_ahead: bool
+    guard: GuardValues
+
+
+class ErrorValues(SavedValues):
+    """`PredictionErrors` as plain values, which need not be finite."""
+
+    prediction: float
+    rounding: float
+    update: float
+
+    def make(self) -> PredictionErrors:
+        """Build the `PredictionErrors`."""
+        return PredictionErrors(**dict(self))
+
+
+class PredictivePartitionValues(PartitionValues):
+    """State of one partition.
+
+    Attributes:
+        last: constants of the newest gradient that was handed over.
+        errors: of its probe, if the guard has not judged it yet.
+    """
+
+    last: StepValues | None
+    errors: ErrorValues | None
+    drift: torch.Tensor | None
+    inverse: torch.Tensor | None
+
+    def mistakes(self, blocks: int, steps: int) -> list[str]:
+        found = [misfit(self.drift, self.numel, GRADIENT_DTYPES, "drift")] if self.drift is not None else []
+        if self.inverse is not None:
+            found.append(misfit(self.inverse, blocks, (torch.float32,), "inverse"))
+        if steps and self.last is None:
+            found.append(f"no constants of the newest update after {steps} steps")
+        if self.collected and (self.drift is None or self.inverse is None):
+            found.append("collected gradients without drift and inverse")
+        return super().mistakes(blocks, steps) + found
+
+    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+        numel = state[0].numel()
+        for step, gradient in zip(self.steps, self.gradients, strict=True):
+            counts = torch.full((-(-numel // block_size),), step.step - 1, dtype=torch.int32, device="cpu")
+            step_blocks(state, block_size, counts, None, gradient[begin : begin + numel], step)

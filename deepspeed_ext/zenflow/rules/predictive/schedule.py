@@ -1,0 +1,162 @@
+"""Schedules the predictive rule: a state machine over plain values.
+
+Overlapped steps: the worker processes an interval's gradients while the accelerator runs the next interval, and the
+weights in between are predicted. Synchronous steps (during warm-up, while `guard` says so, or all steps if overlap is
+off): every step waits for its own update.
+
+Example with interval 2 and one warm-up step; ``>`` hands over, ``<`` waits for what was handed over before::
+
+    step        1           2         3           4         5
+    weights     exact       drifted   predicted   drifted   predicted
+    worker      > < step 1            < >                   < >
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
+from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, Schedule, State, StepPlan
+
+__all__ = ["WARM_UP_STEPS", "PredictivePlan", "PredictiveSchedule", "PredictiveState", "WeightSource", "ring_of"]
+
+WARM_UP_STEPS = 40
+"""While moments are young, predictions are poor: with one step instead, five million parameters lose 1.6 % more
+(docs/lab/numerics.md)."""
+
+
+class WeightSource(enum.Enum):
+    """How a step computes its weights."""
+
+    EXACT = "exact"
+    """W = round(p): hand over the gradients up to this step's, wait for their update and copy p."""
+    DRIFTED = "drifted"
+    """W moves by the estimated effect of this step's gradient, which is handed over at the end of its interval."""
+    PREDICTED = "predicted"
+    """W = round(y - effect of the interval's gradients): wait for the update in flight, then hand over the next."""
+
+
+@dataclass(frozen=True)
+class PredictivePlan(StepPlan):
+    """Describes one optimizer step."""
+
+    source: WeightSource
+    position: int
+    """Number of this step within its interval, from 0."""
+    publish_ahead: bool
+    """Whether the next step is overlapped, so that the worker publishes the extrapolated y."""
+    probes: bool = False
+    """Whether the prediction for the gradients that are handed over is measured."""
+
+    @property
+    def waits_first(self) -> bool:
+        return self.source is not WeightSource.DRIFTED
+
+    @property
+    def waits_last(self) -> bool:
+        return self.source is WeightSource.EXACT
+
+
+@dataclass(frozen=True)
+class PredictiveState(State):
+    """The position in the schedule."""
+
+    is_ahead: bool = False
+    """Whether the worker has published the extrapolated y and the block means, without which no step may overlap."""
+    guard: GuardState = field(default_factory=GuardState)
+
+
+def ring_of(interval: int) -> int:
+    """Number of ring slots needed at `interval`, overlapped.
+
+    An interval's gradients are in flight while the next interval's are collected. The last of these may reuse a slot
+    that is in flight, because its step waits for the worker first.
+    """
+    return 2 * interval - 1
+
+
+class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
+    """Advances through the steps.
+
+    Args:
+        interval: optimizer steps handed over together; None: the caller measures during warm-up and then calls
+            `choose_interval`.
+        overlap: False makes every step synchronous.
+        warm_up_steps: synchronous steps at the start, at least an interval; None: `WARM_UP_STEPS`.
+        guarded: whether the guard judges probes.
+    """
+
+    def __init__(self, interval: int | None, overlap: bool, warm_up_steps: int | None, guarded: bool = False) -> None:
+        super().__init__(PredictiveState(interval=interval))
+        self._overlap = overlap
+        self._warm_up_steps = WARM_UP_STEPS if warm_up_steps is None else warm_up_steps
+        self._guarded = guarded and overlap
+        self._measured_from = 0
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Synchronous steps at the start; at least one interval, because the estimate needs second moments."""
+        return max(self._warm_up_steps, self.state.interval or MEASURED_STEPS + 1)
+
+    def ring_at(self, interval: int | None) -> int:
+        return ring_of(interval) if self._overlap and interval is not None else 1
+
+    def plan(self) -> PredictivePlan:
+        """Describe the coming step."""
+        state, guard = self.state, self.state.guard
+        overlaps = self._overlap and not guard.synchronous
+        if not overlaps or not state.is_ahead or state.interval is None or state.steps < self.warm_up_steps:
+            ahead = overlaps and state.interval is not None and state.steps + 1 >= self.warm_up_steps
+            probes = guard.synchronous and guard.is_due
+            return PredictivePlan(state.position + 1, WeightSource.EXACT, state.position, ahead, probes)
+        last = state.position == state.interval - 1
+        source = WeightSource.PREDICTED if last else WeightSource.DRIFTED
+        return PredictivePlan(state.interval if last else 0, source, state.position, True, last and guard.is_due)
+
+    def advance(self, plan: PredictivePlan) -> None:
+        """Record that the step described by `plan` was carried out."""
+        state = self.state
+        handed_over = plan.handed_over > 0
+        self.state = replace(
+            state,
+            steps=state.steps + 1,
+            position=0 if handed_over else state.position + 1,
+            written=state.written + 1,
+            is_ahead=plan.publish_ahead,
+            guard=state.guard.handed_over(plan.handed_over, plan.probes) if handed_over else state.guard,
+        )
+
+    @property
+    def wants_verdict(self) -> bool:
+        """Whether the newest hand-over is probed, and `judge` is to be called before the next is planned."""
+        return self._guarded and self.state.guard.probed
+
+    def judge(self, excess: float) -> bool:
+        """Tell the guard what the probe has found, and return whether it changes the coming steps.
+
+        Args:
+            excess: see `GuardState.judged`; the same on every rank.
+        """
+        before = self.state.guard
+        self.state = replace(self.state, guard=before.judged(excess))
+        return self.state.guard.synchronous is not before.synchronous
+
+    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
+        """As for all schedules. If the guard is switched off, steps that it made synchronous are overlapped again."""
+        guard = GuardState(**dict(state["guard"]))
+        is_released = guard.synchronous and not self._guarded
+        super().load_state_dict({**state, "guard": GuardState() if is_released else guard}, position)
+        self._measured_from = self.state.steps
+
+    def restart(self) -> None:
+        super().restart()
+        self._measured_from = 0
+
+    @property
+    def wants_interval(self) -> bool:
+        """Whether enough steps have been measured, since the start or the load, to call `choose_interval`."""
+        measured = self.state.steps - self._measured_from
+        return self._overlap and self.state.interval is None and measured >= MEASURED_STEPS

@@ -1,0 +1,112 @@
+"""Defines the parts shared by both rules' checkpoint sections: strict pydantic models of plain values and tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
+
+from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+
+__all__ = [
+    "GRADIENT_DTYPES",
+    "AdamState",
+    "Count",
+    "PartitionValues",
+    "Positive",
+    "SavedSchedule",
+    "SavedValues",
+    "StepValues",
+    "misfit",
+]
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Count = Annotated[NonNegativeInt, Field(lt=1 << 62)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
+AdamState = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""p, m, v."""
+Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
+
+
+class SavedValues(BaseModel):
+    """A part of a section. Unknown keys and values of other types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, frozen=True)
+
+
+class StepValues(SavedValues):
+    """An `AdamStep` as plain values."""
+
+    lr: FiniteFloat
+    beta1: Fraction
+    beta2: Fraction
+    eps: FiniteFloat
+    weight_decay: FiniteFloat
+    decoupled: bool
+    step: Positive
+    grad_scale: FiniteFloat
+
+    def make(self) -> AdamStep:
+        """Build the `AdamStep`."""
+        return AdamStep(**dict(self))
+
+
+class SavedSchedule(SavedValues):
+    """The state of a schedule."""
+
+    steps: Count
+    interval: Positive | None
+
+
+class PartitionValues(SavedValues, ABC):
+    """The part of a partition's saved state that does not depend on the rule; `numel` is its number of elements."""
+
+    numel: Count
+    collected: list[StepValues]
+    gradients: list[torch.Tensor]
+
+    @property
+    def steps(self) -> list[AdamStep]:
+        """Constants of the collected gradients, oldest first."""
+        return [step.make() for step in self.collected]
+
+    def mistakes(self, blocks: int, steps: int) -> list[str]:
+        """Describe every inconsistency.
+
+        Args:
+            blocks: number of blocks of the partition.
+
+        Returns:
+            Messages, with empty strings among them for checks that passed.
+        """
+        found = [misfit(grad, self.numel, GRADIENT_DTYPES, f"gradient {i}") for i, grad in enumerate(self.gradients)]
+        if len(self.gradients) != len(self.collected):
+            found.append(f"{len(self.gradients)} gradients with the constants of {len(self.collected)}")
+        return found
+
+    @abstractmethod
+    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+        """Apply the collected gradients to a part of the partition, as the rule would have; runs in this process.
+
+        Args:
+            state: p, m, v of the part, changed in place; 1-D fp32 [n], host.
+            block_size: elements per block.
+            begin: the first element of the part, the first of a block. The part ends with a block or the partition.
+        """
+
+
+def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:
+    """Return why `tensor` is not a 1-D strided CPU tensor of `numel` elements in one of `dtypes`; empty if it is."""
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if plain and tuple(tensor.shape) == (numel,) and tensor.dtype in dtypes:
+        return ""
+    names = " or ".join(map(dtype_name, dtypes))
+    return (
+        f"{what} is {tuple(tensor.shape)} {tensor.dtype} {tensor.layout} on {tensor.device}, "
+        f"expected ({numel},) {names} strided on the CPU"
+    )

@@ -1,0 +1,67 @@
+"""Exchanges only the hot blocks between ranks after steps that changed nothing else (stages 1 and 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.rules.blocks import BlockSet, BlocksOfRanks
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+
+__all__ = ["HotExchange"]
+
+
+class HotExchange:
+    """Replaces DeepSpeed's all-gather of weight partitions at the end of a step.
+
+    Args:
+        adam: knows which blocks of this rank's partitions a step has changed.
+        all_gather: DeepSpeed's own function, called for steps that may have changed all blocks.
+
+    Attributes:
+        bytes_received: bytes received by this rank in the newest exchange of hot blocks.
+    """
+
+    def __init__(self, adam: OffloadedAdam, all_gather: Callable[..., None]) -> None:
+        self._adam = adam
+        self._all_gather = all_gather
+        self._known: dict[int, tuple[BlockSet, BlockSet, BlocksOfRanks]] = {}
+        self.bytes_received = 0
+
+    def __call__(
+        self, groups_flat: Any, partitioned_param_groups: Any, dp_process_group: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        changed = [self._adam.changed_blocks(index) for index in range(len(partitioned_param_groups))]
+        if any(blocks is None for blocks in changed):
+            self._all_gather(groups_flat, partitioned_param_groups, dp_process_group, *args, **kwargs)
+            return
+        self.bytes_received = 0
+        for index, (blocks, flat) in enumerate(zip(changed, groups_flat, strict=True)):
+            assert blocks is not None
+            self._exchange(index, blocks, flat.data.view(self._adam.ranks.size, -1))
+
+    def _exchange(self, index: int, blocks: BlockSet, weights: torch.Tensor) -> None:
+        """Exchange `blocks` of this rank's row of the `weights`, [ranks, n]."""
+        ranks = self._adam.ranks
+        if ranks.size == 1:
+            return
+        if index not in self._known or self._known[index][0] is not blocks:
+            self._known[index] = blocks, *_everyones(blocks, weights.shape[1], ranks)
+        _, mine, everyones = self._known[index]
+        rows = ranks.all_gather(mine.take(weights[ranks.rank]))
+        everyones.put(weights, rows)
+        self.bytes_received += rows.nbytes - rows[0].nbytes
+
+
+def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> tuple[BlockSet, BlocksOfRanks]:
+    """This rank's hot blocks and those of every rank. A collective.
+
+    The number of blocks may differ per rank, but a collective needs one shape on all ranks. So block 0 comes first as
+    often as is needed: no value of it changes, unless it is hot anyway.
+    """
+    most = -ranks.minimum(-len(blocks))[0]
+    ids = torch.cat([blocks.ids.new_zeros(most - len(blocks)), blocks.ids])
+    return BlockSet(ids, numel, blocks.block_size), BlocksOfRanks(ranks.all_gather(ids), numel, blocks.block_size)

@@ -1,0 +1,181 @@
+"""Reads the selective rule's settings from the ``zenflow`` section."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.zenflow.transfers.device_sizes import COMPILED_FROM_NUMEL
+
+__all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
+
+_AUTO_SELECT_STEPS = 16
+LONGEST_CHOSEN = 8
+"""The longest interval that the rule chooses if the config does not say."""
+_BALANCE = 2
+_ARRAY_BYTES = 4
+_STATE_BYTES = 3 * _ARRAY_BYTES
+"""Of an element of a hot block: p, m and v in fp32."""
+_COUNT_BYTES, _ID_BYTES = 4, 8
+
+
+def ring_of(interval: int, lag: int) -> int:
+    """Number of ring slots needed: an interval's gradients stay in flight for `lag` steps, and the last of these
+    waits before it writes its own gradient."""
+    return interval + max(0, lag - 1)
+
+
+def hot_blocks(blocks: int, ratio: float) -> int:
+    """Number of hot blocks among the `blocks` of all ranks."""
+    return math.ceil(ratio * blocks)
+
+
+def most_hot_blocks(blocks: int, ratio: float) -> int:
+    """Most hot blocks of a rank that has `blocks`: twice its share."""
+    return min(blocks, _BALANCE * hot_blocks(blocks, ratio))
+
+
+@dataclass(frozen=True)
+class SelectiveSettings:
+    """Settings of the selective rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
+
+    update_interval: int | None
+    lag: int | None
+    """Optimizer steps from a hand-over to applying its result; None: not overlapped, the step waits for its own
+    result."""
+    warm_up_steps: int
+    block_size: int
+    topk_ratio: float
+    select_every_steps: int | None
+    """Optimizer steps between selections, before rounding up to whole intervals; 0: select once; None: derived from
+    the interval."""
+    keeps_hot_on_host: bool
+    auto_ratio: float
+
+    @classmethod
+    def of(cls, config: ZenFlowConfig) -> SelectiveSettings:
+        """Read the settings from a section.
+
+        Raises:
+            ConfigError: intervals contradict each other.
+        """
+        settings = cls(
+            update_interval=config.update_interval,
+            lag=config.overlap_lag if config.overlapped else None,
+            warm_up_steps=max(1, config.full_warm_up_rounds),
+            block_size=config.select_block_size,
+            topk_ratio=config.topk_ratio,
+            select_every_steps=_select_every_steps(config),
+            keeps_hot_on_host=config.offload,
+            auto_ratio=config.auto_ratio,
+        )
+        settings.steps_between_selections(settings.update_interval or 1)
+        if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (settings.lag or 0):
+            raise ConfigError(
+                f"zero_optimization.zenflow selects hot blocks every {settings.select_every_steps} steps, which is "
+                f"less than overlap_lag = {settings.lag}: raise select_interval or lower overlap_lag"
+            )
+        if settings.lag and settings.update_interval and settings.lag > settings.update_interval:
+            raise ConfigError(
+                f"zero_optimization.zenflow.overlap_lag = {settings.lag} is more than update_interval = "
+                f"{settings.update_interval}, but a result must be applied before the next hand-over: lower overlap_lag"
+            )
+        return settings
+
+    @property
+    def longest_interval(self) -> int:
+        """`update_interval`, or the longest that the first selection may choose: at least the lag, and not longer than
+        the time until the next selection."""
+        longest = min(LONGEST_CHOSEN, self.select_every_steps or LONGEST_CHOSEN)
+        return self.update_interval or max(longest, self.lag or 0)
+
+    @property
+    def slots(self) -> int:
+        """Slots of the gradient ring at `longest_interval`."""
+        return ring_of(self.longest_interval, self.lag or 0)
+
+    @property
+    def per_block(self) -> tuple[str, str, bool]:
+        """The per-block array: update counts, which stay on the host."""
+        return ("updates", "int32", False)
+
+    def hot_blocks(self, numel: int) -> int:
+        """Hot blocks of a partition of `numel` elements, if every rank has an equal share of them."""
+        return hot_blocks(-(-numel // self.block_size), self.topk_ratio)
+
+    def kept_bytes(self, numel: int, weights_bytes: int) -> dict[str, int]:
+        """Bytes on the accelerator beside the weights: the hot blocks and their numbers (see `RuleSettings`)."""
+        hot = self.hot_blocks(numel)
+        state = 0 if self.keeps_hot_on_host else hot * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
+        return {"hot state": state + hot * _ID_BYTES}
+
+    def kept_host_bytes(self, numel: int) -> int:
+        """Bytes of page-locked host memory outside of the arena: the hot blocks with ``offload``."""
+        if not self.keeps_hot_on_host:
+            return 0
+        return self.hot_blocks(numel) * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
+
+    def moved_bytes(self, numel: int) -> int:
+        """Bytes of one of p, m and v of the hot blocks, which are copied one after the other."""
+        return self.hot_blocks(numel) * self.block_size * _ARRAY_BYTES
+
+    def saved_bytes(self, numel: int, weights_bytes: int) -> list[int]:
+        """Bytes of the tensors in a checkpoint: update counts and numbers of hot blocks (see `RuleSettings`)."""
+        return [_COUNT_BYTES * -(-numel // self.block_size), _ID_BYTES * self.hot_blocks(numel)]
+
+    def waiting_bytes(self, numel: int, weights_bytes: int) -> int:
+        """Bytes of the new weights of hot blocks (see `RuleSettings`)."""
+        return weights_bytes * self.hot_blocks(numel) * self.block_size
+
+    def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
+        """Bytes of `exchange.HotExchange`: hot weights of all ranks, and a copy of this rank's (see `RuleSettings`)."""
+        return 0 if ranks == 1 else (ranks + 1) * weights_bytes * self.hot_blocks(numel) * self.block_size
+
+    def step_bytes(self, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool) -> int:
+        """Bytes of temporaries of `blocks.AdamBlocks.step` and the new hot weights (see `RuleSettings`).
+
+        Beside the gradient of the hot blocks there is state that lives on the host, and, unless compiled, the
+        gradient, the denominator and a quotient in fp32.
+        """
+        hot = self.hot_blocks(numel) * self.block_size
+        temporaries = 0 if hot >= COMPILED_FROM_NUMEL else _STATE_BYTES
+        return hot * (weights_bytes + temporaries + (_STATE_BYTES if self.keeps_hot_on_host else 0))
+
+    def steps_between_selections(self, interval: int) -> int:
+        """Optimizer steps between two selections of hot blocks.
+
+        Returns:
+            A multiple of `interval`; 0: select only once.
+
+        Raises:
+            ConfigError: the config asks for fewer than `interval` steps.
+        """
+        steps = self.select_every_steps
+        if steps is None:
+            steps = max(_AUTO_SELECT_STEPS, 4 * interval)
+        if 0 < steps < interval:
+            raise ConfigError(
+                f"zero_optimization.zenflow selects hot blocks every {steps} steps, which is less than "
+                f"update_interval = {interval}: raise select_interval or lower update_interval"
+            )
+        return math.ceil(steps / interval) * interval
+
+
+def _select_every_steps(config: ZenFlowConfig) -> int | None:
+    given, strategy = config.select_interval, config.select_strategy
+    if strategy == "step" and given is None:
+        raise ConfigError(
+            'zero_optimization.zenflow.select_strategy = "step" needs select_interval, the number of optimizer steps '
+            'between two selections: set it, or set select_strategy to "auto"'
+        )
+    if strategy != "epoch":
+        return given
+    if not config.steps_per_epoch:
+        logger.warning(
+            'zenflow.select_strategy = "epoch": the length of an epoch is known only if deepspeed.initialize is '
+            "given training_data; hot blocks are selected once. Set select_strategy = step and select_interval"
+        )
+    return (given or 1) * (config.steps_per_epoch or 0)

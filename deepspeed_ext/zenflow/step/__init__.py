@@ -1,0 +1,1 @@
+"""One optimizer step: takes the gradients of partitions and writes their weights."""

@@ -1,0 +1,236 @@
+"""The trainer's connection to its optimizer process: submit work, wait, and raise errors on all ranks together."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from deepspeed_ext.adapter.undo import on_failure
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
+from deepspeed_ext.runtime import host_memory as memory
+from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.procfs import host_id
+from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_rooms
+from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
+from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
+from deepspeed_ext.zenflow.worker.kernel import library_path
+from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+
+__all__ = ["UpdatePhase", "WorkerLink"]
+
+
+class UpdatePhase(enum.Enum):
+    """State of the newest update; decides who may read and write p, m and v."""
+
+    READ = "read"
+    """The update is in p, m, v, and the rule has read what it needs. The trainer may read p, m and v."""
+    IN_FLIGHT = "in flight"
+    """Handed over and not awaited: p, m, v, y and the handed-over gradients belong to the worker."""
+    ARRIVED = "arrived"
+    """The update is in p, m, v and y; the rule has not read the block means yet."""
+    EXPOSED = "exposed"
+    """Like `READ`, but p, m, v may have been written from outside: the next step publishes them again."""
+
+
+class WorkerLink:
+    """Creates the arena, starts the worker and communicates with it.
+
+    Args:
+        specs: the arrays of the arena.
+        block_size: elements per block; the worker splits its work at block boundaries.
+        placement: the worker's cores and memory node; None: inherited.
+        threads: number of the worker's threads.
+        hide_transfers: whether copies run beside the next step; None: if there is memory for it (`allocate_rooms`).
+        ranks: the data-parallel ranks; each of them builds one of these.
+        timeout_seconds: longest wait for the worker.
+        metrics: receives the measurements.
+
+    Attributes:
+        arena, process, transfers, page_locks: see their classes.
+        phase: state of the newest update.
+        write_wait_seconds: time spent waiting until the worker had written parts of the arena to files, in all.
+
+    Raises:
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the device the rooms.
+        WorkerError: the worker does not start, or another rank has one of these errors.
+    """
+
+    arena: Arena
+    process: OptimizerProcess
+    transfers: Transfers
+
+    def __init__(
+        self,
+        specs: Sequence[ArraySpec],
+        *,
+        block_size: int,
+        placement: WorkerPlacement | None,
+        threads: int,
+        hide_transfers: bool | None,
+        ranks: RankGroup,
+        timeout_seconds: float,
+        metrics: Metrics,
+    ) -> None:
+        self.page_locks = PageLocks()
+        self.phase = UpdatePhase.READ
+        self.write_wait_seconds = 0.0
+        self._ranks = ranks
+        self._metrics = metrics
+        self._kept = KeptError()
+        self._gradients_in_flight = 0
+        on_failure(self.abandon)
+        layout = plan_layout(specs)
+        plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
+        _require_room(bytes_at_start(specs), ranks)
+        try:
+            with together(ranks, WorkerError):
+                self.arena = Arena.create(layout)
+                self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
+                results = _results(self.arena)
+            rooms = allocate_rooms(hide_transfers, results, self.arena.tensor("g").dtype, ranks)
+            with together(ranks, WorkerError):
+                if rooms is None:
+                    self.transfers = Transfers(self.process, results, metrics.waiting)
+                else:
+                    self.transfers = HiddenTransfers(
+                        self.process, results, rooms, block_size, timeout_seconds, metrics.waiting
+                    )
+                self.lock([spec.key for spec in specs if spec.touched and spec.exchanged])
+        except BaseException:
+            self.close()
+            raise
+        if self.process.ready.warning:
+            logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
+
+    def lock(self, keys: Sequence[ArrayKey]) -> None:
+        """Page-lock these arrays, so that their copies overlap with computation. Idempotent."""
+        self.page_locks.lock([self.arena.tensor(*key) for key in keys])
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because
+        the other ranks go on to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
+        with self._kept.keeping():
+            yield
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has kept an error, which the next wait raises on every rank."""
+        return self._kept.error is not None
+
+    def depart(self, tasks: Sequence[WorkerTask], *, gradients: int, publishes: bool) -> None:
+        """Let the gradients that `transfers` has taken go, and hand over work on them and earlier ones. Does nothing if
+        this rank has failed.
+
+        Args:
+            tasks: at most one task per partition.
+            gradients: number of gradients per task.
+            publishes: whether the worker's results are read before the next gradients are taken.
+        """
+        if self.failed:
+            return
+        with self.keeping():
+            if tasks:
+                self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
+            self.transfers.depart(tasks, publishes)
+
+    def wait(self) -> Exception | None:
+        """Wait for everything in flight on this rank.
+
+        Returns:
+            The kept error, if any, which `wait_together` raises on all ranks.
+        """
+        if not self.failed:
+            with self.keeping():
+                self.write_wait_seconds += self.process.wait_for_writes()
+                seconds = self.transfers.wait()
+                if self.phase is UpdatePhase.IN_FLIGHT:
+                    self.phase = UpdatePhase.ARRIVED
+                    self._metrics.note_worker(seconds, self._gradients_in_flight)
+        return self._kept.error
+
+    def wait_together(self) -> None:
+        """Wait for everything in flight. A collective.
+
+        Raises:
+            WorkerError: on every rank, if any rank's worker has failed, or has ended although idle; from then on, at
+                every wait.
+        """
+        with self.keeping():
+            self.wait()
+            self.process.require_alive()
+        self.raise_kept()
+
+    def raise_kept(self) -> None:
+        """Raise any rank's kept error on every rank, without waiting for a worker. A collective.
+
+        Raises:
+            DeepSpeedExtError: on every rank.
+        """
+        try:
+            raise_together(self._ranks, self._kept.error, WorkerError)
+        except DeepSpeedExtError as failure:
+            self._kept.error = failure
+            self.process.close()
+            raise
+
+    def receive(self) -> None:
+        """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does not check an idle
+        worker."""
+        with self.keeping(), self._metrics.waiting.measured():
+            self.wait()
+        self.raise_kept()
+
+    def close(self) -> None:
+        """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed start."""
+        if hasattr(self, "process"):
+            self.process.close()
+        if hasattr(self, "transfers"):
+            self.transfers.close()
+        self.page_locks.unlock()
+        if hasattr(self, "arena"):
+            self.arena.close()
+
+    def abandon(self) -> None:
+        """Close after the engine's constructor failed, and free the arena's memory even if tensors still refer to
+        it."""
+        self.close()
+        if hasattr(self, "arena"):
+            self.arena.discard()
+
+
+def _results(arena: Arena) -> list[Results]:
+    """What the worker writes for the trainer, of each partition in order."""
+    keys = [array.spec.key for array in arena.layout.arrays]
+    partitions = [key.partition for key in keys if key.kind == "y"]
+    means = {key.partition: arena.tensor(*key) for key in keys if key.kind == "block_means"}
+    return [Results(arena.tensor("y", index), means.get(index)) for index in partitions]
+
+
+def _require_room(nbytes: int, ranks: RankGroup) -> None:
+    """Compare the memory that all ranks of a host, or of a control group, need with what is available. A collective.
+
+    Raises:
+        OutOfMemoryError: on every rank.
+    """
+    with together(ranks):
+        host = host_id()
+        mine = nbytes, memory.available_by_limit()
+    found = ranks.gather_among(host, mine).values()
+    with together(ranks):
+        for limit in {limit for _, rooms in found for limit in rooms}:
+            sharers = [(needed, rooms[limit]) for needed, rooms in found if limit in rooms]
+            needed, available = sum(needed for needed, _ in sharers), max(0, min(room for _, room in sharers))
+            if needed > available:
+                raise OutOfMemoryError(
+                    f"the optimizer's state needs {needed:,} bytes of host memory for {len(sharers)} rank(s) on one "
+                    f"host, but {available:,} are available: use more hosts, a smaller zenflow.update_interval or more "
+                    "memory"
+                )

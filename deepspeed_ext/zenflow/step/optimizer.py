@@ -1,0 +1,304 @@
+"""Runs optimizer steps for the ZeRO subclasses: takes the gradients of partitions and writes their weights.
+
+One optimizer step is `begin_step`, `step_partition` for each partition in order, `finish_weights`, `end_step`. The ZeRO
+subclass owns parameters and communication. `OffloadedAdam` collects gradients, hands them to the worker and waits for
+it. An `UpdateRule` decides when, and computes the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext.errors import OutOfMemoryError
+from deepspeed_ext.runtime.backend import local_world_size
+from deepspeed_ext.runtime.host_memory import available_host_bytes
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.parked import Parked
+from deepspeed_ext.runtime.profiling import in_profile
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.step.hyperparameters import AdamHyperparameters
+from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.rule import UpdateRule
+from deepspeed_ext.zenflow.step.schedule import StepPlan
+from deepspeed_ext.zenflow.worker.arena import ArrayKey
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
+
+__all__ = ["OffloadedAdam", "has_room_for"]
+
+
+class OffloadedAdam:
+    """Adam in a separate process. Built by `deepspeed_ext.zenflow.start.start_adam`.
+
+    Args:
+        rule: the update rule, built on the same partitions and link.
+        partitions: this rank's partitions, with p in place.
+        link: connection to the worker.
+        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
+        hyperparameters: those of `optimizer`.
+        ranks: the data-parallel ranks; each of them builds one of these, with partitions in the same order.
+        metrics: receives the measurements.
+
+    Attributes:
+        rule, partitions, link, ranks: the arguments.
+        updates: optimizer steps whose gradients have been taken so far (t of the newest).
+        plan: of the step that has begun and not ended; None between steps. It stays if an exception ends the step.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule[Any],
+        partitions: Sequence[Partition],
+        link: WorkerLink,
+        optimizer: torch.optim.Optimizer,
+        hyperparameters: AdamHyperparameters,
+        ranks: RankGroup,
+        metrics: Metrics,
+    ) -> None:
+        self.rule = rule
+        self.partitions = partitions
+        self.link = link
+        self.ranks = ranks
+        self.updates = 0
+        self._optimizer = optimizer
+        self._hyperparameters = hyperparameters
+        self._metrics = metrics
+        self.plan: StepPlan | None = None
+        self._parked: Parked | None = None
+        self.bind_state()
+
+    # -- one optimizer step ---------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin an optimizer step that will be applied; wait for the update in flight if the weights need it. A
+        collective.
+
+        Raises:
+            WorkerError: on every rank, if any rank's worker has failed; or the error with which the last step ended.
+        """
+        with in_profile("zenflow.begin_step"):
+            if self.plan is not None:  # the last step has failed, perhaps before its interval was chosen
+                self.link.raise_kept()
+            self.plan = self.rule.schedule.plan()  # so that a step which is broken off from here on is noticed
+            with self.link.keeping():
+                self._metrics.begin_step()
+            if self.link.phase is UpdatePhase.EXPOSED:
+                self.link.wait()  # other ranks may not be exposed, so no collective
+                with self.link.keeping():
+                    self.link.phase = UpdatePhase.READ
+                    self.rule.resume()
+            if self.rule.schedule.plan().waits_first:
+                self.link.receive()
+                self.rule.arrived()
+            self.plan = self.rule.schedule.plan()
+
+    def step_partition(self, index: int, grad: torch.Tensor, grad_scale: float) -> None:
+        """Take the gradient of one partition, on this rank alone.
+
+        Args:
+            index: number of the partition; each is taken once, in order, between `begin_step` and `finish_weights`.
+            grad: 1-D [n], reduced, neither unscaled nor clipped; may be reused after the call.
+            grad_scale: c, multiplies the gradient (loss scale and clipping).
+        """
+        # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
+        with in_profile("zenflow.step_partition"), self.link.keeping():
+            plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
+            slot = self.coming_slot(index)
+            if grad.dtype != slot.dtype:
+                grad = grad.to(slot.dtype)
+            ready = transfers.ready()
+            partition.collected.append(self._hyperparameters.step(partition.group, self.updates + 1, grad_scale))
+            self.rule.step_partition(plan, partition, grad, grad_scale)
+            transfers.take(index, grad, slot, ready)
+            self._metrics.bytes_down += slot.nbytes
+            if plan.waits_last:  # the worker steps this partition while the next gradient is prepared
+                task = self.rule.task(plan, partition)
+                self.link.depart([task], gradients=plan.handed_over, publishes=True)
+
+    def finish_weights(self) -> None:
+        """Write the new weights of all partitions, once all gradients have been taken. A collective.
+
+        Raises:
+            WorkerError: on every rank, if any rank's worker has failed.
+        """
+        with in_profile("zenflow.finish_weights"):
+            plan = self._current_plan
+            if plan.waits_last:
+                self.link.receive()
+            self.rule.write_weights(plan)
+
+    def end_step(self) -> None:
+        """Hand over what the plan says, without waiting for the worker. A collective only while the interval is
+        open."""
+        with in_profile("zenflow.end_step"):
+            plan, rule = self._current_plan, self.rule
+            tasks: list[WorkerTask] = []
+            with self.link.keeping():
+                if plan.handed_over and not plan.waits_last:
+                    tasks = [rule.task(plan, partition) for partition in self.partitions]
+            rule.schedule.advance(plan)
+            with self.link.keeping():
+                if not plan.waits_last:
+                    self.link.depart(tasks, gradients=plan.handed_over, publishes=rule.schedule.plan().waits_first)
+                rule.end_step(plan)
+            if (wanted := rule.measured_interval(plan)) is not None:
+                interval = self._affordable(wanted)
+                with self.link.keeping():
+                    rule.schedule.choose_interval(interval)
+                    self.lock_ring()
+            self.updates += 1
+            with self.link.keeping():
+                # No parameter has a gradient, so no weight changes; schedulers and step hooks still see a step.
+                self._optimizer.step()
+                self._metrics.note_link(self.link.transfers.copying_seconds())
+                self._metrics.end_step()
+            self.plan = None
+
+    def changed_blocks(self, index: int) -> Any:
+        """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
+        step."""
+        return self.rule.changed_blocks(self._current_plan, self.partitions[index])
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def coming_slot(self, index: int) -> torch.Tensor:
+        """Slot of the coming step's gradient of a partition; 1-D [n], in the arena. Free after `begin_step`."""
+        return self.partitions[index].ring[self.rule.schedule.coming]
+
+    @property
+    def _current_plan(self) -> StepPlan:
+        assert self.plan is not None, "valid only inside a step"
+        return self.plan
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until p, m, v include every gradient that was handed over. Later steps are bitwise unaffected.
+
+        Raises:
+            WorkerError: this rank's worker has failed.
+        """
+        if (error := self.link.wait()) is not None:
+            raise error
+        if self.link.phase is not UpdatePhase.EXPOSED:  # otherwise the arena is already authoritative
+            self.rule.write_back()
+
+    def expose(self) -> bool:
+        """Prepare p, m, v for reading or writing from outside: drain, and make the next step start from their new
+        values.
+
+        If nothing is written, the next step is bitwise unchanged; it costs one extra worker pass.
+
+        Returns:
+            False if this rank's worker has failed. The error is raised on every rank by the next step, because the
+            caller may be inside a collective.
+        """
+        with self.link.keeping():
+            self.drain()
+        self.link.phase = UpdatePhase.EXPOSED
+        return not self.link.failed
+
+    def offload(self) -> None:
+        """Wait for the update in flight, and free the accelerator memory that is held between steps, until `reload`.
+        No step may come before that. Idempotent. If the host has no memory for it, nothing is freed.
+
+        If this rank's worker has failed, nothing is freed, and the next step raises the error on every rank."""
+        self.link.wait()
+        if self._parked is None and not self.link.failed:
+            beside = [tensor for partition in self.partitions for tensor in self.rule.state_beside_weights(partition)]
+            self._parked = Parked(beside)
+            with self.link.keeping():
+                self.link.transfers.release()
+
+    def reload(self) -> None:
+        """Undo `offload`: later steps are bitwise those without it. Idempotent, also after it ran out of memory."""
+        if self._parked is not None:
+            self._parked.restore()
+            self.link.transfers.restore()
+            self._parked = None
+
+    def bind_state(self) -> None:
+        """Point the optimizer's state at the arena's p, m, v, with the masters as its parameters."""
+        for partition in self.partitions:
+            updates = self.updates - (0 if self.rule.shows_collected else len(partition.collected))
+            self._optimizer.state[partition.master] = {
+                "step": self._hyperparameters.step_value(updates),
+                "exp_avg": partition.exp_avg,
+                "exp_avg_sq": partition.exp_avg_sq,
+            }
+
+    def masters_changed(self, updates: int | None = None) -> None:
+        """Start over from p, m, v, which were written from outside, with synchronous steps. Nothing may be in flight.
+
+        Args:
+            updates: number of updates the new values have had; None: as many as the old ones.
+        """
+        self.updates = self.updates if updates is None else updates
+        self.rule.schedule.restart()
+        for partition in self.partitions:
+            partition.collected.clear()
+        self.rule.restart(updates)
+        self.bind_state()
+
+    def _affordable(self, wanted: int) -> int:
+        """The longest interval up to `wanted` whose gradients fit into every rank's host memory. A collective.
+
+        Raises:
+            OutOfMemoryError: on every rank, if not even the shortest interval fits on any.
+        """
+        longest = shortest = self.rule.schedule.shortest_interval
+        with self.link.keeping():
+            room = _room_bytes()
+            fitting = [n for n in range(shortest, wanted + 1) if _further_bytes(self, n) <= room]
+            longest = max(fitting, default=0)
+            if not fitting:
+                raise OutOfMemoryError(
+                    f"the gradients of {shortest} steps, the shortest interval that zenflow.overlap_lag = {shortest} "
+                    f"allows, need {_further_bytes(self, shortest):,} more bytes of host memory, but {room:,} are "
+                    "available to each rank of the host: lower zenflow.overlap_lag, or use more hosts or more memory"
+                )
+        interval = min(wanted, self.ranks.minimum(longest)[0])
+        if interval < shortest:
+            self.link.raise_kept()
+        if interval < wanted and self.ranks.rank == 0:
+            logger.warning(
+                f"zenflow.update_interval = {interval}, not {wanted}: host memory has no room for the gradients of "
+                "more steps"
+            )
+        return interval
+
+    def lock_ring(self) -> None:
+        """Page-lock the ring slots in use, whose number is known only once the interval is."""
+        slots = range(min(len(self.partitions[0].ring), self.rule.schedule.ring) if self.partitions else 0)
+        self.link.lock([ArrayKey("g", partition.index, slot) for partition in self.partitions for slot in slots])
+
+    def measurements(self) -> dict[str, float]:
+        """Metrics of the last step by name; units are in the names."""
+        values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
+        return {f"zenflow_{name}": value for name, value in values.items()}
+
+    def close(self) -> None:
+        """Stop the worker. Masters and moments stay readable. Idempotent."""
+        self.link.close()
+
+
+def has_room_for(adam: OffloadedAdam, interval: int | None) -> bool:
+    """Whether this rank's host memory has room for the gradients of `interval`."""
+    needed = _further_bytes(adam, interval)
+    return needed <= 0 or needed <= _room_bytes()
+
+
+def _further_bytes(adam: OffloadedAdam, interval: int | None) -> int:
+    """Bytes of the ring at `interval` beyond those in use: a slot takes memory when it is first written."""
+    schedule = adam.rule.schedule
+    slot_bytes = sum(partition.ring[0].nbytes for partition in adam.partitions)
+    return (schedule.ring_at(interval) - schedule.ring) * slot_bytes
+
+
+def _room_bytes() -> int:
+    """This rank's share of the host memory that is available."""
+    return available_host_bytes() // local_world_size()

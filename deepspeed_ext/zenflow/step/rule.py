@@ -1,0 +1,174 @@
+"""Defines the interface between the optimizer and its update rule.
+
+`OffloadedAdam` collects gradients, hands them over and waits, as the plan of the step says. The rule makes that plan,
+computes the weights and keeps its own state between steps. Methods called inside a step run on this rank alone, between
+DeepSpeed's collectives, unless their docstrings call them collectives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.schedule import Schedule, StepPlan
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.sizes import RuleSettings
+
+__all__ = ["UpdateRule"]
+
+CONVERTED_NUMEL = 1 << 24
+"""Elements converted at once while they are copied from the arena to the weights."""
+
+PlanT = TypeVar("PlanT", bound=StepPlan)
+
+
+class UpdateRule(ABC, Generic[PlanT]):
+    """Decides what a step does, and computes the weights that are not simply copied from the worker.
+
+    Args:
+        block_size: elements per block.
+        schedule: decides what each step does.
+        partitions: this rank's partitions, in order.
+        link: connection to the worker.
+        metrics: receives the rule's measurements.
+
+    Attributes:
+        name: the rule's name in configs and checkpoints.
+        shows_collected: whether the update count exposed with p, m, v includes gradients that are collected but not
+            handed over.
+        block_size, schedule: the arguments.
+    """
+
+    name: ClassVar[str]
+    shows_collected: ClassVar[bool]
+
+    def __init__(
+        self,
+        block_size: int,
+        schedule: Schedule[PlanT, Any],
+        partitions: Sequence[Partition],
+        link: WorkerLink,
+        metrics: Metrics,
+    ) -> None:
+        self.block_size = block_size
+        self.schedule = schedule
+        self._partitions = partitions
+        self._link = link
+        self._metrics = metrics
+
+    # -- one optimizer step, in this order ------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """Look at the update that has arrived, whose gradients are still in their slots, before the step is planned.
+        Called if the coming step waits first. A collective if the schedule asks for it, which it does on every rank or
+        on none."""
+
+    @abstractmethod
+    def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
+        """Use the collected gradient of one partition. If the plan waits first, the update in flight has arrived.
+
+        Args:
+            plan: what the step does.
+            partition: the partition; its newest constants are ``partition.collected[-1]``.
+            grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped.
+            grad_scale: c, multiplies the gradient.
+        """
+
+    @abstractmethod
+    def task(self, plan: PlanT, partition: Partition) -> WorkerTask:
+        """Build the worker's task from a partition's collected gradients; this hands them over."""
+
+    @abstractmethod
+    def write_weights(self, plan: PlanT) -> None:
+        """Write the weights that `step_partition` could not write. If the plan waits last, the update handed over in
+        this step has arrived. A collective."""
+
+    def end_step(self, plan: PlanT) -> None:
+        """Finish the step: its weights are written and its gradients, if due, are handed over."""
+
+    @abstractmethod
+    def measured_interval(self, plan: PlanT) -> int | None:
+        """Choose the interval that the config left open, once enough steps were measured. Called after the step.
+
+        A collective if the schedule asks for it, which it does on every rank or on none.
+
+        Returns:
+            The interval, the same on every rank; None: nothing to choose, or not yet.
+        """
+
+    # -- queries --------------------------------------------------------------------------------------------------
+
+    def changed_blocks(self, plan: PlanT, partition: Partition) -> Any:
+        """The `BlockSet` whose weights the step changes; None: all weights may change."""
+        return None
+
+    def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
+        """Tensors that the rule keeps for a partition besides its weights, on any device."""
+        return []
+
+    def measurements(self) -> dict[str, float]:
+        """Metrics of the rule itself, by name."""
+        return {}
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """Copy state from the accelerator into p, m and v, which may be changed after this. Nothing may be in
+        flight."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Let the worker publish again what is due, because p, m or v may have changed."""
+
+    @abstractmethod
+    def restart(self, updates: int | None) -> None:
+        """Discard everything derived from the old p, m, v, which were replaced.
+
+        Args:
+            updates: number of updates the new ones have had; None: as many as the old ones.
+        """
+
+    @abstractmethod
+    def saved(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint stores of the rule, per partition: its state besides p, m, v and the collected
+        gradients. Nothing may be in flight."""
+
+    @abstractmethod
+    def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
+        """Name the setting whose change keeps a checkpoint from being continued bitwise; None: it can be continued.
+
+        Args:
+            schedule: state of the schedule in the checkpoint.
+            position: gradients in the checkpoint that were collected and not handed over.
+        """
+
+    @abstractmethod
+    def restore(self, partitions: Sequence[Any]) -> None:
+        """Continue from what `saved` returned; p, m, v, schedule and collected gradients are already in place."""
+
+    # -- for the rules --------------------------------------------------------------------------------------------
+
+    def _slots(self, count: int) -> tuple[int, ...]:
+        """The slots of the last `count` gradients, oldest first; the last is this step's. Valid only inside a step."""
+        return (*self.schedule.latest(count - 1), self.schedule.coming)
+
+    @staticmethod
+    def _interval_fits(settings: RuleSettings, there: int | None) -> bool:
+        """Whether a checkpoint at interval `there` (None: not chosen) continues with these settings."""
+        here = settings.update_interval
+        return here == there or (here is None and (there or 1) <= settings.longest_interval)
+
+    def _take_published(self, partition: Partition) -> None:
+        """Copy a partition's published weights to its weights."""
+        published, weights = self._link.transfers.results(partition.index).published, partition.weights()
+        # A converting copy needs a temporary of the published dtype on the accelerator; copying in parts bounds it.
+        part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
+        for part, arrived in zip(weights.split(part_numel), published.split(part_numel), strict=True):
+            part.copy_(arrived, non_blocking=True)
+        self._metrics.bytes_up += published.nbytes

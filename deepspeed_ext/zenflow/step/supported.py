@@ -1,0 +1,198 @@
+"""Refuses every combination of settings that ZenFlow does not support.
+
+It checks three things, each as soon as it is known: the ``zero_optimization`` section, DeepSpeed's reading of the rest
+of the config, and the user's optimizer. Contradictions between fields of one section are found when it is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.upstream import OffloadDeviceEnum, autocasts_to_fp16
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
+
+__all__ = [
+    "as_torch_adam",
+    "is_decoupled",
+    "require_group_timeout",
+    "require_publishable",
+    "require_section",
+    "require_shared_folder",
+    "require_supported",
+    "DEEPSPEED_ADAMS",
+]
+
+DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
+_VARIANTS = {"amsgrad": False, "maximize": False, "bias_correction": True}
+"""Fields of a parameter group, each with the only value that the worker supports."""
+
+
+def as_torch_adam(parameters: dict[str, Any]) -> None:
+    """Change ``optimizer.params`` of a config, in place, so that DeepSpeed builds torch's Adam with the same meaning.
+
+    Raises:
+        ConfigError: ``bias_correction`` is false.
+    """
+    if parameters.get("torch_adam"):
+        return
+    parameters["torch_adam"] = True
+    parameters.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own Adams; torch's AdamW has 0.01
+    if not parameters.pop("bias_correction", True):  # only DeepSpeed's own Adams know it
+        raise ConfigError(
+            "zero_optimization.zenflow does not support optimizer.params.bias_correction = false: remove it"
+        )
+
+
+def require_section(section: Any) -> None:
+    """Check the ``zero_optimization`` section.
+
+    Raises:
+        ConfigError: it has ``zenflow`` together with a setting that ZenFlow does not support.
+    """
+    if section.zenflow is None:
+        return
+    offload, offload_param = section.offload_optimizer, section.offload_param
+    _refuse(
+        {
+            "stage = 0": section.stage == 0,
+            'offload_optimizer.device = "nvme"': offload is not None and offload.device == OffloadDeviceEnum.nvme,
+            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
+            "offload_optimizer.super_offload": offload is not None and offload.super_offload,
+            "offload_param": offload_param is not None and offload_param.device != OffloadDeviceEnum.none,
+            "elastic_checkpoint": section.elastic_checkpoint,
+            # a rank waits for the one before it, which waits in our collectives
+            "pipeline_loading_checkpoint": section.pipeline_loading_checkpoint,
+            "compute_grad_norm = false": not section.compute_grad_norm,
+            "zero_quantized_weights": section.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": section.zero_quantized_nontrainable_weights,
+            "zero_quantized_gradients": section.zero_quantized_gradients,
+        }
+    )
+
+
+def require_shared_folder(section: Any, node_local: bool) -> None:
+    """Check where checkpoints lie.
+
+    Args:
+        section: the ``zero_optimization`` section.
+        node_local: whether every node saves to storage of its own.
+
+    Raises:
+        ConfigError: a save beside training could not be completed there.
+    """
+    if section.zenflow is not None and section.zenflow.async_save and node_local:
+        raise ConfigError(
+            "zero_optimization.zenflow.async_save needs one folder that all ranks write to: remove it, or "
+            "checkpoint.use_node_local_storage"
+        )
+
+
+def require_supported(kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check what DeepSpeed has read from the rest of the config.
+
+    Args:
+        kwargs: keyword arguments of DeepSpeed's optimizer class.
+        groups: the parameter groups.
+
+    Raises:
+        ConfigError: they contain a setting that ZenFlow does not support.
+    """
+    _refuse(
+        {
+            "MoE parameter groups": any(group.get("moe") for group in groups) or kwargs.get("has_moe_layers"),
+            "bf16_master_weights_and_grads": kwargs.get("bf16_master_weights_and_gradients"),
+            "fp16_master_weights_and_grads": kwargs.get("fp16_master_weights_and_gradients"),
+            "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
+            # DeepSpeed then scales the loss with a torch GradScaler. Only the optimizer's own step would unscale;
+            # DeepSpeed's clipping and its overflow check ignore that scaler too.
+            "torch_autocast with dtype float16 (in this engine or an earlier one in this process)": autocasts_to_fp16(),
+        }
+    )
+
+
+def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
+    """Check ``publish_dtype`` once the dtype of the weights is known.
+
+    Raises:
+        ConfigError: it is neither the weights' dtype nor float32.
+    """
+    if zenflow.publish_dtype not in (None, "float32", weights_dtype):
+        raise ConfigError(
+            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" with a {weights_dtype} model: '
+            f'set it to "{weights_dtype}" or "float32", or leave it out'
+        )
+
+
+def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) -> None:
+    """Check the longest wait for the worker, during which the other ranks wait in a collective.
+
+    Args:
+        timeout_seconds: the longest wait for the worker.
+        group_timeout_seconds: timeout of the process group.
+
+    Raises:
+        ConfigError: the collective would time out first.
+    """
+    if timeout_seconds >= group_timeout_seconds:
+        raise ConfigError(
+            f"zero_optimization.zenflow.worker_timeout_seconds = {timeout_seconds:g} is not below "
+            f"the process group's timeout of {group_timeout_seconds:g} s, after which the communication library ends "
+            "the job: lower it, or raise the group's timeout (init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
+        )
+
+
+def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the user's optimizer is AdamW (True) or Adam with L2 regularization (False).
+
+    Raises:
+        ConfigError: it is neither, or uses a variant that the worker does not support.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.AdamW):
+        decoupled = True
+    elif isinstance(optimizer, torch.optim.Adam):
+        decoupled = bool(optimizer.defaults.get("decoupled_weight_decay", False))
+    elif name in DEEPSPEED_ADAMS:
+        decoupled = bool(getattr(optimizer, "adam_w_mode", True))
+    else:
+        raise ConfigError(
+            f"zero_optimization.zenflow works with Adam and AdamW, but the optimizer is {name}: "
+            "use Adam or AdamW from torch.optim or DeepSpeed, or remove the zenflow section"
+        )
+    if name not in DEEPSPEED_ADAMS and not _steps_like_torch(type(optimizer)):
+        raise ConfigError(
+            f"zero_optimization.zenflow updates weights as torch's Adam and AdamW do, but {name} has a step() of its "
+            "own, which would never run: use Adam or AdamW, or remove the zenflow section"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if bool(group.get("decoupled_weight_decay", decoupled)) is not decoupled and group.get("weight_decay"):
+            raise ConfigError(
+                f"zero_optimization.zenflow does not support decoupled_weight_decay={not decoupled} in parameter group "
+                f"{index} of {name}, which has {decoupled} elsewhere: use one value for all groups"
+            )
+        for variant, expected in _VARIANTS.items():
+            if bool(group.get(variant, expected)) is not expected:
+                raise ConfigError(
+                    f"zero_optimization.zenflow does not support {variant}={group[variant]} "
+                    f"(parameter group {index} of {name}): set it to {expected}"
+                )
+    return decoupled
+
+
+def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether `step` is that of torch's Adam or AdamW, below the wrappers that torch's profiler puts around it."""
+    ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
+    return inspect.unwrap(kind.step) in ours
+
+
+def _refuse(settings: Mapping[str, Any]) -> None:
+    if found := [name for name, given in settings.items() if given]:
+        raise ConfigError(
+            f"zero_optimization.zenflow does not support {' and '.join(found)}: "
+            "remove that setting or the zenflow section"
+        )

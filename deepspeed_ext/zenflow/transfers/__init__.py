@@ -1,0 +1,1 @@
+"""Copies between accelerator and host, inside the step or beside the next one."""

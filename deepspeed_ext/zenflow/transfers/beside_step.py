@@ -1,0 +1,266 @@
+"""Moves gradients to the arena and results back beside the next step, so that the accelerator waits for neither.
+
+When a step has computed its weights, its gradient is copied to a room in device memory. From there it goes down during
+the next forward, in chunks of whole blocks. The worker steps each chunk as it arrives, and y of the chunk comes up
+during the backward, into the part of the room that its gradient has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepspeed_ext.errors import OutOfMemoryError
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
+from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
+from deepspeed_ext.zenflow.transfers.device_sizes import chunk_of, dtype_name, room_bytes
+from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+
+__all__ = ["HiddenTransfers", "Room", "allocate_rooms"]
+
+CHUNK_NUMEL = 1 << 24
+"""Elements of a chunk, before rounding to whole blocks."""
+
+_FREE_SHARE = 0.1
+"""Share of the device memory that stays free if rooms are not asked for."""
+
+
+class Room:
+    """Device memory of one partition of n elements, which holds its gradient and then its results.
+
+    The gradient lies at the end and y at the start. So if their sizes differ, y of a chunk still covers only
+    gradients of this and earlier chunks, which have left.
+
+    Attributes:
+        gradient: 1-D [n].
+        results: `Results` on the accelerator.
+        landed: event on the stream of the copies up, recorded after the last copy.
+        slot: where the gradient goes; None: there is none.
+    """
+
+    gradient: torch.Tensor
+    results: Results
+
+    def __init__(self, host: Results, grad_dtype: torch.dtype, device: torch.device) -> None:
+        self._host, self._grad_dtype, self._device = host, grad_dtype, device
+        self.allocate()
+        self.landed = get_accelerator().Event()
+        self.slot: torch.Tensor | None = None
+
+    def allocate(self) -> None:
+        """Take the memory, whose contents are undefined."""
+        host, grad_dtype = self._host, self._grad_dtype
+        numel, publish_dtype = host.published.numel(), host.published.dtype
+        nbytes = numel * max(grad_dtype.itemsize, publish_dtype.itemsize)
+        room = allocation.accelerator_empty(nbytes, torch.uint8, self._device)
+        self.gradient = room[room.numel() - numel * grad_dtype.itemsize :].view(grad_dtype)
+        means = None
+        if host.block_means is not None:
+            means = torch.empty_like(host.block_means, dtype=torch.float32, device=self._device)
+        self.results = Results(room[: numel * publish_dtype.itemsize].view(publish_dtype), means)
+
+    def release(self) -> None:
+        """Free the memory. Until `allocate` the room has neither gradient nor results."""
+        del self.gradient, self.results
+
+    def bring_up(self) -> None:
+        """Copy the newest results to the room, on the current stream."""
+        self.results.published.copy_(self._host.published)
+        if self.results.block_means is not None and self._host.block_means is not None:
+            self.results.block_means.copy_(self._host.block_means)
+        self.landed.record()
+
+
+def allocate_rooms(
+    wanted: bool | None, results: Sequence[Results], grad_dtype: torch.dtype, ranks: RankGroup
+) -> list[Room] | None:
+    """Allocate a room for each partition, for `HiddenTransfers`. A collective.
+
+    Args:
+        wanted: whether the user asks for it; None: if every rank keeps a tenth of its memory free.
+        results: of each partition, in order.
+        grad_dtype: dtype of the gradients.
+        ranks: the data-parallel ranks.
+
+    Returns:
+        The rooms; None on every rank if copies stay inside of the step.
+
+    Raises:
+        OutOfMemoryError: on every rank, if `wanted` and any rank has no memory for it.
+    """
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device() or wanted is False:
+        return None
+    needed = sum(_room_bytes(host, grad_dtype) for host in results)
+    with together(ranks):
+        free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
+    rooms = None
+    if wanted or ranks.all(free - needed >= total * _FREE_SHARE):
+        device = torch.device(accelerator.current_device_name())
+        rooms = allocation.try_on_all_ranks(
+            "zenflow.allocate_rooms", lambda: [Room(host, grad_dtype, device) for host in results], ranks
+        )
+    found = f"that takes {needed:,} bytes of device memory, and {free:,} of {total:,} are free"
+    if wanted and rooms is None:
+        raise OutOfMemoryError(
+            f"zenflow.hide_transfers is true, but a rank cannot allocate the rooms: {found} on rank {ranks.rank}. "
+            "Leave the field out, and the copies run inside of the step"
+        )
+    if ranks.rank == 0:
+        where = "inside of the" if rooms is None else "beside the next"
+        logger.info(f"ZenFlow copies gradients and results {where} step: beside it, {found} (zenflow.hide_transfers)")
+    return rooms
+
+
+def _room_bytes(host: Results, grad_dtype: torch.dtype) -> int:
+    means = 0 if host.block_means is None else host.block_means.nbytes
+    return room_bytes(host.published.numel(), dtype_name(grad_dtype), dtype_name(host.published.dtype), means)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of blocks of a partition, with its arrays on both sides."""
+
+    span: Span
+    blocks: Span
+    room: Room
+    host: Results
+
+    def start_down(self) -> None:
+        """Start copying the gradient to its slot, on the current stream."""
+        assert self.room.slot is not None
+        self.room.slot[slice(*self.span)].copy_(self.room.gradient[slice(*self.span)], non_blocking=True)
+
+    def start_up(self, stream: Any) -> None:
+        """Start copying the results to the room. The newest of these copies counts as the last.
+
+        The gradient has arrived, so what was launched before it is done: nobody reads the room's older contents.
+        """
+        with get_accelerator().stream(stream):
+            for target, source, part in (
+                (self.room.results.published, self.host.published, self.span),
+                (self.room.results.block_means, self.host.block_means, self.blocks),
+            ):
+                if target is not None and source is not None:
+                    target[slice(*part)].copy_(source[slice(*part)], non_blocking=True)
+            self.room.landed.record(stream)
+
+
+class HiddenTransfers(Transfers):
+    """`Transfers` that run beside the next step.
+
+    Args:
+        process, results, waiting: as for `Transfers`.
+        rooms: of each partition in order, from `allocate_rooms`.
+        block_size: elements per block.
+        timeout_seconds: longest time without progress, before waiting is an error.
+    """
+
+    def __init__(
+        self,
+        process: OptimizerProcess,
+        results: Sequence[Results],
+        rooms: Sequence[Room],
+        block_size: int,
+        timeout_seconds: float,
+        waiting: Stopwatch,
+    ) -> None:
+        super().__init__(process, results, waiting)
+        accelerator = get_accelerator()
+        self._block_size = block_size
+        self._rooms = rooms
+        self._up = accelerator.Stream()
+        self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()  # one per thread
+        self._courier = Courier(accelerator.current_device(), timeout_seconds)
+
+    def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
+        room, stream = self._rooms[index], get_accelerator().current_stream()
+        with self._waiting.measured():
+            stream.wait_stream(self._down)  # which may still read the room's last gradient
+            stream.wait_stream(self._up)  # which may still write results that nobody has asked for
+        room.gradient.copy_(grad)
+        room.slot = slot
+
+    def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
+        by_index, stream = {task.partition: task for task in tasks}, get_accelerator().current_stream()
+        departed = _blocking_event()
+        departed.record(stream)
+        self._down.wait_event(departed)
+        parcels = []
+        for index, room in enumerate(self._rooms):
+            if room.slot is None and index not in by_index:
+                continue
+            for chunk in self._chunks(index):
+                arrived = departed if room.slot is None else self._sent_down(chunk)
+                task = replace(by_index[index], span=chunk.span) if index in by_index else None
+                bring_up: Callable[[], None] | None = partial(self._start_up, chunk) if publishes else None
+                parcels.append(Parcel(arrived, task, bring_up))
+            room.slot = None
+        if not parcels:
+            parcels.append(Parcel(departed, None, None))
+        self._courier.send(parcels, self._process)
+
+    def _sent_down(self, chunk: Chunk) -> Any:
+        """Start the chunk's copy down; an event that a waiting thread sleeps on."""
+        with get_accelerator().stream(self._down):
+            with self._downwards.measured():
+                chunk.start_down()
+            arrived = _blocking_event()
+            arrived.record(self._down)
+        return arrived
+
+    def _start_up(self, chunk: Chunk) -> None:
+        with self._upwards.measured(self._up):
+            chunk.start_up(self._up)
+
+    def _chunks(self, index: int) -> Iterator[Chunk]:
+        host, room, size = self._results[index], self._rooms[index], self._block_size
+        numel, step = host.published.numel(), chunk_of(CHUNK_NUMEL, size)
+        for begin in range(0, numel, step):
+            end = min(begin + step, numel)
+            yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), room, host)
+
+    def wait(self) -> float:
+        self._courier.wait()
+        return super().wait()
+
+    def results(self, index: int) -> Results:
+        room = self._rooms[index]
+        with self._waiting.measured():
+            get_accelerator().current_stream().wait_event(room.landed)
+        return room.results
+
+    def release(self) -> None:
+        get_accelerator().synchronize()  # copies up have been started, and may still be under way
+        for room in self._rooms:
+            room.release()
+
+    def restore(self) -> None:
+        for room in self._rooms:
+            room.allocate()
+            room.bring_up()
+
+    def copying_seconds(self) -> float:
+        return sum(self._downwards.lap()) + sum(self._upwards.lap())
+
+    def close(self) -> None:
+        self._courier.close()
+        super().close()
+
+
+def _blocking_event() -> Any:
+    """An event on which a thread sleeps instead of spinning, where the accelerator has such."""
+    try:
+        return get_accelerator().Event(blocking=True)
+    except TypeError:
+        return get_accelerator().Event()

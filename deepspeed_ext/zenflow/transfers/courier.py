@@ -1,0 +1,184 @@
+"""Carries gradients to the worker and its results back, beside the trainer's computation, in a thread of its own.
+
+An update travels in parcels, each a run of whole blocks of one partition. The trainer starts all copies down and goes
+on. The courier waits until a parcel has arrived in the arena, tells the worker, and starts the copy up once the worker
+has stepped it. The worker is told of the next parcel before the answer to this one is awaited, so it is never idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.worker.channel import Patience
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+
+__all__ = ["Courier", "Parcel", "Shipment"]
+
+_PARCELS_AHEAD = 1
+_CLOSE_SECONDS = 2.0
+_LATER_SECONDS = 5.0
+"""The trainer waits so much longer than the courier, whose error says more."""
+
+
+@dataclass
+class Parcel:
+    """A run of blocks on its way.
+
+    Attributes:
+        arrived: event recorded by the trainer after this parcel's copy down. If no gradient travels, it is recorded
+            after everything that reads what the task writes.
+        task: what the worker does once the gradient has arrived; None: nothing.
+        bring_up: starts the copy of the worker's result to the accelerator, and is called by the courier; None: the
+            result stays on the host.
+    """
+
+    arrived: Any
+    task: WorkerTask | None
+    bring_up: Callable[[], None] | None
+
+
+class Shipment:
+    """Parcels that leave together, in order.
+
+    Args:
+        parcels: what is carried.
+        process: the worker.
+
+    Attributes:
+        carried: parcels delivered so far.
+        is_done: whether nothing of it is left to do, or an error has ended it. Then it refers to nothing any more.
+    """
+
+    def __init__(self, parcels: Sequence[Parcel], process: OptimizerProcess) -> None:
+        self.carried = 0
+        self.is_done = False
+        self._parcels = deque(parcels)
+        self._process: OptimizerProcess | None = process
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    def carry(self) -> None:
+        """Deliver all parcels. Called by the courier's thread."""
+        process, with_worker = self._process, deque[tuple[Parcel, int]]()
+        assert process is not None
+        while self._parcels or with_worker:
+            if self._parcels:
+                parcel = self._parcels.popleft()
+                parcel.arrived.synchronize()
+                number = process.newest if parcel.task is None else process.submit([parcel.task])
+                with_worker.append((parcel, number))
+            if len(with_worker) > _PARCELS_AHEAD or not self._parcels:
+                parcel, number = with_worker.popleft()
+                if parcel.bring_up is not None:
+                    process.wait_for(number)
+                    parcel.bring_up()
+                self.carried += 1
+
+    def finish(self) -> None:
+        """Record that nothing is left to do."""
+        self._parcels.clear()
+        self._process = None
+        self.is_done = True
+        self._latch.release()
+
+    def wait_a_slice(self, patience: Patience) -> None:
+        """Block for one slice of `patience` at most, or until it is done. A signal handler that interrupts this may
+        call it too."""
+        if not self.is_done and self._latch.acquire(timeout=max(0.0, patience.begin_slice())):
+            return  # nobody needs the latch any more
+        patience.end_slice()
+
+
+class Courier:
+    """The thread and what it carries. It ends with `close`, or when nobody refers to this object.
+
+    Args:
+        device: index of the accelerator on which the trainer's tensors are.
+        timeout_seconds: longest time for which `wait` sees no parcel delivered.
+    """
+
+    def __init__(self, device: int, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._shipments: deque[Shipment] = deque()
+        self._errors: list[BaseException] = []
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # there is work; False: the end
+        self._thread = threading.Thread(
+            target=_carry_all,
+            args=(self._calls, self._shipments, self._errors, device),
+            name="deepspeed_ext-courier",
+            daemon=True,
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._calls, self._thread, os.getpid())
+
+    def send(self, parcels: Sequence[Parcel], process: OptimizerProcess) -> None:
+        """Carry `parcels` after everything sent before, without waiting."""
+        while self._shipments and self._shipments[0].is_done:
+            self._shipments.popleft()
+        self._shipments.append(Shipment(parcels, process))
+        self._calls.put(True)
+
+    def wait(self) -> None:
+        """Wait until all parcels are delivered: gradients are in the arena, tasks with the worker, and copies up are
+        started. May be called by a signal handler.
+
+        Raises:
+            Exception: what ended the courier's work, as raised there.
+            WorkerError: nothing has moved for `timeout_seconds`.
+        """
+        self._calls.put(True)  # the handler may have interrupted `send`
+        for shipment in tuple(self._shipments):
+            patience, seen = Patience(self._timeout_seconds + _LATER_SECONDS), shipment.carried
+            while not shipment.is_done:
+                if shipment.carried != seen:
+                    patience, seen = Patience(self._timeout_seconds + _LATER_SECONDS), shipment.carried
+                if patience.is_over or not self._thread.is_alive():
+                    raise WorkerError(
+                        "copies between accelerator and optimizer process have not moved for "
+                        f"{self._timeout_seconds:g} s (zenflow.worker_timeout_seconds): is the accelerator stuck?"
+                    )
+                shipment.wait_a_slice(patience)
+        if self._errors:
+            raise self._errors[0]
+
+    def close(self) -> None:
+        """End the thread. Close the worker first, on which it may be waiting. Idempotent."""
+        self._finalizer()
+
+
+def _carry_all(
+    calls: queue.SimpleQueue[bool], shipments: deque[Shipment], errors: list[BaseException], device: int
+) -> None:
+    """The thread. It refers to no worker while it is idle, so that a forgotten engine can be freed."""
+    get_accelerator().set_device(device)
+    while calls.get():
+        for shipment in tuple(shipments):
+            if shipment.is_done:
+                continue
+            try:
+                if not errors:
+                    shipment.carry()
+            except BaseException as error:  # raised again by the trainer's next wait
+                errors.append(error)
+            finally:
+                shipment.finish()
+
+
+def _end(calls: queue.SimpleQueue[bool], thread: threading.Thread, owner_pid: int) -> None:
+    if os.getpid() != owner_pid:  # a forked process has no such thread
+        return
+    calls.put(False)
+    if thread is not threading.current_thread():
+        with contextlib.suppress(RuntimeError):  # at the interpreter's end
+            thread.join(_CLOSE_SECONDS)

@@ -1,0 +1,40 @@
+"""Defines sizes on the accelerator: rooms for transfers, and how much is computed at once, which bounds temporaries.
+
+Plain values, no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+
+__all__ = ["ACCELERATOR_CHUNK_NUMEL", "COMPILED_FROM_NUMEL", "chunk_of", "dtype_name", "room_bytes"]
+
+COMPILED_FROM_NUMEL = 1 << 22
+"""Fewest elements that are worth the seconds that `torch.compile` takes. What is compiled needs no temporaries."""
+
+ACCELERATOR_CHUNK_NUMEL = 1 << 24
+"""Elements that the estimate computes at once on an accelerator if it is not compiled, before rounding to blocks."""
+
+
+def chunk_of(chunk_numel: int, block_size: int) -> int:
+    """`chunk_numel` rounded down to whole blocks, but at least one block."""
+    return max(1, chunk_numel // block_size) * block_size
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch dtype as the arena and the config write it, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def room_bytes(numel: int, grad_dtype: str, publish_dtype: str, means_bytes: int) -> int:
+    """Bytes of device memory of a partition's room: 2 per element if gradients and y have 16 bits, and the block means.
+
+    Args:
+        numel: elements of the partition.
+        grad_dtype: dtype in which gradients are handed over.
+        publish_dtype: dtype of y.
+        means_bytes: bytes of the block means; 0: the rule does not use them.
+    """
+    return numel * max(DTYPE_BYTES[grad_dtype], DTYPE_BYTES[publish_dtype]) + means_bytes

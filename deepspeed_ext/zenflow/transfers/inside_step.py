@@ -1,0 +1,123 @@
+"""Moves gradients to the arena and results back, inside of the step. `hidden_transfers` does it beside the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+
+__all__ = ["Results", "Transfers"]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the worker makes of one partition of n elements.
+
+    Attributes:
+        published: y, 1-D [n].
+        block_means: means of v, 1-D fp32 [ceil(n / block_size)]; None: the rule does not use them.
+    """
+
+    published: torch.Tensor
+    block_means: torch.Tensor | None
+
+
+class Transfers:
+    """Copies inside of the step: gradients to the arena on a stream of their own, and results as they are read.
+
+    On an accelerator without streams (the CPU), copies are done when the calls return.
+
+    A step calls `ready` and `take` for each partition, then `depart`. `wait` and `results` come before the results are
+    used, in this step or a later one.
+
+    Args:
+        process: the worker.
+        results: the arrays of the arena that the worker writes, of each partition in order.
+        waiting: runs while the accelerator waits for copies.
+    """
+
+    def __init__(self, process: OptimizerProcess, results: Sequence[Results], waiting: Stopwatch) -> None:
+        accelerator = get_accelerator()
+        self._process = process
+        self._results = results
+        self._waiting = waiting
+        self._down: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
+        self._newest: Any = None  # recorded after the newest copy down
+        self._older: Any = None  # the same for the copy before it
+
+    def ready(self) -> Any:
+        """An event on the current stream, for `take`: the gradient is complete. None without streams."""
+        return None if self._down is None else get_accelerator().current_stream().record_event()
+
+    def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
+        """Take a partition's gradient, whose copy to `slot` has started when `depart` returns.
+
+        Args:
+            index: number of the partition.
+            grad: 1-D [n], on the accelerator; may be reused by later work on the current stream.
+            slot: 1-D [n], same dtype, in the arena. It must not change before `wait`.
+            ready: from `ready`.
+        """
+        if self._down is None:
+            if grad.data_ptr() != slot.data_ptr():
+                slot.copy_(grad)
+            return
+        self._down.wait_event(ready)
+        with get_accelerator().stream(self._down):
+            slot.copy_(grad, non_blocking=True)
+            grad.record_stream(self._down)
+            self._older, self._newest = self._newest, self._down.record_event()
+        if self._older is not None:  # else flat gradients pile up if the host runs ahead of the link
+            self._older.synchronize()
+            self._older = None
+
+    def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
+        """Hand `tasks` over, once the gradients taken since the last call have arrived.
+
+        Args:
+            tasks: at most one per partition.
+            publishes: whether the next `results` is asked for before the next gradients are taken.
+        """
+        self._finish()
+        if tasks:
+            self._process.submit(tasks)
+
+    def wait(self) -> float:
+        """Wait until everything that departed has arrived and is processed, and the work is done that was launched on
+        the trainer's stream before the last `depart`, such as copies to the host.
+
+        Returns:
+            Seconds of the worker's work since the last call that had to wait for any.
+        """
+        return self._process.wait().seconds
+
+    def results(self, index: int) -> Results:
+        """A partition's results, for work on the current stream; on the host or on the accelerator."""
+        return self._results[index]
+
+    def release(self) -> None:
+        """Free the accelerator memory that is held between steps. Nothing may be in flight."""
+
+    def restore(self) -> None:
+        """Allocate it again, with the newest results."""
+
+    def copying_seconds(self) -> float:
+        """Duration of the copies beside the step, as far as known since the last call."""
+        return 0.0
+
+    def _finish(self) -> None:
+        """Wait for all copies down, and for the current stream's copies from the arena, which the worker overwrites."""
+        if self._down is not None:
+            with self._waiting.measured():
+                self._down.synchronize()
+                get_accelerator().current_stream().synchronize()
+
+    def close(self) -> None:
+        """Start no more copies. Close the worker first. Idempotent."""

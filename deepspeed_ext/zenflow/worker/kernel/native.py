@@ -1,0 +1,202 @@
+"""Calls the C++ passes (``*.cpp``) through ctypes. Does not import torch, which keeps the worker small."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
+
+__all__ = ["ABI_VERSION", "NativeKernel"]
+
+ABI_VERSION = 6
+_DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "beta1_complement",
+            "beta2",
+            "beta2_complement",
+            "eps",
+            "decay",
+            "l2",
+            "step_size",
+            "bias2_inverse",
+            "grad_scale",
+        )
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        ("p", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("grads", ctypes.POINTER(ctypes.c_void_p)),
+        ("steps", ctypes.POINTER(_Step)),
+        ("published", ctypes.c_void_p),
+        ("block_means", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("steps_count", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("published_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("p_factor", ctypes.c_float),
+        ("m_factor", ctypes.c_float),
+        ("l2_factor", ctypes.c_float),
+        ("l2_bound", ctypes.c_float),
+        ("publish_bias2_inverse", ctypes.c_float),
+        ("publish_eps", ctypes.c_float),
+    ]
+
+
+class _MeanPass(ctypes.Structure):
+    _fields_ = [
+        ("p", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("grads", ctypes.POINTER(ctypes.c_void_p)),
+        ("scales", ctypes.POINTER(ctypes.c_float)),
+        ("updates", ctypes.c_void_p),
+        ("published", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("lr", ctypes.c_double),
+        ("step", _Step),
+        ("grads_count", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("published_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+def _open_library(path: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(path)
+    if library.dsext_adam_pass_version() != ABI_VERSION:
+        raise OSError(f"{path} does not have ABI version {ABI_VERSION}: rebuild the native kernel")
+    signatures = {
+        "dsext_adam_pass": [ctypes.POINTER(_Pass)],
+        "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
+        "dsext_first_touch": [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
+        "dsext_thread_ids": [ctypes.POINTER(ctypes.c_int32), ctypes.c_int32],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _addresses(arrays: tuple[Array, ...]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * max(1, len(arrays)))(*(array.address for array in arrays))
+
+
+def _dtype_code(arrays: tuple[Array, ...]) -> int:
+    return _DTYPE_CODES[arrays[0].dtype] if arrays else 0
+
+
+def _step(step: AdamStep) -> _Step:
+    return _Step(
+        beta1_complement=1.0 - step.beta1,
+        beta2=step.beta2,
+        beta2_complement=1.0 - step.beta2,
+        eps=step.eps,
+        decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
+        l2=0.0 if step.decoupled else step.weight_decay,
+        step_size=step.lr / step.bias_correction1,
+        bias2_inverse=1.0 / step.bias_correction2_sqrt,
+        grad_scale=step.grad_scale,
+    )
+
+
+class NativeKernel:
+    """Runs passes with the shared library at ``library`` on ``threads`` threads: the caller's, and others that the
+    library starts for the first pass and keeps.
+
+    Raises:
+        OSError: the file cannot be loaded, or has another version.
+    """
+
+    name = "native"
+
+    def __init__(self, library: str, threads: int) -> None:
+        self._library = _open_library(library)
+        self._threads = threads
+
+    def run(self, adam_pass: AdamPass) -> None:
+        """See `Kernel.run`. The call releases the interpreter lock."""
+        count = len(adam_pass.steps)
+        steps = (_Step * max(1, count))(*map(_step, adam_pass.steps))
+        publish = adam_pass.publish
+        self._library.dsext_adam_pass(
+            _Pass(
+                p=adam_pass.p.address,
+                m=adam_pass.m.address,
+                v=adam_pass.v.address,
+                grads=_addresses(adam_pass.grads),
+                steps=steps,
+                published=adam_pass.published.address,
+                block_means=adam_pass.block_means.address,
+                numel=adam_pass.p.numel,
+                block_size=adam_pass.block_size,
+                steps_count=count,
+                grad_dtype=_dtype_code(adam_pass.grads),
+                published_dtype=_DTYPE_CODES[adam_pass.published.dtype],
+                threads=self._threads,
+                p_factor=publish.p_factor,
+                m_factor=publish.m_factor,
+                l2_factor=publish.l2_factor,
+                l2_bound=publish.l2_bound,
+                publish_bias2_inverse=1.0 / publish.bias_correction2_sqrt,
+                publish_eps=publish.eps,
+            )
+        )
+
+    def run_mean(self, mean_pass: MeanPass) -> None:
+        """See `Kernel.run_mean`. The call releases the interpreter lock."""
+        count, step = len(mean_pass.grads), mean_pass.step
+        self._library.dsext_mean_pass(
+            _MeanPass(
+                p=mean_pass.p.address,
+                m=mean_pass.m.address,
+                v=mean_pass.v.address,
+                grads=_addresses(mean_pass.grads),
+                scales=(ctypes.c_float * max(1, count))(*mean_pass.scales),
+                updates=mean_pass.updates.address,
+                published=mean_pass.published.address,
+                numel=mean_pass.p.numel,
+                block_size=mean_pass.block_size,
+                beta1=step.beta1,
+                beta2=step.beta2,
+                lr=step.lr,
+                step=_step(replace(step, step=1)),  # the library computes the bias corrections per block
+                grads_count=count,
+                grad_dtype=_dtype_code(mean_pass.grads),
+                published_dtype=_DTYPE_CODES[mean_pass.published.dtype],
+                threads=self._threads,
+            )
+        )
+
+    def first_touch(self, address: int, nbytes: int) -> None:
+        """Touch every page of a fresh mapping, which places it on the memory node of this process's cores."""
+        self._library.dsext_first_touch(address, nbytes, self._threads)
+
+    def pin(self, cpus: Sequence[int]) -> None:
+        """Bind each thread to one of ``cpus``, in order; the calling thread to the first. Where a limit leaves fewer
+        threads, the calling thread has the places of the missing ones, too; it stays on the first.
+
+        Raises:
+            OSError: the system refuses it.
+        """
+        numbers = (ctypes.c_int32 * self._threads)()
+        self._library.dsext_thread_ids(numbers, self._threads)
+        first: dict[int, int] = {}
+        for number, cpu in zip(numbers, cpus, strict=False):
+            first.setdefault(number, cpu)
+        for number, cpu in first.items():
+            os.sched_setaffinity(number, {cpu})

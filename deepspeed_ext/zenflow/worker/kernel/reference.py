@@ -1,0 +1,187 @@
+"""Implements the passes with chunked torch operations: the definition that the native kernel is tested against, and
+its fallback."""
+
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
+
+__all__ = ["ReferenceKernel", "block_means_into", "publish_into"]
+
+_START_SECONDS = 60.0
+"""For all threads of a pool to start, on a busy machine."""
+_CHUNK_NUMEL = 128 * 1024  # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """View ``array`` as a 1-D CPU tensor. The memory must outlive the tensor."""
+    buffer = (ctypes.c_char * (array.numel * DTYPE_BYTES[array.dtype])).from_address(array.address)
+    return torch.frombuffer(buffer, dtype=getattr(torch, array.dtype), count=array.numel)
+
+
+class ReferenceKernel:
+    """Runs passes with torch on the CPU, in a pool of ``threads`` threads.
+
+    Each thread processes whole chunks and runs every operation alone; operations split among threads would each wait
+    for the slowest thread. Results depend neither on the number of threads nor on the chunk size, because every
+    operation is elementwise and chunks end at block boundaries. The calling process's number of torch threads does not
+    change.
+
+    Args:
+        threads: number of threads.
+        chunk_numel: elements per chunk, rounded down to whole blocks, but at least one block.
+    """
+
+    name = "reference"
+
+    def __init__(self, threads: int, chunk_numel: int = _CHUNK_NUMEL) -> None:
+        self._pool = _undivided_threads(threads)
+        self._chunk_numel = chunk_numel
+
+    def run(self, adam_pass: AdamPass) -> None:
+        """See `Kernel.run`."""
+        if adam_pass.p.numel == 0:
+            return
+        block = adam_pass.block_size
+        chunk = max(1, self._chunk_numel // block) * block
+        p, m, v = (as_tensor(a).split(chunk) for a in (adam_pass.p, adam_pass.m, adam_pass.v))
+        published = as_tensor(adam_pass.published).split(chunk)
+        means = as_tensor(adam_pass.block_means).split(chunk // block)
+        grads = [as_tensor(g).split(chunk) for g in adam_pass.grads]
+
+        def work(i: int) -> None:
+            with torch.no_grad():
+                for step, grad in zip(adam_pass.steps, grads, strict=True):
+                    _step(step, grad[i].float(), p[i], m[i], v[i])
+                block_means_into(v[i], block, means[i])
+                publish_into(adam_pass.publish, p[i], m[i], v[i], means[i], block, published[i])
+
+        list(self._pool.map(work, range(len(p))))
+
+    def run_mean(self, mean_pass: MeanPass) -> None:
+        """See `Kernel.run_mean`."""
+        if mean_pass.p.numel == 0:
+            return
+        block, step = mean_pass.block_size, mean_pass.step
+        chunk = max(1, self._chunk_numel // block) * block
+        p, m, v = (as_tensor(a).split(chunk) for a in (mean_pass.p, mean_pass.m, mean_pass.v))
+        published = as_tensor(mean_pass.published).split(chunk)
+        updates = as_tensor(mean_pass.updates).split(chunk // block)
+        grads = [as_tensor(g).split(chunk) for g in mean_pass.grads]
+
+        def work(i: int) -> None:
+            with torch.no_grad():
+                if grads:
+                    total = torch.zeros_like(p[i])
+                    for grad, scale in zip(grads, mean_pass.scales, strict=True):
+                        total.add_(grad[i].float(), alpha=scale)
+                    _step_blocks(step, block, total, p[i], m[i], v[i], updates[i])
+                is_cold = _elements(updates[i] >= 0, block, p[i].numel())
+                published[i][is_cold] = p[i][is_cold].to(published[i].dtype)
+
+        list(self._pool.map(work, range(len(p))))
+
+
+def _undivided_threads(number: int) -> ThreadPoolExecutor:
+    """A pool of `number` running threads, in each of which torch does not split operations.
+
+    OpenMP keeps the limit per thread, but `torch.set_num_threads` also sets the default for future threads and MKL's
+    limit. So the old number is restored once every thread of the pool has set its limit.
+    """
+    before = torch.get_num_threads()
+    all_limited = threading.Barrier(number + 1, timeout=_START_SECONDS)
+
+    def take_limit() -> None:
+        torch.get_num_threads()  # a thread's first call resets it to the default; a later one would undo the next line
+        torch.set_num_threads(1)
+        all_limited.wait()
+
+    pool = ThreadPoolExecutor(number, thread_name_prefix="dsext-pass", initializer=take_limit)
+    try:
+        for _ in range(number):  # no thread is idle before all pass the barrier, so each call starts a new one
+            pool.submit(int)
+        all_limited.wait()
+    except RuntimeError:  # a thread cannot start, or its initializer failed; release those that wait at the barrier
+        all_limited.abort()
+        raise
+    finally:
+        torch.set_num_threads(before)
+    return pool
+
+
+def _elements(of_blocks: torch.Tensor, block: int, numel: int) -> torch.Tensor:
+    """Repeat each block's value for each of its elements; the last block may be shorter."""
+    return of_blocks.repeat_interleave(block)[:numel]
+
+
+def _step_blocks(
+    step: AdamStep,
+    block: int,
+    grad: torch.Tensor,
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    updates: torch.Tensor,
+) -> None:
+    """`_step` of the cold blocks, each with its own t, on copies, so that hot blocks stay untouched."""
+    cold_blocks = updates >= 0
+    cold = _elements(cold_blocks, block, p.numel())
+    t = (updates + 1).double()
+    step_size = _elements((step.lr / (1.0 - step.beta1**t)).float(), block, p.numel())[cold]
+    bias_correction2_sqrt = _elements((1.0 - step.beta2**t).sqrt().float(), block, p.numel())[cold]
+    grad, new_p, new_m, new_v = grad[cold], p[cold], m[cold], v[cold]
+    _moments(step, grad, new_p, new_m, new_v)
+    new_p.sub_(new_m.mul(step_size).div_(new_v.sqrt().div_(bias_correction2_sqrt).add_(step.eps)))
+    p[cold], m[cold], v[cold] = new_p, new_m, new_v
+    updates[cold_blocks] += 1
+
+
+def _denominator(v: torch.Tensor, bias_correction2_sqrt: float, eps: float) -> torch.Tensor:
+    return v.sqrt().div_(bias_correction2_sqrt).add_(eps)
+
+
+def _step(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+    _moments(step, grad * step.grad_scale, p, m, v)
+    p.addcdiv_(m, _denominator(v, step.bias_correction2_sqrt, step.eps), value=-step.lr / step.bias_correction1)
+
+
+def _moments(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+    """The part of a step before the update: weight decay and moments. Overwrites `grad`."""
+    if step.decoupled:
+        p.mul_(1.0 - step.lr * step.weight_decay)
+    elif step.weight_decay:
+        grad.add_(p, alpha=step.weight_decay)
+    m.lerp_(grad, 1.0 - step.beta1)
+    v.mul_(step.beta2).addcmul_(grad, grad, value=1.0 - step.beta2)
+
+
+def publish_into(
+    publish: Publish,
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    means: torch.Tensor,
+    block: int,
+    out: torch.Tensor,
+) -> None:
+    """Compute y of the contract; all tensors are 1-D, `means` of blocks, and the last block may be shorter."""
+    y = p * publish.p_factor
+    if publish.m_factor:
+        y.sub_((m * publish.m_factor).div_(_denominator(v, publish.bias_correction2_sqrt, publish.eps)))
+    if publish.l2_factor:
+        of_blocks = _denominator(means, publish.bias_correction2_sqrt, publish.eps)
+        l2_term = (p * publish.l2_factor).div_(_elements(of_blocks, block, p.numel()))
+        y.sub_(l2_term.clamp_(-publish.l2_bound, publish.l2_bound))
+    out.copy_(y)
+
+
+def block_means_into(v: torch.Tensor, block: int, out: torch.Tensor) -> None:
+    """Compute the mean of each block of `v`, 1-D; the last block may be shorter."""
+    whole = v.numel() // block
+    torch.mean(v[: whole * block].view(whole, block), dim=1, out=out[:whole])
+    if whole < out.numel():
+        out[whole] = v[whole * block :].mean()

@@ -1,1 +1,0 @@
-"""Subclasses of DeepSpeed's ZeRO optimizers; the work is done by the rooms below."""

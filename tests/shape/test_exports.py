@@ -1,0 +1,84 @@
+"""`__all__` of each module names what other modules use of it, and no function or constant that nothing else uses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tools.architecture import PACKAGE, ROOT, module_name
+
+USED_OTHERWISE = {
+    "deepspeed_ext.integrations.transformers.log_measurements",  # by users
+    "deepspeed_ext.zenflow.worker.kernel.build.BUILT_NAME",  # by the check of a wheel
+    "deepspeed_ext.zenflow.worker.main.main",  # by the name of its module
+}
+
+
+def parsed(*folders: str) -> dict[str, ast.Module]:
+    """Files by the name of their module; those outside the package have paths."""
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    names = {
+        path: f"{PACKAGE.name}.{module_name(path)}".rstrip(".") if PACKAGE in path.parents else str(path)
+        for path in files
+    }
+    return {name: ast.parse(path.read_text()) for path, name in names.items()}
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The functions, classes and variables of a module."""
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    targets = [node.targets for node in tree.body if isinstance(node, ast.Assign)]
+    targets += [[node.target] for node in tree.body if isinstance(node, ast.AnnAssign)]
+    return found | {
+        each.id for several in targets for target in several for each in ast.walk(target) if type(each) is ast.Name
+    }
+
+
+def exported(tree: ast.Module) -> set[str] | None:
+    """The names of `__all__`; None: there is none."""
+    lists = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets)
+    ]
+    return set(ast.literal_eval(lists[0])) if lists else None
+
+
+def used(tree: ast.Module) -> Iterator[str]:
+    """Full names of what a file takes from modules: by import, or as an attribute."""
+    aliases: dict[str, str] = {}
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+            yield from names.values()
+            aliases |= names
+        elif isinstance(node, ast.Import):
+            aliases |= {name.asname or name.name: name.name for name in node.names}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield f"{aliases[node.value.id]}.{node.attr}"
+
+
+def differences(inside: dict[str, ast.Module], outside: dict[str, ast.Module]) -> tuple[set[str], set[str]]:
+    """What is used and not exported, and what is exported and not used; a class may be the type of a result."""
+    by_package, by_others = ({name for tree in trees.values() for name in used(tree)} for trees in (inside, outside))
+    missing, idle = set(), set()
+    for module, tree in inside.items():
+        if (names := exported(tree)) is not None:
+            own = {name: f"{module}.{name}" for name in defined(tree)}
+            missing |= {full for name, full in own.items() if full in by_package and name not in names}
+            values = {full for name, full in own.items() if name in names and (name.islower() or name.isupper())}
+            idle |= values - by_package - by_others
+    return missing, idle
+
+
+def test_all_lists_what_others_use() -> None:
+    missing, idle = differences(parsed("deepspeed_ext"), parsed("tests", "tools"))
+    assert missing == set()
+    assert idle <= USED_OTHERWISE
+
+
+def test_both_kinds_of_difference_are_found() -> None:
+    module = ast.parse("__all__ = ['idle', 'Type']\ndef idle(): ...\nclass Type: ...\nUSED = 1\ndef taken(): ...")
+    other = ast.parse("from package import module\nfrom package.module import taken\nmodule.USED")
+    found = differences({"package.module": module, "package.other": other}, {})
+    assert found == ({"package.module.USED", "package.module.taken"}, {"package.module.idle"})

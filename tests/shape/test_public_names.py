@@ -1,0 +1,96 @@
+"""What users may write: names, commands, options, config fields and variables. A change of any is a change here.
+
+Give it a line in CHANGELOG.md, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from importlib.metadata import entry_points
+
+import pytest
+
+from deepspeed_ext import config, errors
+from deepspeed_ext.commands import main as cli
+from tests.support.paths import ROOT
+
+MODULES = {
+    "deepspeed_ext": "__version__ disable enable errors initialize",
+    "deepspeed_ext.config": "CoreBindingConfig FlattenTier ReservedCores RuleName ZenFlowConfig ZeroFields"
+    " given_of_the_other_rule idle_fields",
+    "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",
+    "deepspeed_ext.runtime.shared_buffers": "left_over not_made",
+}
+ERRORS = {
+    "CheckpointError": "DeepSpeedExtError RuntimeError",
+    "ConfigError": "DeepSpeedExtError ValueError",
+    "DeepSpeedExtError": "Exception",
+    "OutOfMemoryError": "DeepSpeedExtError RuntimeError",
+    "PlanMismatchError": "DeepSpeedExtError RuntimeError",
+    "RankError": "DeepSpeedExtError RuntimeError",
+    "StateError": "DeepSpeedExtError RuntimeError",
+    "UnsupportedError": "DeepSpeedExtError RuntimeError",
+    "UpstreamError": "UnsupportedError",
+    "WorkerError": "DeepSpeedExtError RuntimeError",
+}
+FIELDS = {
+    "ZeroFields": "core_binding flatten_reserve_fraction flatten_tier stage3_allgather_single_param"
+    " stage3_single_param_min_numel zenflow",
+    "CoreBindingConfig": "dry_run enabled optimizer_cores use_tuning_result",
+    "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds hide_transfers offload overlap_lag"
+    " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype select_block_size"
+    " select_interval select_strategy steps_per_epoch topk_ratio update_interval update_rule worker_timeout_seconds",
+}
+COMMANDS = {
+    "": "--help --version",
+    "doctor": "--help --json",
+    "plan": "--allowed --config --dtype --gpu-node --help --json --largest-param --memory --optimizer-cores --params"
+    " --pt-reserved-cores --ranks --ranks-per-host --root --svg",
+    "run": "--help arguments script",
+    "verify": "--config --help --json --ranks --steps --timeout --upstream",
+    "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick --ranks"
+    " --update-interval",
+}
+VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL DSEXT_VERIFY_MARK"
+VARIABLES += " DSEXT_VERIFY_PARENT"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_names_of_modules(name: str) -> None:
+    module = importlib.import_module(name)
+    assert " ".join(sorted(module.__all__)) == MODULES[name]
+    assert all(hasattr(module, each) for each in module.__all__)
+
+
+def test_names_of_errors() -> None:
+    found = {name: getattr(errors, name).__bases__ for name in errors.__all__}
+    assert {name: " ".join(base.__name__ for base in bases) for name, bases in found.items()} == ERRORS
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_names_of_config_fields(name: str) -> None:
+    assert " ".join(sorted(getattr(config, name).model_fields)) == FIELDS[name]
+
+
+def test_names_of_commands_and_options() -> None:
+    parser = cli._parser()
+    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    parsers = {"": parser, **commands.choices}
+    found = {
+        command: {action.option_strings[-1] if action.option_strings else action.dest for action in each._actions}
+        for command, each in parsers.items()
+    }
+    found[""].remove(commands.dest)
+    assert {command: " ".join(sorted(options)) for command, options in found.items()} == COMMANDS
+
+
+def test_the_console_script() -> None:
+    (script,) = entry_points(group="console_scripts", name="deepspeed-ext")
+    assert script.load() is cli.main
+
+
+def test_names_of_variables() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "deepspeed_ext").rglob("*.py"))
+    assert " ".join(sorted(set(re.findall(r"DSEXT_[A-Z_]+", sources)))) == VARIABLES

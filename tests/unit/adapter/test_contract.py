@@ -1,0 +1,234 @@
+"""The contract with DeepSpeed: what we build on is there, and what moved is named."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from deepspeed_ext.adapter import contract as _contract
+from deepspeed_ext.adapter import upstream as _upstream
+from deepspeed_ext.errors import UpstreamError
+
+PACKAGE = Path(_upstream.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _looked_at_anew() -> None:
+    _upstream.check.cache_clear()
+
+
+def test_the_installed_deepspeed_fulfils_the_contract() -> None:
+    assert _contract.broken() == []
+    _upstream.check()
+
+
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+
+
+@pytest.mark.parametrize(
+    ("place", "member", "expected", "says"),
+    [
+        (ENGINE, "gone", _contract.EXISTS, "DeepSpeedEngine.gone does not exist"),
+        (ENGINE, "_gone", _contract.ASSIGNED, "DeepSpeedEngine._gone is not assigned anywhere"),
+        # It is assigned in the same file, to something else.
+        (OPTIMIZER, "_hp_mapping", _contract.ASSIGNED, "DeepSpeedZeroOptimizer._hp_mapping is not assigned anywhere"),
+        (OPTIMIZER, "__init__", _contract.Takes(("mpu", "gone")), "__init__ takes no parameter gone"),
+        (STAGE_3, "step", "(self)", "step takes (self, closure), expected (self)"),
+        ("deepspeed.runtime.gone:Thing", "member", _contract.EXISTS, "deepspeed.runtime.gone:Thing does not exist"),
+        ("deepspeed.runtime.zero.config", "get_zero_config", "(a, b)", "takes (param_dict), expected (a, b)"),
+    ],
+)
+def test_what_moved_is_named(
+    monkeypatch: pytest.MonkeyPatch, place: str, member: str, expected: Any, says: str
+) -> None:
+    monkeypatch.setitem(_contract.CONTRACT, place, {member: expected})
+    with pytest.raises(UpstreamError) as error:
+        _upstream.check()
+    assert says in str(error.value)
+
+
+# -- the contract is complete ---------------------------------------------------------------------------------------
+
+OUR_FILES = [PACKAGE / "engine.py", PACKAGE / "checkpoint/joint_engine.py", *PACKAGE.glob("zero/*.py")]
+PUBLIC = {"module"}
+"""What every user of an engine reads, and what it keeps where no assignment is seen."""
+
+
+def is_deepspeeds(kind: type) -> bool:
+    return kind.__module__.startswith("deepspeed.")
+
+
+def names_touched(node: ast.ClassDef) -> set[str]:
+    """Members that a class defines, and what it reads, calls or assigns by ``self.X`` and ``super().X``."""
+    names = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute):
+            target = inner.value.func if isinstance(inner.value, ast.Call) else inner.value
+            if isinstance(target, ast.Name) and target.id in ("self", "super"):
+                names.add(inner.attr)
+    return names - PUBLIC
+
+
+def classes_with_deepspeeds_above() -> Iterator[tuple[type, ast.ClassDef]]:
+    """Our concrete subclasses of DeepSpeed's, each with the source of every class of ours that it is made of."""
+    sources: dict[type, ast.ClassDef] = {}
+    for path in OUR_FILES:
+        module = importlib.import_module(".".join(["deepspeed_ext", *path.relative_to(PACKAGE).with_suffix("").parts]))
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and issubclass(getattr(module, node.name), BaseModel) is False:
+                sources[getattr(module, node.name)] = node
+    for concrete in sources:
+        if any(map(is_deepspeeds, concrete.__mro__)) and not inspect.isabstract(concrete):
+            yield from ((concrete, sources[part]) for part in concrete.__mro__ if part in sources)
+
+
+def promised(concrete: type) -> set[str]:
+    """The members that the contract has of DeepSpeed's classes above `concrete`."""
+    found = set()
+    for place, members in _contract.CONTRACT.items():
+        module, _, name = place.partition(":")
+        if name and getattr(importlib.import_module(module), name) in concrete.__mro__:
+            found |= set(members)
+    return found
+
+
+def omissions() -> tuple[set[str], set[tuple[str, str]]]:
+    """What the contract lacks, and the names of the classes that were looked at.
+
+    Whatever DeepSpeed's classes define or assign is theirs, whether we override, call, read or assign it.
+    """
+    missing = set()
+    checked = set()
+    for concrete, part in classes_with_deepspeeds_above():
+        names = names_touched(part) - promised(concrete)
+        theirs = [kind for kind in concrete.__mro__ if is_deepspeeds(kind)]
+        assigned = _contract._assigned_by(theirs[0], names)
+        defined = {name for name in names if any(name in vars(kind) for kind in theirs)}
+        # Methods of object and of torch's module are not DeepSpeed's; of a constructor we rely on what we pass.
+        missing |= {f"{part.name}: {theirs[0].__name__}.{name}" for name in (assigned | defined) - {"__init__"}}
+        checked.add((concrete.__name__, part.name))
+    return missing, checked
+
+
+def test_every_member_that_we_touch_is_in_the_contract() -> None:
+    missing, checked = omissions()
+    assert missing == set()
+    assert {
+        ("Engine", "Engine"),
+        ("ZenFlowZeroOptimizer", "ZenFlowStepping"),
+        ("ZenFlowZeroOptimizerStage3", "ZenFlowStepping"),
+        ("JointCheckpointEngine", "JointCheckpointEngine"),
+    } <= checked
+
+
+def test_an_omission_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = dict(_contract.CONTRACT[OPTIMIZER])
+    for name in ("_offload_gradient_safety_enabled", "unscale_and_clip_grads"):
+        del members[name]
+    monkeypatch.setitem(_contract.CONTRACT, OPTIMIZER, members)
+    assert omissions()[0] == {
+        f"ZenFlowZeroOptimizer: DeepSpeedZeroOptimizer.{name}"
+        for name in ("_offload_gradient_safety_enabled", "unscale_and_clip_grads")
+    }
+
+
+def trees() -> Iterator[tuple[Path, ast.AST]]:
+    for path in PACKAGE.rglob("*.py"):
+        yield path, ast.parse(path.read_text())
+
+
+def test_what_deepspeed_hangs_on_parameters_is_in_the_contract() -> None:
+    used = {
+        node.attr
+        for _, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("ds_")
+    }
+    assert used
+    assert used <= set(_contract.CONTRACT["deepspeed.runtime.zero.partition_parameters"])
+
+
+OF_OTHERS = {
+    *("accelerator", "all_gather_single", "cudart", "get_device_properties", "mem_get_info", "supports_coalescing"),
+    *("__closure__", "__module__", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
+    *("iowait", "sched_getaffinity"),
+    *("arena", "measurements", "process", "transfers", "zenflow_adam"),
+}
+"""Attributes of torch, Python, the operating system and this package that may be missing."""
+
+
+def test_attributes_with_a_default_are_in_the_contract() -> None:
+    """``getattr(x, "name", default)`` hides a rename in DeepSpeed: an Adam with L2 decay would train as AdamW."""
+    used = {
+        node.args[1].value
+        for _, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        if isinstance(node.args[1], ast.Constant)
+    }
+    assert used >= OF_OTHERS | {"adam_w_mode", "_zero_padding"}
+    assert used - OF_OTHERS <= {name for members in _contract.CONTRACT.values() for name in members}
+
+
+def test_keyword_arguments_that_we_read_are_in_the_contract() -> None:
+    """Of the optimizers' constructors: ``kwargs["x"]`` and ``kwargs.get("x")``."""
+    used = set()
+    for path in PACKAGE.glob("zero/*.py"):
+        node: Any
+        for node in ast.walk(ast.parse(path.read_text())):
+            key = node.slice if isinstance(node, ast.Subscript) else node.args[0] if is_get(node) else None
+            source = node.value if isinstance(node, ast.Subscript) else node.func.value if is_get(node) else None
+            if isinstance(source, ast.Name) and source.id == "kwargs" and isinstance(key, ast.Constant):
+                used.add(key.value)
+    assert "offload_optimizer_config" in used
+    takes: Any = _contract.CONTRACT[OPTIMIZER]["__init__"]
+    assert used <= set(takes.names)
+
+
+def is_get(node: Any) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
+
+
+@pytest.mark.parametrize("version", [(0, 19, 7), (0, 18, 9), (0, 20, 0), (1, 0, 0)])
+def test_another_version_is_refused_with_the_range(monkeypatch: pytest.MonkeyPatch, version: tuple) -> None:
+    for part, number in zip(("major", "minor", "patch"), version, strict=True):
+        monkeypatch.setattr(_upstream.deepspeed, f"__version_{part}__", number)
+    monkeypatch.setattr(_upstream.deepspeed, "__version__", ".".join(map(str, version)))
+    with pytest.raises(UpstreamError, match=r"from 0\.19\.8 to below 0\.20\.0 and found") as error:
+        _upstream.check()
+    assert "pip install" in str(error.value)
+
+
+def test_only_one_file_names_parts_of_deepspeed() -> None:
+    offenders = []
+    for path, tree in trees():
+        if path.name == "_upstream.py":
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            offenders += [f"{path.name}: {name}" for name in names if name.split(".")[0] == "deepspeed"]
+    assert offenders == []
+
+
+def fail_inside_a_swap() -> None:
+    with _upstream.swapped(_upstream.optimizer_class(dict)):  # type: ignore[arg-type]
+        assert _upstream.engine_module.DeepSpeedZeroOptimizer is dict
+        raise KeyError
+
+
+def test_a_swap_is_undone_after_an_error() -> None:
+    before = _upstream.engine_module.DeepSpeedZeroOptimizer
+    with pytest.raises(KeyError):
+        fail_inside_a_swap()
+    assert _upstream.engine_module.DeepSpeedZeroOptimizer is before

@@ -1,0 +1,117 @@
+"""The plan of memory against what runs hold: arenas to the byte, and each phase on the simulated accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.commands.memory.host import ARENA_KINDS
+from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.plan import plan_memory
+from deepspeed_ext.commands.memory.setup import Model
+from tests.support.memory_runs import LARGEST, PARAMS, WAYS, Measured, compared, measure, memory_config, planned
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.sampled(8)
+
+STAGES = (1, 2, 3)
+ZENFLOW = [way for way in WAYS if "zenflow" in WAYS[way]]
+TOLERANCE = 0.02
+NOTHING = PARAMS // 1000
+"""Fewer bytes than that are constants of a process."""
+KEPT = ("derived denominators", "drift", "hot state")
+
+
+def once_each(ways: list[str]) -> pytest.MarkDecorator:
+    """Every way at one stage, with ``--full`` at all of them."""
+    pairs = [(stage, way) for way in ways for stage in STAGES]
+    chosen = {(STAGES[index % len(STAGES)], way) for index, way in enumerate(ways)}
+    params = [pytest.param(*pair, marks=() if pair in chosen else pytest.mark.full) for pair in pairs]
+    return pytest.mark.parametrize(("stage", "way"), params)
+
+
+@once_each(["predictive, interval 1", "predictive, interval 2", "selective, interval 2"])
+def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> None:
+    config = memory_config(stage, way, sub_group_size=PARAMS // 8)
+    plan = planned(config, 2)
+    arena = sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN] if part.kind in ARENA_KINDS.values())
+    for rank in run_ranks(2, measure, config):
+        assert rank.arena == arena
+        assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
+
+
+@pytest.mark.parametrize("way", ["predictive, interval 2", "selective, interval 2"])
+def test_a_longer_interval_is_planned_to_the_byte(way: str) -> None:
+    section = WAYS[way]["zenflow"] | {"update_interval": 4}
+    config = memory_config(2, way, zenflow=section)
+    plan = planned(config, 1)
+    (rank,) = run_ranks(1, measure, config)
+    assert rank.arena >= PARAMS * 18
+    assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
+
+
+@once_each(list(WAYS))
+def test_each_phase_is_planned_within_two_percent(stage: int, way: str) -> None:
+    """With the selective rule on one rank: on several, ranks differ in how many blocks are hot."""
+    require_close(memory_config(stage, way), 1 if "selective" in way else 2)
+
+
+@once_each(["ZeRO", "ZeRO-Offload", "predictive, interval 1"])
+def test_gradient_accumulation_is_planned_within_two_percent(stage: int, way: str) -> None:
+    require_close(memory_config(stage, way, accumulation=2), 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields"),
+    [
+        (1, {"overlap_comm": True}),
+        pytest.param(2, {"overlap_comm": True}, marks=pytest.mark.full),
+        (1, {"contiguous_gradients": False}),
+        pytest.param(1, {"reduce_bucket_size": 2 * PARAMS}, marks=pytest.mark.full),
+        (2, {"reduce_bucket_size": 2 * PARAMS}),
+        (2, {"flatten_tier": "host"}),
+        pytest.param(
+            *(3, {"stage3_max_live_parameters": 10 * LARGEST, "stage3_max_reuse_distance": 8 * LARGEST}),
+            marks=pytest.mark.full,
+        ),
+        (3, {"stage3_allgather_single_param": True}),
+    ],
+    ids=str,
+)
+def test_settings_of_zero_are_planned_within_two_percent(stage: int, fields: dict[str, Any]) -> None:
+    require_close(memory_config(stage, "ZeRO", **fields), 2)
+
+
+def require_close(config: dict[str, Any], ranks: int) -> None:
+    found = compared(config, ranks)
+    for (place, phase), (plan, measured) in found.items():
+        assert abs(plan - measured) <= TOLERANCE * measured + NOTHING, f"{place} {phase}: {plan:,} {measured:,}"
+    assert any(measured > PARAMS for _, measured in found.values())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_share(offload: bool) -> None:
+    config = memory_config(2, "selective, interval 2, offload" if offload else "selective, interval 2")
+    plan = planned(config, 2)
+    between = [*plan.parts[Place.ACCELERATOR, Phase.BETWEEN], *plan.parts[Place.HOST, Phase.BETWEEN]]
+    share = sum(part.nbytes for part in between if part.kind in KEPT)
+    ranks: list[Measured] = run_ranks(2, measure, config)
+    assert sum(rank.kept for rank in ranks) == pytest.approx(2 * share, rel=TOLERANCE)
+    assert all(rank.kept <= 2 * share * (1 + TOLERANCE) for rank in ranks)
+
+
+@pytest.mark.parametrize("way", ["predictive, interval 1", "predictive, interval 2"])
+def test_what_the_estimate_keeps_is_planned_to_the_byte(way: str) -> None:
+    config = memory_config(3, way)
+    plan = planned(config, 2)
+    kept = sum(part.nbytes for part in plan.parts[Place.ACCELERATOR, Phase.BETWEEN] if part.kind in KEPT)
+    assert [rank.kept for rank in run_ranks(2, measure, config)] == [kept, kept]
+
+
+def test_a_plan_of_another_model_would_be_noticed() -> None:
+    config = memory_config(2, "ZeRO")
+    plan = planned(config, 2)
+    other = plan_memory(Model(PARAMS * 21 // 20, LARGEST, "bfloat16"), plan.ranks, plan.setup)
+    (_, measured) = compared(config, 2)[Place.ACCELERATOR, Phase.BETWEEN]
+    assert abs(other.nbytes(Place.ACCELERATOR, Phase.BETWEEN) - measured) > TOLERANCE * measured

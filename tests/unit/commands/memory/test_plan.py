@@ -1,0 +1,350 @@
+"""``deepspeed-ext plan --memory``: properties of its numbers, its reports, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.commands import main as cli
+from deepspeed_ext.commands.memory.command import parse_numel
+from deepspeed_ext.commands.memory.parts import MemoryPlan, Part, Phase, Place, largest
+from deepspeed_ext.commands.memory.plan import neighbours, plan_memory, usual_setups
+from deepspeed_ext.commands.memory.report import as_json, as_text
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.config import ZenFlowConfig
+from tests.support.paths import ROOT
+
+MIB = 1 << 20
+
+
+def model_of(params: int, dtype: str = "bfloat16") -> Model:
+    return Model(params, max(1, params // 20), dtype)
+
+
+zenflows = st.one_of(
+    st.none(),
+    st.builds(
+        ZenFlowConfig,
+        update_rule=st.just("predictive"),
+        update_interval=st.sampled_from([None, 1, 2, 5]),
+        hide_transfers=st.sampled_from([None, True, False]),
+        publish_dtype=st.sampled_from([None, "float32"]),
+        overlap_step=st.sampled_from([None, False]),
+    ),
+    st.builds(
+        ZenFlowConfig,
+        update_rule=st.just("selective"),
+        update_interval=st.sampled_from([None, 2, 4]),
+        topk_ratio=st.floats(0.01, 0.9),
+        overlap_step=st.booleans(),
+        overlap_lag=st.sampled_from([1, 2]),
+        offload=st.booleans(),
+        select_interval=st.sampled_from([None, 4]),
+    ),
+)
+
+
+@st.composite
+def setups(draw: Any) -> Setup:
+    zenflow = draw(zenflows)
+    return Setup(
+        stage=draw(st.sampled_from([1, 2, 3])),
+        offload=zenflow is None and draw(st.booleans()),
+        zenflow=zenflow,
+        accumulation=draw(st.sampled_from([1, 4])),
+        fused_adam=draw(st.booleans()),
+        pins=draw(st.booleans()),
+        reduce_bucket_size=draw(st.integers(1, 10**9)),
+        overlap_comm=draw(st.sampled_from([None, True, False])),
+        contiguous_gradients=draw(st.booleans()),
+        sub_group_size=draw(st.integers(1, 10**10)),
+        stage3_allgather_single_param=draw(st.booleans()),
+        flatten_tier=draw(st.sampled_from([None, "accelerator", "distributed", "host"])),
+    )
+
+
+def partitions_of(plan: MemoryPlan) -> int:
+    return sum(run.times for run in plan.setup.partitions(plan.model, plan.ranks))
+
+
+DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])
+PARAMS = st.integers(1, 10**10)
+
+
+@settings(deadline=None, max_examples=150)
+@given(setup=setups(), dtype=DTYPES, params=PARAMS, ranks=st.integers(1, 64))
+def test_bytes_are_whole_and_never_negative_and_parts_add_up(setup: Setup, dtype: str, params: int, ranks: int) -> None:
+    plan = plan_memory(model_of(params, dtype), Ranks(ranks, ranks), setup)
+    for (place, phase), parts in plan.parts.items():
+        assert all(type(part.nbytes) is int and part.nbytes > 0 for part in parts)
+        assert len({part.kind for part in parts}) == len(parts), "a kind is listed once"
+        assert sum(part.nbytes for part in parts) == plan.nbytes(place, phase) <= plan.peak(place)
+        if phase in (Phase.BACKWARD, Phase.STEP, Phase.SAVE):
+            assert plan.nbytes(place, phase) >= plan.nbytes(place, Phase.BETWEEN)
+    assert all(plan.on_host(phase) <= ranks * plan.nbytes(Place.HOST, phase) for phase in Phase)
+
+
+@settings(deadline=None, max_examples=150)
+@given(setup=setups(), dtype=DTYPES, params=PARAMS, more=st.integers(1, 10**9), ranks=st.integers(1, 16))
+def test_more_parameters_never_take_less(setup: Setup, dtype: str, params: int, more: int, ranks: int) -> None:
+    """Except for what is compiled from 4 Mi elements on and for the positions of arrays within pages."""
+    few = plan_memory(Model(params, 1, dtype), Ranks(ranks, ranks), setup)
+    many = plan_memory(Model(params + more, 1, dtype), Ranks(ranks, ranks), setup)
+    for phase in (Phase.START, Phase.BETWEEN, Phase.BACKWARD, Phase.SAVE):
+        assert few.nbytes(Place.ACCELERATOR, phase) <= many.nbytes(Place.ACCELERATOR, phase)
+    arrays = 32 * partitions_of(many)
+    for phase in Phase:
+        assert few.nbytes(Place.HOST, phase) <= many.nbytes(Place.HOST, phase) + 4096 * arrays
+
+
+@settings(deadline=None, max_examples=100)
+@given(setup=setups(), params=st.integers(10**6, 10**10), ranks=st.integers(2, 64))
+def test_host_bytes_of_all_ranks_depend_on_their_number_only_by_padding(setup: Setup, params: int, ranks: int) -> None:
+    one, many = (plan_memory(Model(params, 1, "bfloat16"), Ranks(count, count), setup) for count in (1, ranks))
+    arrays = 32 * sum(partitions_of(plan) * plan.ranks.count for plan in (one, many))
+    blocks = 16 * 256 * 16 * arrays  # a hot block more in each partition, and blocks and alignment begun
+    assert abs(one.on_host(Phase.BETWEEN) - many.on_host(Phase.BETWEEN)) <= arrays * 2 * 4096 + blocks
+
+
+def test_a_phase_is_its_largest_moment() -> None:
+    low, high = [Part("a", 3), Part("b", 2)], [Part("c", 6), Part("d", 0)]
+    assert largest(low, high) == (Part("c", 6),)
+    assert largest([]) == ()
+
+
+@settings(deadline=None, max_examples=50)
+@given(setup=setups(), dtype=DTYPES, params=PARAMS)
+def test_json_says_all_that_the_plan_says(setup: Setup, dtype: str, params: int) -> None:
+    plan = plan_memory(model_of(params, dtype), Ranks(4, 2), setup)
+    report = json.loads(json.dumps(as_json([plan])))
+    (found,) = report["plans"]
+    parts = found["bytes_per_rank"]
+    assert {place.value: {phase.value: {part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in Phase}
+            for place in Place} == parts  # fmt: skip
+    assert found["peak_bytes"]["host"] == max(sum(kinds.values()) for kinds in parts["host"].values())
+    if setup.zenflow is not None:
+        assert ZenFlowConfig(**found["zenflow"]) == setup.zenflow
+
+
+def test_stages_and_offload_move_memory_as_they_promise() -> None:
+    model, ranks = model_of(7 * 10**9), Ranks(8, 8)
+    between = {
+        (setup.stage, setup.name): plan_memory(model, ranks, setup).nbytes(Place.ACCELERATOR, Phase.BETWEEN)
+        for setup in usual_setups(Setup())
+    }
+    assert between[1, "ZeRO"] == pytest.approx((2 + 12 / 8) * 7e9, rel=0.001)
+    assert between[2, "ZeRO-Offload"] < between[2, "ZenFlow predictive, interval 1"] < between[2, "ZeRO"]
+    assert between[2, "ZenFlow predictive, interval 1"] == pytest.approx((2 + 2.25 / 8) * 7e9, rel=0.001)
+
+
+def test_neighbours_differ_from_the_run_in_one_thing_and_are_no_repetition() -> None:
+    setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=4))
+    found = neighbours(setup)
+    assert found[0] == setup
+    assert len(set(found)) == len(found) == 1 + 2 + 2 + 3
+    for other in found[1:]:
+        same_run = (other.offload, other.zenflow) == (setup.offload, setup.zenflow)
+        assert same_run != (other.stage == setup.stage)
+        assert replace(other, stage=2, offload=False, pins=False, zenflow=setup.zenflow) == setup
+
+
+def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -> None:
+    section = ZenFlowConfig(topk_ratio=0.1, update_interval=8, overlap_lag=8, overlap_step=True, select_interval=8)
+    plans = [plan_memory(model_of(10**8), Ranks(2, 2), setup) for setup in neighbours(Setup(zenflow=section))]
+    lags = {plan.setup.zenflow.update_interval: plan.setup.zenflow.overlap_lag for plan in plans if plan.setup.zenflow}
+    assert lags == {1: 1, 2: 2, 4: 4, 8: 8}
+
+
+def test_the_report_names_units_and_what_is_left_out() -> None:
+    plan = plan_memory(model_of(7 * 10**9), Ranks(8, 8), Setup(stage=3, zenflow=ZenFlowConfig()))
+    text = as_text(plan, [plan], ["a note"])
+    assert "Not included: activations" in text
+    assert "GiB per rank" in text
+    for words in ("gradient ring", "moment m", "of it page-locked", "live parameters", "note: a note", "1 to 2"):
+        assert words in text, words
+    small = plan_memory(model_of(10**6), Ranks(1, 1), Setup())
+    assert "MiB per rank" in as_text(None, [small], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "numel"),
+    [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("124M", 124 * 10**6), ("1.5b", 15 * 10**8), ("12", 12), ("0.5k", 500)],
+)
+def test_numbers_of_parameters(text: str, numel: int) -> None:
+    assert parse_numel(text) == numel
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "7 B", "7.5", "nan", "inf", "1e99", "1e16", "7X", "٣", "B", "1e", "9" * 400]
+)
+def test_what_is_no_number_of_parameters(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a number of parameters"):
+        parse_numel(text)
+
+
+def status_of(arguments: list[str]) -> int:
+    try:
+        return cli.main(["plan", *arguments])
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+NEEDED = ["--memory", "--params", "7e9", "--ranks", "8"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--memory"],
+        ["--memory", "--params", "7e9"],
+        ["--params", "7e9"],
+        ["--ranks", "8"],
+        ["--config", "a.json"],
+        ["--memory", "--params", "banana", "--ranks", "8"],
+        ["--memory", "--params", "7e9", "--ranks", "0"],
+        [*NEEDED, "--root", "/"],
+        [*NEEDED, "--allowed", "0-3"],
+        [*NEEDED, "--svg", "a.svg"],
+        [*NEEDED, "--ranks-per-host", "9"],
+        [*NEEDED, "--largest-param", "8e9"],
+        [*NEEDED, "--dtype", "int8"],
+        [*NEEDED, "--config", "nothing.json"],
+        [*NEEDED, "--config", "."],
+        [*NEEDED, "--config", "null\0byte"],
+        [*NEEDED, "--config", "x" * 5000],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:60].replace("\0", "0"),
+)
+def test_bad_input_is_status_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+
+
+CONFIGS: list[tuple[Any, str]] = [
+    ([], "expected an object"),
+    ({"zero_optimization": 3}, "expected an object"),
+    ({"zero_optimization": {"stage": 0}}, "stage 0"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme"),
+    ({"zero_optimization": {"stage": 2, "zenflow": {"update_interval": 0}}}, "update_interval"),
+    ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1, "overlap_lag": 9, "overlap_step": True,
+                                                    "update_interval": 2}}}, "overlap_lag"),
+    ({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": -1}, "gradient_accumulation_steps"),
+    ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16_optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "says"), CONFIGS, ids=[says for _, says in CONFIGS])
+def test_a_config_that_is_refused(config: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert status_of([*NEEDED, "--config", str(tmp_path / "config.json")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_an_open_interval_is_planned_up_to_the_next_selection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"update_rule": "selective", "topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "zenflow": section}}))
+    assert status_of([*NEEDED, "--config", str(tmp_path / "config.json")]) == 0
+    assert "1 to 4, counted as the longest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "notes"), [("AdamW", 0), ("OneBitAdam", 0), ("Lion", 1)])
+def test_another_optimizer_is_counted_as_adam_with_a_note(
+    name: str, notes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": name, "params": {"lr": 1e-3}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert status_of([*NEEDED, "--config", str(tmp_path / "config.json")]) == 0
+    assert capsys.readouterr().out.count("as for Adam") == notes
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.stem)
+def test_ready_configs_are_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if path.stem == "schema":
+        pytest.skip("no config")
+    assert status_of([*NEEDED, "--config", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    section = json.loads(path.read_text())["zero_optimization"]
+    assert report["plans"][0]["stage"] == section["stage"]
+    assert (report["plans"][0]["zenflow"] is None) == ("zenflow" not in section)
+    assert len(report["plans"]) > 6
+
+
+def test_auto_counts_as_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    automatic = {"bf16": {"enabled": "auto"}, "gradient_accumulation_steps": "auto", "zero_optimization": {
+        "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}}  # fmt: skip
+    plain = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    plans = []
+    for config in (automatic, plain):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert status_of([*NEEDED, "--config", str(tmp_path / "config.json"), "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["plans"])
+    assert plans[0] == plans[1]
+
+
+def test_without_a_config_torch_is_not_imported() -> None:
+    code = (
+        "import sys; from deepspeed_ext import cli; status = cli.main(sys.argv[1:]);"
+        "sys.exit(status or 3 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "plan", *NEEDED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ZenFlow selective" in done.stdout
+
+
+words = st.one_of(
+    st.sampled_from(["7e9", "7B", "1", "8", "0", "bf16", "fp32", "nothing.json", ".", "", "-1", "nan"]),
+    st.text(max_size=8).filter(lambda text: text not in ("-h", "--help")),
+)
+options = st.sampled_from(
+    [
+        "--params",
+        "--ranks",
+        "--ranks-per-host",
+        "--dtype",
+        "--largest-param",
+        "--config",
+        "--json",
+        "--root",
+        "--memory",
+    ]
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(arguments=st.lists(st.tuples(options, words), max_size=6), complete=st.booleans())
+def test_any_arguments_end_with_status_0_or_2(arguments: list[tuple[str, str]], complete: bool) -> None:
+    given_words = [word for pair in arguments for word in (pair[:1] if pair[0] in ("--json", "--memory") else pair)]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = status_of([*(NEEDED if complete else ["--memory"]), *given_words])
+    assert status in (0, 2)
+    assert err.getvalue().count("\n") == (1 if status else 0)
+    if status == 0 and "--json" in given_words:
+        assert json.loads(out.getvalue())["plans"]
+
+
+@pytest.mark.parametrize("tier", ["accelerator", "distributed", "host"])
+def test_start_up_follows_the_flatten_tier(tier: Any) -> None:
+    setup = Setup(stage=2, offload=True, flatten_tier=tier)
+    start = plan_memory(model_of(8 * MIB), Ranks(4, 4), setup).nbytes(Place.ACCELERATOR, Phase.START)
+    flat = 16 * MIB
+    copies = {"accelerator": flat, "distributed": flat // 4, "host": 0}
+    assert start == max(flat + copies[tier], flat + 2 * (8 * MIB // 20))

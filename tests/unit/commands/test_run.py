@@ -1,0 +1,85 @@
+"""``deepspeed-ext run``: an unchanged script, with the extension on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.commands import main as cli
+from tests.support.paths import ROOT
+
+SCRIPT = """
+import sys
+from deepspeed_ext.cores import initial_mask as snapshot
+import neighbour
+import deepspeed
+print(__name__, sys.argv[1:], neighbour.VALUE, deepspeed.DeepSpeedEngine.__module__, snapshot.initial() is not None)
+sys.exit(3)
+"""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deepspeed_ext.commands.main", "run", *arguments]
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_a_script_runs_as_main_with_its_arguments_and_the_extension(tmp_path: Path) -> None:
+    """Through a link; as Python does, its neighbours are those of the script itself."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/neighbour.py").write_text("VALUE = 7\n")
+    (tmp_path / "scripts/real.py").write_text(SCRIPT)
+    script = tmp_path / "train.py"
+    script.symlink_to(tmp_path / "scripts/real.py")
+    done = run(str(script), "--json", "--lr", "1e-3", "file")
+    expected = "__main__ ['--json', '--lr', '1e-3', 'file'] 7 deepspeed_ext.adapter.engine True"
+    assert done.stdout.splitlines()[-1] == expected
+    assert done.returncode == 3
+
+
+def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('mine')\n")
+    done = run(str(script))
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ValueError: mine" in done.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has safe paths from 3.11 on")
+def test_with_safe_paths_the_first_of_the_users_paths_stays(tmp_path: Path) -> None:
+    """As with ``python SCRIPT``, whose folder is then not searched either."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/wanted.py").write_text("")
+    script = tmp_path / "train.py"
+    script.write_text("import sys, wanted\nprint(sys.path[0])\n")
+    paths = os.pathsep.join([str(tmp_path / "first"), str(ROOT)])
+    done = run(str(script), PYTHONPATH=paths, PYTHONSAFEPATH="1")
+    assert done.stdout.splitlines()[-1:] == [str(tmp_path / "first")], done.stderr
+
+
+@pytest.mark.parametrize("name", ["none.py", "n" * 300, "x" * 5000, "fifo", ".", "loop", "null\0byte"])
+def test_what_is_no_script_is_bad_input(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    os.symlink("loop", "loop")
+    assert cli.main(["run", name]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_task_of_srun_gets_the_variables_of_deepspeed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nprint(*map(os.environ.get, ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR']))\n")
+    task = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7"}
+    step = {"NUM_TASKS": "2", "TASKS_PER_NODE": "1(x2)", "NODELIST": "node[1-2]"}
+    slurm = {**task, **{f"SLURM_STEP_{name}": value for name, value in step.items()}}
+    assert run(str(script), **slurm).stdout.splitlines()[-1:] == ["1 2 0 node1"]
+    refused = run(str(script), **slurm, WORLD_SIZE="3")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("deepspeed-ext run: error: WORLD_SIZE=3 is set, but srun says 2")

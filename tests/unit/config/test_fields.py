@@ -1,0 +1,228 @@
+"""The config that users write: what is accepted, what each mistake is called, and what is meant by leaving fields out.
+
+Reading a config needs no ranks and no engine; that an engine refuses one on all ranks is in test_entry.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
+from deepspeed.runtime.zero import config as zero_config_module
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+import deepspeed_ext
+from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.config import OF_ONE_RULE, CoreBindingConfig, ZenFlowConfig, ZeroFields, given_of_the_other_rule
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.step.supported import require_section
+from tests.support.config_models import models
+
+OF_THE_SECTION = [(model, name) for model in models(ZeroFields) for name in model.model_fields]
+
+
+@pytest.fixture
+def _enabled() -> Iterator[None]:
+    deepspeed_ext.enable()
+    yield
+    deepspeed_ext.disable()
+
+
+def message_of(**zero: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        ZeroConfig(**zero)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("zero", "says"),
+    [
+        ({"flaten_tier": "host"}, ["zero_optimization.flaten_tier", "'host'", "mean 'flatten_tier'"]),
+        ({"flatten_tier": "gpu"}, ["zero_optimization.flatten_tier", "'gpu'", "'accelerator', 'distributed'"]),
+        ({"flatten_reserve_fraction": 1.5}, ["zero_optimization.flatten_reserve_fraction", "1.5", "less than 1"]),
+        ({"flatten_reserve_fraction": "some"}, ["flatten_reserve_fraction", "'some'", "number"]),
+        ({"core_binding": {"enable": True}}, ["zero_optimization.core_binding.enable", "mean 'enabled'"]),
+        ({"core_binding": 3}, ["zero_optimization.core_binding", "3"]),
+        (
+            {"zenflow": {"update_intervall": 2}},
+            ["zero_optimization.zenflow.update_intervall", "mean 'update_interval'"],
+        ),
+        (
+            {"zenflow": {"prediction_error_factor": 0.5}},
+            ["zero_optimization.zenflow.prediction_error_factor", "0.5", "at least 1"],
+        ),
+        ({"zenflow": {"top_ratio": 0.1}}, ["zero_optimization.zenflow.top_ratio", "mean 'topk_ratio'"]),
+        ({"update_interval": 2}, ["zero_optimization.update_interval", "mean 'zero_optimization.zenflow.update_inter"]),
+        ({"offload_optimizer": {"devise": "cpu"}}, ["zero_optimization.offload_optimizer.devise", "mean 'device'"]),
+        ({"stage3_prefetch_buket_size": 1}, ["stage3_prefetch_buket_size", "mean 'stage3_prefetch_bucket_size'"]),
+        ({"zenflow": {"quite_another": 1}}, ["zero_optimization.zenflow.quite_another", "docs/config_reference.md"]),
+        ({"unknown": "x" * 10_000}, ["zero_optimization.unknown", "xxx...xxx"]),
+    ],
+)
+def test_a_mistake_names_field_value_and_what_was_meant(zero: dict[str, Any], says: list[str]) -> None:
+    message = message_of(**zero)
+    assert len(message) < 300
+    for part in says:
+        assert part in message
+
+
+@pytest.mark.parametrize("section", ["zenflow", "core_binding", "flatten_tier", "offload_optimizer", "unknown"])
+@pytest.mark.parametrize("container", [lambda inner: {"a": inner}, lambda inner: [inner]], ids=["dicts", "lists"])
+def test_deep_nesting_is_one_clear_error(section: str, container: Any) -> None:
+    value: Any = 1
+    for _ in range(2000):
+        value = container(value)
+    assert re.fullmatch(r"zero_optimization is nested more than \d+ levels deep.*", message_of(**{section: value}))
+
+
+def numbers_of(model: Any, name: str) -> list[Any]:
+    """Values that a number may not have, if the field holds numbers."""
+    field: FieldInfo = model.model_fields[name]
+    kinds = str(field.annotation)
+    found: list[Any] = []
+    if "int" in kinds:
+        found += [2**63, 2**64, 10**400, 10**5000, -(2**63)]
+    if "float" in kinds:
+        found += [float("inf"), float("-inf"), float("nan"), 1e20, -1e20]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "value"),
+    [
+        pytest.param(model, name, value, id=f"{name}-{str(value)[:6] if abs(value) < 1e300 else 'huge'}")
+        for model, name in OF_THE_SECTION
+        for value in numbers_of(model, name)
+    ],
+)
+def test_no_number_is_unbounded(model: Any, name: str, value: Any) -> None:
+    sections = {CoreBindingConfig: "core_binding", ZenFlowConfig: "zenflow"}
+    given = {sections[model]: {name: value}} if model in sections else {name: value}
+    assert name in message_of(**given)
+
+
+def test_there_are_numbers_to_try() -> None:
+    tried = {name for model, name in OF_THE_SECTION if numbers_of(model, name)}
+    assert {
+        "worker_timeout_seconds",
+        "block_size",
+        "select_block_size",
+        "pt_reserved_cores",
+        "optimizer_cores",
+    } <= tried
+    assert len(tried) >= 15
+
+
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [
+        ("block_size", 2**16),
+        ("select_block_size", 2**16),
+        ("update_interval", 1024),
+        ("worker_timeout_seconds", 604800),
+    ],
+)
+def test_a_bound_is_named(name: str, largest: int) -> None:
+    assert getattr(ZenFlowConfig(**{name: largest}), name) == largest
+    message = message_of(zenflow={name: 2 * largest})
+    assert f"zero_optimization.zenflow.{name} = {2 * largest}" in message
+    assert f"less than or equal to {largest}" in message
+
+
+def test_the_wait_for_a_worker_ends_before_the_default_group_timeout() -> None:
+    from deepspeed.constants import default_pg_timeout
+
+    assert ZenFlowConfig().worker_timeout_seconds <= default_pg_timeout.total_seconds() / 2
+
+
+def test_deepspeeds_own_checks_keep_their_error() -> None:
+    with pytest.raises(ValueError, match="stage") as error:
+        ZeroConfig(stage=17)
+    assert not isinstance(error.value, ConfigError)
+
+
+# -- what is not given ----------------------------------------------------------------------------------------------
+
+
+def test_auto_means_not_given() -> None:
+    for model, name in OF_THE_SECTION:
+        if model is not ZeroFields:
+            assert model(**{name: "auto"}) == model(), name
+            assert model(**{name: "auto"}).model_fields_set == set(), name
+        assert ZeroConfig(**{name: "auto"} if model is ZeroFields else {}) == ZeroConfig(), name
+    assert ZeroConfig(zenflow={"update_interval": "auto"}).zenflow == ZeroConfig(zenflow={}).zenflow
+
+
+SELECTING: dict[str, Any] = {
+    "topk_ratio": 0.2,
+    "select_strategy": "step",
+    "select_interval": 8,
+    "select_block_size": 64,
+}
+
+
+def test_every_select_field_and_nothing_else_chooses_the_selective_rule() -> None:
+    assert set(SELECTING) == {n for n in ZenFlowConfig.model_fields if n.startswith("select_")} | {"topk_ratio"}
+    for name, value in SELECTING.items():
+        assert ZenFlowConfig(**{name: value}).rule == "selective", name
+        assert ZenFlowConfig(**{name: value}, update_rule="predictive").rule == "predictive", name
+    assert ZenFlowConfig(update_interval=4, overlap_step=True, block_size=64, offload=True).rule == "predictive"
+
+
+def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
+    """A field belongs to one rule exactly if its text begins with that rule's name and does not mention the other."""
+    for name, field in ZenFlowConfig.model_fields.items():
+        text = field.description or ""
+        for rule, other in (("predictive", "selective"), ("selective", "predictive")):
+            alone = text.startswith(f"``{rule}``") and f"``{other}``: " not in text
+            assert (name in OF_ONE_RULE[rule]) == alone, name  # type: ignore[index]
+    given = {**SELECTING, "offload": True, "update_interval": 2}
+    assert given_of_the_other_rule(ZenFlowConfig(**given)) == []
+    assert given_of_the_other_rule(ZenFlowConfig(**given, update_rule="predictive")) == [*SELECTING, "offload"]
+    assert given_of_the_other_rule(ZenFlowConfig(topk_ratio=0.1, block_size=64)) == ["block_size"]
+
+
+# -- tools that only read configs -----------------------------------------------------------------------------------
+
+
+UPSTREAM_SECTION = {
+    "topk_ratio": 0.25,
+    "select_strategy": "auto",
+    "select_interval": 4,
+    "update_interval": 8,
+    "full_warm_up_rounds": 1,
+    "overlap_step": True,
+}
+
+
+@pytest.mark.usefixtures("_enabled")
+def test_what_reads_deepspeeds_config_reads_ours() -> None:
+    """What DeepSpeed's own test of its config class asks of it."""
+    for section in ({}, UPSTREAM_SECTION):
+        config = zero_config_module.DeepSpeedZeroConfig(zenflow=section)
+        assert isinstance(config.zenflow, DeepSpeedZenFlowConfig)
+        assert isinstance(config.zenflow, ZenFlowConfig)
+    for name, value in UPSTREAM_SECTION.items():
+        assert getattr(config.zenflow, name) == value, name
+    with pytest.raises(ValidationError):
+        zero_config_module.DeepSpeedZeroConfig(zenflow=123)
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"zenflow": {}},
+        {"stage": 3, "zenflow": {}, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+    ],
+)
+def test_what_is_not_built_can_be_read(zero: dict[str, Any]) -> None:
+    config = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
+    assert config.zero_config.zenflow is not None
+    with pytest.raises(ConfigError, match="remove that setting or the zenflow section"):
+        require_section(config.zero_config)

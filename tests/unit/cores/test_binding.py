@@ -1,0 +1,259 @@
+"""Binding real threads: every thread in its set, everything undone, every refusal survived."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.cores import binding, process_threads, thread_masks
+from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.cores.exchange import Agreement
+from deepspeed_ext.cores.plan import RankPlan
+from deepspeed_ext.cores.topology import flat_topology
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.ranks import RankGroup
+from tests.support.scenarios import run_scenario
+
+CPUS = sorted(os.sched_getaffinity(0))
+several_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+
+
+def distinct(masks: dict[str, list[int]]) -> set[tuple[int, ...]]:
+    return {tuple(mask) for mask in masks.values()}
+
+
+def all_within(masks: dict[str, list[int]], cpus: list[int]) -> bool:
+    return all(set(mask) <= set(cpus) for mask in masks.values())
+
+
+@several_cpus
+def test_every_thread_is_in_its_set_and_goes_back() -> None:
+    answer = run_scenario("life_of_a_binding")
+    assert set(answer["plan"]) < set(CPUS)
+    assert len(answer["before"]) >= 4
+    assert distinct(answer["before"]) == {tuple(CPUS)}
+    assert set(answer["before"]) <= set(answer["bound"])
+    assert all_within(answer["bound"], answer["plan"])
+    assert len(answer["later"]) > len(answer["before"])
+    assert all_within(answer["later"], answer["plan"])
+    assert answer["ok"]
+    assert answer["threads"] == len(answer["plan"])
+    assert answer["omp_variable"] == str(answer["threads"])
+    assert {tid: answer["after"][tid] for tid in answer["before"]} == answer["before"]
+    assert distinct(answer["after"]) == {tuple(CPUS)}
+    assert answer["threads_after"] == answer["threads_before"]
+    assert answer["omp_variable_after"] is None
+
+
+@several_cpus
+def test_threads_that_come_and_go_are_caught() -> None:
+    answer = run_scenario("confine_under_churn")
+    assert answer["stray"] == 0
+    assert answer["after"] == [answer["everything"]]
+
+
+@several_cpus
+def test_bindings_of_one_process_start_from_what_it_was_and_go_back_to_it() -> None:
+    """Torch is imported first, so that only the masks tell which CPUs are allowed."""
+    answer = run_scenario("several_bindings", before="import torch")
+    both, one, none, dropped = (answer[name] for name in ("both", "one", "none", "dropped"))
+    assert answer["plans"] == [answer["plans"][0]] * 3
+    assert set(answer["plans"][0][0]) < set(CPUS)
+    for state in (both, one):
+        assert distinct(state["masks"]) == {tuple(answer["plans"][0][0])}
+        assert state["threads"] == len(answer["plans"][0][0])
+        assert state["variable"] == str(state["threads"])
+    for state in (none, dropped):
+        assert distinct(state["masks"]) == {tuple(CPUS)}
+        assert (state["threads"], state["variable"]) == (2, None)
+
+
+@several_cpus
+def test_the_latest_of_different_bindings_counts_and_then_the_one_before() -> None:
+    answer = run_scenario("different_bindings")
+    assert distinct(answer["first"]["masks"]) == distinct(answer["again"]["masks"]) == {tuple(answer["plan"])}
+    assert set(answer["plan"]) < set(CPUS)
+    assert distinct(answer["second"]["masks"]) == {tuple(CPUS)}
+    assert answer["threads"] == [len(answer["plan"]), len(CPUS), len(answer["plan"]), 2]
+    assert answer["ok"] == [True, True, True]
+    assert distinct(answer["none"]["masks"]) == {tuple(CPUS)}
+
+
+@several_cpus
+@pytest.mark.parametrize(("call", "code"), [(1, errno.EPERM), (2, errno.EINVAL), (4, errno.EPERM)])
+def test_a_refusal_leaves_the_run_unbound_with_one_warning(call: int, code: int) -> None:
+    answer = run_scenario("refused", call, code)
+    assert answer["calls"] >= call
+    assert answer["plan"] is None
+    assert len(answer["warnings"]) == 1
+    assert "unbound" in answer["warnings"][0]
+    assert os.strerror(code) in answer["warnings"][0]
+    assert answer["after"] == answer["before"]
+    assert answer["threads"] == 2
+    assert answer["ok"]
+
+
+@several_cpus
+def test_a_kernel_that_ignores_masks_is_noticed() -> None:
+    answer = run_scenario("ignored")
+    assert answer["plan"] is None
+    assert len(answer["warnings"]) == 1
+    assert answer["after"] == answer["before"]
+
+
+@several_cpus
+def test_a_thread_that_ends_meanwhile_is_skipped() -> None:
+    answer = run_scenario("vanished_thread")
+    assert answer["asked"] == 1
+    assert distinct(answer["masks"]) == {tuple(answer["plan"])}
+
+
+@pytest.mark.parametrize("cpu", CPUS[:2])
+def test_one_cpu_by_taskset_is_shared(cpu: int) -> None:
+    answer = run_scenario("situation", prefix=["taskset", "-c", str(cpu)])
+    assert (answer["pytorch"], answer["optimizer"], answer["flags"]) == ([cpu], [cpu], ["shared"])
+    assert distinct(answer["masks"]) == {(cpu,)}
+    assert answer["ok"]
+    assert answer["threads"] == 1
+    assert any("more cores" in warning for warning in answer["warnings"])
+
+
+@several_cpus
+@pytest.mark.parametrize("torch_first", [False, True])
+def test_openmp_binding_is_undone_and_warned_about(torch_first: bool) -> None:
+    before = "import torch; torch.zeros(1 << 20).add_(1)" if torch_first else "import deepspeed_ext"
+    answer = run_scenario("situation", before=before, OMP_PROC_BIND="true", OMP_NUM_THREADS="2")
+    assert answer["ok"]
+    assert any("OMP_PROC_BIND=true" in warning for warning in answer["warnings"])
+    assert all_within(answer["masks"], answer["pytorch"])
+    assert set(answer["pytorch"]) < set(CPUS)
+
+
+@several_cpus
+def test_binding_can_be_disabled_by_the_environment() -> None:
+    answer = run_scenario("situation", DSEXT_BIND="0")
+    assert answer["disabled"]
+    assert distinct(answer["masks"]) == {tuple(CPUS)}
+    assert any("DSEXT_BIND=0" in warning for warning in answer["warnings"])
+
+
+@several_cpus
+def test_a_thread_that_leaves_its_set_is_seen_and_brought_back() -> None:
+    answer = run_scenario("stray_thread_is_seen")
+    assert answer["seen"] == {str(answer["tid"]): answer["optimizer"]}
+    assert answer["mended"]
+
+
+@pytest.mark.parametrize("place", ["one", "all", "one each"])
+def test_a_worker_takes_its_place_before_torch(place: str) -> None:
+    cpus = CPUS[-1:] if place == "one" else CPUS
+    text = str(WorkerPlacement(frozenset(cpus), 0, place == "one each"))
+    answer: dict[str, Any] = run_scenario("worker_process", text, OMP_NUM_THREADS="7", OMP_PROC_BIND="close")
+    assert answer["complaint"] is None
+    assert all_within(answer["masks"], cpus)
+    assert answer["threads"] == len(cpus)
+    assert answer["omp"]["OMP_NUM_THREADS"] == str(len(cpus))
+    assert answer["omp"]["OMP_PROC_BIND"] == ("true" if place == "one each" else None)
+    if place == "one each" and len(CPUS) > 1:
+        assert {(cpu,) for cpu in cpus} <= distinct(answer["masks"])
+
+
+def test_a_worker_whose_cpus_are_gone_says_so_and_runs() -> None:
+    answer = run_scenario("worker_process", "4001@0")
+    assert "4001" in answer["complaint"]
+    assert distinct(answer["masks"]) == {tuple(CPUS)}
+    assert answer["threads"] == 1
+
+
+@pytest.mark.parametrize("place", [WorkerPlacement(frozenset({3, 8, 9}), 2), WorkerPlacement(frozenset({1}), -1, True)])
+def test_a_place_travels_as_one_word(place: WorkerPlacement) -> None:
+    assert WorkerPlacement.parse(str(place)) == place
+    assert " " not in str(place)
+    assert format_cpulist(place.cpus) in str(place)
+
+
+@several_cpus
+def test_trainer_and_worker_are_both_verified() -> None:
+    answer = run_scenario("trainer_with_worker")
+    assert answer["ok"]
+    assert answer["moved"] >= 1
+    assert answer["threads"] == answer["cpus"]
+
+
+def test_what_is_out_of_place_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU of the plan goes offline and a thread of the worker roams; this process stays where it is."""
+    heard: list[str] = []
+    monkeypatch.setattr(binding, "warn_once", heard.append)
+    topology = flat_topology(frozenset(CPUS))
+    plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 1, 0, 0)
+    bound = CoreBinding(Agreement(plan, None, topology))
+    assert bound.refresh(os.getpid()).ok == (len(CPUS) == 1)
+    assert len(heard) == (len(CPUS) > 1)
+    monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
+    heard.clear()
+    assert bound.refresh().ok
+    assert heard == []
+    monkeypatch.setattr(binding, "read_online", frozenset)
+    assert bound.refresh().ok, "a host that does not say what is online has lost nothing"
+    monkeypatch.setattr(binding, "read_online", lambda: frozenset(CPUS[1:]) | {4001})
+    assert bound.refresh().lost == {CPUS[0]}
+    (warning,) = heard
+    assert f"CPUs {CPUS[0]} of the plan" in warning
+    assert "start the job again" in warning
+
+
+def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any kind, because the other ranks go on to their next collective."""
+    heard: list[str] = []
+    monkeypatch.setattr(binding, "warn_once", heard.append)
+    monkeypatch.setattr(process_threads, "confine", lambda *_, **__: {})
+
+    def fail(threads: int) -> None:
+        raise AttributeError("no such symbol")
+
+    monkeypatch.setattr(process_threads.ThreadCount, "change", fail)
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
+    assert answer.plan is None
+    assert "no such symbol" in heard[-1]
+
+
+def test_a_kernel_that_does_not_tell_masks_leaves_the_run_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(binding, "warn_once", heard.append)
+    monkeypatch.setattr(thread_masks, "status_mask", lambda path: None)
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
+    assert answer.plan is None
+    assert "cannot read the masks" in heard[-1]
+    assert "continues unbound" in heard[-1]
+
+
+@several_cpus
+def test_a_worker_takes_its_place_with_every_thread() -> None:
+    code = """
+import os, sys, threading
+stop = threading.Event()
+threading.Thread(target=stop.wait).start()
+sys.modules["torch"] = sys  # as where a start-up hook of this Python imports it
+from deepspeed_ext.cores.thread_masks import thread_masks
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+print(WorkerPlacement(frozenset({int(sys.argv[1])})).bind_process(), sorted(set(map(tuple, thread_masks().values()))))
+stop.set()
+"""
+    command = [sys.executable, "-c", code, str(CPUS[-1])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"None [({CPUS[-1]},)]\n"
+
+
+def test_every_openmp_runtime_is_told() -> None:
+    answer = run_scenario("openmp_runtimes")
+    if not answer["runtimes"]:
+        pytest.skip("no system OpenMP runtime beside torch's")
+    assert set(answer["changed"]) == {1}
+    assert answer["restored"]

@@ -1,0 +1,83 @@
+"""How a rank's cores are split: the same for a worker that is bound by a plan and for one that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.cores import worker_placement
+from deepspeed_ext.cores.core_split import DEFAULT_RESERVED_FRACTION, split_cores
+from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
+from deepspeed_ext.cores.topology import Core, Topology
+from deepspeed_ext.runtime.cgroup import CpuQuota
+from tests.support.topologies import adjacent, cores
+
+many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+fractions = st.floats(0.001, 0.999)
+reserved_cores = st.none() | st.integers(1, 300) | fractions
+
+
+def bound_threads(topology: Topology, request: PlanRequest, quota: float | None = None) -> int:
+    quotas = () if quota is None else (CpuQuota("own", quota),)
+    plan = plan_host(topology, [RankFacts(0, topology.cpus, quotas=quotas)], request)
+    return len(plan.ranks[0].optimizer)
+
+
+def unbound_threads(config: dict[str, Any], number: int, ranks: int = 1, quota: float | None = None) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_placement, "_count_cores", lambda: number)
+        patch.setattr(worker_placement, "read_cpu_quota_cores", lambda: quota)
+        return worker_placement.unbound_threads(ZenFlowConfig(**config).reserved_cores, ranks)
+
+
+@many
+@given(st.integers(1, 256), reserved_cores, st.none() | st.floats(0.5, 300))
+def test_bound_and_unbound_workers_have_the_same_threads(
+    number: int, reserved: int | float | None, quota: float | None
+) -> None:
+    config = {} if reserved is None else {"pt_reserved_cores": reserved}
+    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(number)))
+    assert bound_threads(topology, PlanRequest(reserved), quota) == unbound_threads(config, number, quota=quota)
+
+
+@many
+@given(st.integers(1, 256), fractions)
+def test_both_names_of_the_fraction_mean_the_same(number: int, fraction: float) -> None:
+    ours, upstreams = ({name: fraction} for name in ("pt_reserved_cores", "pt_reserved_cores_perc"))
+    assert unbound_threads(ours, number) == unbound_threads(upstreams, number)
+
+
+@pytest.mark.parametrize(("number", "threads"), [(1, 1), (2, 1), (5, 2), (9, 4), (13, 6), (16, 8)])
+def test_half_is_rounded_in_favour_of_pytorch(number: int, threads: int) -> None:
+    assert unbound_threads({}, number) == threads
+    assert bound_threads(Topology(tuple(cores(number))), PlanRequest()) == threads
+    assert unbound_threads({}, 4 * number + 3, ranks=4) == threads
+
+
+@many
+@given(st.integers(1, 256), reserved_cores, st.none() | st.integers(1, 300))
+def test_a_split_uses_no_more_than_there_is(number: int, reserved: int | float | None, optimizer: int | None) -> None:
+    pytorch, worker = split_cores(number, reserved, optimizer)
+    assert pytorch >= 1
+    assert worker >= 1
+    assert pytorch + worker <= max(2, number)
+    assert optimizer is None or worker <= optimizer
+    if isinstance(reserved, int) and reserved + (optimizer or 1) <= number:
+        assert pytorch == reserved
+
+
+def test_the_default_is_one() -> None:
+    assert ZenFlowConfig().pt_reserved_cores_perc == DEFAULT_RESERVED_FRACTION
+
+
+def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = Topology(tuple(adjacent(8, 2)))
+    monkeypatch.setattr(worker_placement, "read_topology", lambda: topology)
+    monkeypatch.setattr(worker_placement, "read_cpu_quota_cores", lambda: None)
+    monkeypatch.setattr("deepspeed_ext.cores.initial_mask._initial", topology.cpus)
+    assert worker_placement.unbound_threads(None, 1) == 4
+    assert bound_threads(topology, PlanRequest()) == 4

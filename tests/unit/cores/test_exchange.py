@@ -1,0 +1,268 @@
+"""How ranks agree on a plan: two hosts, unequal masks, ranks that cannot read their host, ranks that disagree."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_ext.config import CoreBindingConfig
+from deepspeed_ext.cores import binding, initial_mask, tuning_results
+from deepspeed_ext.cores.allowed import ALLOWED_VARIABLE
+from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.cores.exchange import Agreement, RankReport, agree, report_rank
+from deepspeed_ext.cores.plan import PlanRequest, RankFacts
+from deepspeed_ext.cores.topology import Core, Topology
+from deepspeed_ext.errors import ConfigError, PlanMismatchError, RankError
+from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.ranks import RankGroup
+from tests.support.models import this_device
+from tests.support.ranks import run_ranks
+from tests.support.sysfs import write, write_host
+from tests.support.thread_ranks import run_together
+from tests.support.topologies import cores
+
+Member = tuple[RankReport, Topology | None]
+
+
+def flat(number: int) -> Topology:
+    return Topology(tuple(cores(number)))
+
+
+def member(
+    rank: int, mask: str, *, host: str = "a", local_rank: int | None = None, topology: Topology | None, **fields: Any
+) -> Member:
+    local_rank = rank if local_rank is None else local_rank
+    digest = topology.digest() if topology else None
+    return RankReport(rank, host, local_rank, mask, digest, **{"request": PlanRequest(), **fields}), topology
+
+
+def meet(members: Sequence[Member]) -> list[Agreement | Exception]:
+    """Run `agree` for all members; see `run_together`."""
+    return run_together(len(members), lambda ranks: agree(*members[ranks.rank], ranks))
+
+
+def sets(answer: Agreement | Exception) -> tuple[str, str]:
+    assert isinstance(answer, Agreement), answer
+    assert answer.mine is not None
+    return format_cpulist(answer.mine.pytorch), format_cpulist(answer.mine.optimizer)
+
+
+def test_each_host_is_planned_alone() -> None:
+    """Two hosts of two ranks: local, not global, size counts, although all CPU lists are alike."""
+    members = [member(rank, "0-15", host="ab"[rank // 2], local_rank=rank % 2, topology=flat(16)) for rank in range(4)]
+    answers = meet(members)
+    assert [sets(answer) for answer in answers] == [("0-3", "4-7"), ("8-11", "12-15")] * 2
+    assert [answer.leads_host for answer in answers] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("other", ["0-15", "0-3", "8-9"])
+def test_another_host_never_changes_a_plan(other: str) -> None:
+    first = [member(rank, "0-15", topology=flat(16)) for rank in range(2)]
+    second = [member(2, other, host="b", local_rank=0, topology=flat(64)), member(3, "0-1", host="c", topology=None)]
+    assert [sets(answer) for answer in meet([*first, *second])[:2]] == [sets(answer) for answer in meet(first)]
+
+
+def test_unequal_masks_are_shared_fairly() -> None:
+    """Lists of different lengths, which a gather of equal-sized tensors cannot carry."""
+    topology = flat(8)
+    answers = meet([member(rank, mask, topology=topology) for rank, mask in enumerate(["0-2", "0-7", "2-3"])])
+    counts = [len(answer.mine.pytorch) + len(answer.mine.optimizer) for answer in answers]
+    assert sorted(counts) == [2, 2, 4]
+    used = [cpu for answer in answers for cpu in (*answer.mine.pytorch, *answer.mine.optimizer)]
+    assert len(used) == len(set(used)) == 8
+
+
+def test_repeated_local_ranks_of_two_containers_are_told_apart() -> None:
+    answers = meet([member(rank, "0-7", local_rank=0, topology=flat(8)) for rank in range(2)])
+    assert [sets(answer) for answer in answers] == [("0-1", "2-3"), ("4-5", "6-7")]
+
+
+def test_a_rank_without_sysfs_makes_everyone_plan_inside_its_own_mask() -> None:
+    answers = meet([member(0, "0-3", topology=flat(8)), member(1, "4-7", topology=None)])
+    assert [sets(answer) for answer in answers] == [("0-1", "2-3"), ("4-5", "6-7")]
+    assert all("own mask" in " ".join(answer.warnings) for answer in answers)
+
+
+@pytest.mark.parametrize("other", [None, flat(9)])
+def test_overlapping_masks_on_a_host_seen_differently_stay_unbound(other: Topology | None) -> None:
+    answers = meet([member(0, "0-4", topology=flat(8)), member(1, "4-7", topology=other)])
+    assert [answer.mine for answer in answers] == [None, None]
+    assert all("overlap" in " ".join(answer.warnings) for answer in answers)
+
+
+def test_one_rank_that_is_disabled_unbinds_its_host_only() -> None:
+    members = [
+        member(0, "0-3", topology=flat(4), disabled="DSEXT_BIND=0"),
+        member(1, "0-3", topology=flat(4)),
+        member(2, "0-3", host="b", local_rank=0, topology=flat(4)),
+    ]
+    answers = meet(members)
+    assert [answer.mine is None for answer in answers] == [True, True, False]
+    assert "rank 0: DSEXT_BIND=0" in answers[1].warnings[0]
+
+
+def test_different_requests_are_an_error_on_all() -> None:
+    members = [
+        member(0, "0-3", topology=flat(4)),
+        member(1, "0-3", topology=flat(4), request=PlanRequest(pt_reserved_cores=0.25)),
+    ]
+    assert all(isinstance(answer, PlanMismatchError) and "0.25" in str(answer) for answer in meet(members))
+
+
+def test_different_plans_are_an_error_on_all() -> None:
+    """The same digest but other cores, as two versions of the package might have."""
+    report, _ = member(1, "0-3", topology=flat(4))
+    other = Topology(tuple(Core(cpu, (cpu, cpu + 1), kind=cpu) for cpu in (0, 2)))
+    answers = meet([member(0, "0-3", topology=flat(4)), (report, other)])
+    assert all(isinstance(answer, PlanMismatchError) and "core plans" in str(answer) for answer in answers)
+
+
+def test_a_tuning_result_counts_for_exactly_its_situation() -> None:
+    topology = flat(16)
+    facts = [RankFacts(rank, parse_cpulist("0-15")) for rank in range(2)]
+    key = tuning_results.Fingerprint.of(topology, facts).key
+    leader, _ = member(0, "0-15", topology=topology, tuned={key: 3, "other": 1})
+    follower = member(1, "0-15", topology=topology, tuned={key: 5})
+    assert [sets(answer) for answer in meet([(leader, topology), follower])] == [("0-4", "5-7"), ("8-12", "13-15")]
+    asked = PlanRequest(pt_reserved_cores=2)
+    members = [(replace(report, request=asked), topology) for report in (leader, follower[0])]
+    assert sets(meet(members)[0]) == ("0-1", "2-7")
+    assert sets(agree(leader, topology, RankGroup.alone())) == ("0-7", "8-15")
+
+
+def test_a_report_is_made_of_what_the_host_shows(tmp_path: Path) -> None:
+    write_host(tmp_path, cores(8, 0, 4), mask="2-7", quota="300000 100000")
+    write(tmp_path / "proc/sys/kernel/random/boot_id", "b00t")
+    write(tmp_path / "sys/bus/pci/devices/0000:01:00.0/numa_node", "1")
+    report, topology = report_rank(5, 1, PlanRequest(), pci_address="0000:01:00.0", root=tmp_path)
+    assert (report.rank, report.boot_id, report.local_rank) == (5, "b00t", 1)
+    assert report.allowed == "2-7"
+    assert (report.accelerator_node, [quota.cores for quota in report.quotas]) == (1, [3.0])
+    assert topology is not None
+    assert report.topology_digest == topology.digest()
+
+
+def rank_in(group: str, rank: int, host: Path, old: bool) -> Member:
+    """What a rank in this control group reports; all ranks of `host` see the same folders."""
+    root = host / f"rank{rank}"
+    for name in ("sys", "proc/self/status"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(host / name)
+    line = f"4:cpu,cpuacct:{group}\n5:cpuset:/task{rank}" if old else f"0::{group}"
+    write(root / "proc/self/cgroup", line)
+    return report_rank(rank, rank, PlanRequest(), root=root)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "own", "each"),
+    [
+        (["/job/step"], None, 2),
+        (["/job/0", "/job/1", "/job/2", "/job/3"], None, 2),
+        (["/job/0", "/job/1", "/job/2", "/job/3"], "700000", 2),
+        (["/job/0", "/job/1"], None, 4),
+        (["/a/0", "/b/1"], "300000", 3),
+    ],
+)
+def test_ranks_share_the_quota_of_a_group_around_their_own(
+    groups: list[str], own: str | None, each: int, old: bool, tmp_path: Path
+) -> None:
+    """Eight cores of CPU time for /job, and perhaps fewer for each rank's own group below it."""
+    write_host(tmp_path, cores(64), quota="800000 100000", old=old)
+    folder = tmp_path / "sys/fs/cgroup" / ("cpu,cpuacct" if old else "")
+    for group in groups if own else ():
+        write(folder / f"{group[1:]}/{'cpu.cfs_quota_us' if old else 'cpu.max'}", own if old else f"{own} 100000")
+        write(folder / f"{group[1:]}/cpu.cfs_period_us", "100000")
+    number = len(groups) if len(groups) > 1 else 4
+    members = [rank_in(groups[rank % len(groups)], rank, tmp_path, old) for rank in range(number)]
+    for answer in meet(members):
+        assert len(answer.mine.pytorch) + len(answer.mine.optimizer) == each
+        assert answer.mine.flags == ()
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(RuntimeError("driver gone"), RankError), (ConfigError("x contradicts y"), ConfigError)]
+)
+def test_whatever_a_rank_raises_before_the_gather_is_raised_on_all(
+    raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through `CoreBinding.start`: the second rank cannot even ask where its accelerator is."""
+    unlucky = threading.local()
+
+    def pci_address() -> None:
+        if getattr(unlucky, "here", False):
+            raise raised
+
+    def start(ranks: RankGroup) -> Any:
+        unlucky.here = ranks.rank == 1
+        return CoreBinding.start(CoreBindingConfig(dry_run=True), ranks, local_rank=ranks.rank)
+
+    monkeypatch.setattr(binding.accelerators, "pci_address", pci_address)
+    answers = run_together(2, start)
+    assert [type(answer) for answer in answers] == [expected, expected]
+    assert str(answers[0]) == str(answers[1])
+    assert f"rank 1: {'RuntimeError: ' if expected is RankError else ''}{raised}" in str(answers[0])
+
+
+def test_a_host_that_cannot_be_planned_is_an_error_of_all_hosts() -> None:
+    """Its ranks fail between the two gathers, where the others would wait for them."""
+    members = [member(0, "0-3", topology=flat(4)), member(1, "8-9", host="b", topology=flat(4))]
+    answers = meet(members)
+    assert [type(answer) for answer in answers] == [RankError, RankError]
+    assert "rank 1: ValueError: local rank 0: none of its CPUs 8-9 is online" in str(answers[0])
+
+
+def test_a_host_that_cannot_be_read_is_reported_and_not_raised(tmp_path: Path) -> None:
+    report, topology = report_rank(0, 0, PlanRequest(), root=tmp_path)
+    assert topology is None
+    assert report.topology_digest is None
+    assert "found no online CPU" in report.warnings[0]
+
+
+@pytest.mark.parametrize("masks", [[{8000, 8001}], [{8000, 8001}, {8002, 8003}], [{8000, 8001}, {8001, 8002}]])
+def test_made_up_numbers_of_cpus_end_no_start(masks: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with lxcfs: /sys lists other CPUs than the kernel's, whose numbers count for masks."""
+    own = threading.local()
+    monkeypatch.setattr(initial_mask, "_initial", None)
+    monkeypatch.setattr(initial_mask, "present", lambda: frozenset(own.mask))
+
+    def start(ranks: RankGroup) -> Agreement:
+        own.mask = masks[ranks.rank]
+        return CoreBinding.start(CoreBindingConfig(dry_run=True), ranks, local_rank=ranks.rank).agreement
+
+    answers = run_together(len(masks), start)
+    assert all("lxcfs" in answer.warnings[0] for answer in answers)
+    if masks[-1] == {8001, 8002}:
+        assert [answer.mine for answer in answers] == [None, None]
+    else:
+        assert [{*answer.mine.pytorch, *answer.mine.optimizer} for answer in answers] == masks
+
+
+def test_a_rank_that_must_not_be_bound_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEXT_BIND", "0")
+    monkeypatch.setenv(ALLOWED_VARIABLE, "nonsense")
+    monkeypatch.setattr(binding.accelerators, "pci_address", lambda: pytest.fail("it asked the accelerator"))
+    answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
+    assert answer.plan is None
+    assert "DSEXT_BIND=0" in answer.agreement.warnings[0]
+
+
+def real_agreement() -> tuple[str, str, list[str]]:
+    rank = dist.get_rank()
+    topology = flat(8)
+    report = RankReport(rank, "a", rank, ["0-2", "2-6"][rank], topology.digest(), PlanRequest())
+    answer = agree(report, topology, RankGroup.of(None, this_device()))
+    return *sets(answer), list(answer.warnings)
+
+
+def test_real_ranks_agree_over_a_process_group() -> None:
+    answers = run_ranks(2, real_agreement)
+    cpus = [parse_cpulist(pytorch) | parse_cpulist(optimizer) for pytorch, optimizer, _ in answers]
+    assert not cpus[0] & cpus[1]
+    assert [len(mine) for mine in cpus] == [3, 4]

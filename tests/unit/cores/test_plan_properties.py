@@ -1,0 +1,273 @@
+"""What holds for the plan of any host: hundreds of invented ones for each property."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.cores.fair_shares import CoreDivision, divide_cores, usable_cores
+from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
+from deepspeed_ext.cores.topology import Core, Topology
+from deepspeed_ext.runtime.cgroup import CpuQuota
+
+planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)
+
+ONE_CORE_FLAGS = {"shared", "smt"}
+
+
+@dataclass(frozen=True)
+class Host:
+    topology: Topology
+    ranks: tuple[RankFacts, ...]
+    request: PlanRequest
+
+    def plan(self) -> HostPlan:
+        return plan_host(self.topology, self.ranks, self.request)
+
+
+def number_cpus(style: str, cores: int, threads: int) -> list[tuple[int, ...]]:
+    """Hardware threads of each core in the three ways kernels and firmware number them."""
+    if style == "adjacent":
+        return [tuple(range(core * threads, (core + 1) * threads)) for core in range(cores)]
+    if style == "strided":
+        return [tuple(core + thread * cores for thread in range(threads)) for core in range(cores)]
+    half = -(-cores // 2)
+    place = [core // 2 + (core % 2) * half for core in range(cores)]
+    return [tuple(place[core] + thread * 2 * half for thread in range(threads)) for core in range(cores)]
+
+
+@st.composite
+def topologies(draw: st.DrawFn, max_nodes: int = 4, max_cores: int = 6, kinds: bool = True) -> Topology:
+    nodes = draw(st.integers(1, max_nodes))
+    per_node = draw(st.integers(1, max_cores))
+    threads = draw(st.sampled_from([1, 2, 2, 4, 8]))
+    style = draw(st.sampled_from(["adjacent", "strided", "alternating"]))
+    nodes_in_package = draw(st.sampled_from([1, 2]))
+    slow = draw(st.integers(0, per_node - 1)) if kinds else 0
+    step = draw(st.sampled_from([1, 8]))
+    cores = []
+    for index, pus in enumerate(number_cpus(style, nodes * per_node, threads)):
+        node, position = divmod(index, per_node)
+        kind = int(position >= per_node - slow)
+        cores.append(Core(min(pus), pus, step * node, node // nodes_in_package, node * per_node, kind))
+    rows = tuple(tuple(10 if a == b else 20 + abs(a - b) for b in range(nodes)) for a in range(nodes))
+    return Topology(tuple(cores), tuple(step * node for node in range(nodes)), rows)
+
+
+def random_masks(rng: random.Random, topology: Topology, number: int, form: str) -> list[frozenset[int]]:
+    cpus = sorted(topology.cpus)
+    if form == "same":
+        return [frozenset(rng.sample(cpus, rng.randint(1, len(cpus))))] * number
+    if form == "disjoint":
+        rng.shuffle(cpus)
+        cuts = sorted(rng.sample(range(1, len(cpus)), number - 1)) if len(cpus) >= number else []
+        parts = [frozenset(cpus[a:b]) for a, b in zip([0, *cuts], [*cuts, len(cpus)], strict=True)]
+        return parts if len(parts) == number else [frozenset(cpus)] * number
+    return [frozenset(rng.sample(cpus, rng.randint(1, len(cpus)))) for _ in range(number)]
+
+
+@st.composite
+def hosts(
+    draw: st.DrawFn, form: str | None = None, plain: bool = False, max_cores: int = 6, max_nodes: int = 4
+) -> Host:
+    """A host with 1 to 6 ranks; ``plain`` leaves out kinds of cores, quotas, isolated CPUs and requests."""
+    topology = draw(topologies(max_nodes=max_nodes, max_cores=max_cores, kinds=not plain))
+    form = form or draw(st.sampled_from(["same", "disjoint", "random"]))
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    masks = random_masks(rng, topology, draw(st.integers(1, 6)), form)
+    has_nodes = draw(st.booleans())
+    nodes = [rng.choice(topology.nodes) if has_nodes else None for _ in masks]
+    quota = None if plain else draw(st.sampled_from([None, None, 0.5, 2.0, 3.5, 8.0]))
+    quotas = () if quota is None else (CpuQuota("all", quota),)
+    request = PlanRequest()
+    if not plain:
+        isolated = frozenset(rng.sample(sorted(topology.cpus), rng.choice([0, 0, 1])))
+        topology = replace(topology, isolated=isolated)
+        reserved = draw(st.sampled_from([None, None, 0.3, 0.5, 0.9, 1, 2, 5]))
+        request = PlanRequest(reserved, draw(st.sampled_from([None, None, 1, 3])))
+    ranks = tuple(RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(masks))
+    return Host(topology, ranks, request)
+
+
+def shares_of(host: Host) -> CoreDivision:
+    usable = [usable_cores(host.topology, rank.allowed) for rank in host.ranks]
+    return divide_cores(host.topology, usable, [rank.accelerator_node for rank in host.ranks])
+
+
+def core_counts(division: CoreDivision, number: int) -> list[int]:
+    """Cores of each rank; 0 for a rank that has none to itself."""
+    owned = {rank: sum(share.values()) for pool in division.pools for rank, share in pool.shares.items()}
+    return [owned.get(rank, 0) for rank in range(number)]
+
+
+@planned
+@given(hosts())
+def test_sets_are_allowed_and_not_empty(host: Host) -> None:
+    for rank, facts in zip(host.plan().ranks, host.ranks, strict=True):
+        assert rank.pytorch
+        assert rank.optimizer
+        assert {*rank.pytorch, *rank.optimizer} <= facts.allowed
+
+
+@planned
+@given(hosts())
+def test_no_core_has_two_users_unless_flagged(host: Host) -> None:
+    core_of = host.topology.core_of
+    users: dict[Core, list[int]] = {}
+    plan = host.plan()
+    for rank in plan.ranks:
+        for role in (rank.pytorch, rank.optimizer):
+            for core in {core_of[cpu] for cpu in role}:
+                users.setdefault(core, []).append(rank.local_rank)
+    for division in users.values():
+        if len(division) > 1:
+            flags = [set(plan.ranks[rank].flags) for rank in division]
+            assert all(mine & ONE_CORE_FLAGS for mine in flags)
+            assert len(set(division)) == 1 or all("shared" in mine for mine in flags)
+
+
+@planned
+@given(hosts())
+def test_optimizer_has_one_thread_a_core_of_one_kind(host: Host) -> None:
+    for rank in host.plan().ranks:
+        cores = [host.topology.core_of[cpu] for cpu in rank.optimizer]
+        assert len(set(cores)) == len(cores)
+        assert len({core.kind for core in cores}) == 1
+
+
+@planned
+@given(hosts(form="same"))
+def test_equal_masks_get_equal_shares(host: Host) -> None:
+    usable = usable_cores(host.topology, host.ranks[0].allowed)
+    counts = core_counts(shares_of(host), len(host.ranks))
+    if len(usable) >= len(host.ranks):
+        assert max(counts) - min(counts) <= 1
+        assert sum(counts) == len(usable)
+
+
+@planned
+@given(hosts(form="random", max_cores=3, max_nodes=2))
+def test_overlapping_masks_get_max_min_fair_shares(host: Host) -> None:
+    ranks = host.ranks[:3]
+    usable = [usable_cores(host.topology, rank.allowed) for rank in ranks]
+    cores = sorted({core for mine in usable for core in mine}, key=lambda core: core.order)
+    choices = [[rank for rank, mine in enumerate(usable) if core in mine] for core in cores]
+    best = max(sorted(Counter(owners)[rank] for rank in range(len(ranks))) for owners in itertools.product(*choices))
+    division = divide_cores(host.topology, usable, [rank.accelerator_node for rank in ranks])
+    counts = core_counts(division, len(ranks))
+    # A rank that shares its only core counts that core; where a core is shared nobody had two to give.
+    crowded_cores = len(set(division.oversubscribed.values()))
+    assert sum(counts) + crowded_cores == sum(best)
+    if not division.oversubscribed:
+        assert sorted(counts) == best
+    else:
+        assert best[0] == 0
+
+
+@planned
+@given(hosts(), st.integers(0, 10**6))
+def test_plan_does_not_depend_on_order(host: Host, seed: int) -> None:
+    rng = random.Random(seed)
+    cores, ranks = list(host.topology.cores), list(host.ranks)
+    rng.shuffle(cores)
+    rng.shuffle(ranks)
+    assert plan_host(replace(host.topology, cores=tuple(cores)), ranks, host.request) == host.plan()
+
+
+@planned
+@given(hosts(), st.integers(0, 10**6))
+def test_counts_do_not_depend_on_cpu_numbers(host: Host, seed: int) -> None:
+    numbers = sorted(host.topology.cpus)
+    new = dict(zip(numbers, random.Random(seed).sample(range(300), len(numbers)), strict=True))
+    cores = [
+        replace(core, pus=tuple(sorted(new[pu] for pu in core.pus)), id=min(new[pu] for pu in core.pus))
+        for core in host.topology.cores
+    ]
+    renumbered = replace(
+        host.topology, cores=tuple(cores), isolated=frozenset(new[pu] for pu in host.topology.isolated)
+    )
+    ranks = [replace(rank, allowed=frozenset(new[pu] for pu in rank.allowed)) for rank in host.ranks]
+
+    def counts(plan: HostPlan) -> list[tuple[int, int, bool, bool]]:
+        # Whether a rank's only core has one or two threads to offer may depend on which of two unequal cores it gets.
+        return sorted(
+            (
+                rank.pytorch_threads,
+                len(rank.optimizer),
+                bool(ONE_CORE_FLAGS & set(rank.flags)),
+                "throttle_risk" in rank.flags,
+            )
+            for rank in plan.ranks
+        )
+
+    assert counts(plan_host(renumbered, ranks, host.request)) == counts(host.plan())
+
+
+@planned
+@given(hosts(form="same", plain=True), st.sampled_from([None, 0.2, 1, 3]))
+def test_optimizer_stays_in_one_node_that_could_hold_it(host: Host, reserved: float | int | None) -> None:
+    plan = plan_host(host.topology, host.ranks, PlanRequest(reserved))
+    node_of = {cpu: core.node for cpu, core in host.topology.core_of.items()}
+    held = Counter(core.node for core in usable_cores(host.topology, host.ranks[0].allowed))
+    for rank in plan.ranks:
+        if len({node_of[cpu] for cpu in rank.optimizer}) > 1:
+            assert max(held.values()) < len(rank.optimizer)
+        # What earlier ranks' optimizers hold is not to be had.
+        held -= Counter(node_of[cpu] for cpu in rank.optimizer)
+
+
+@planned
+@given(hosts(form="disjoint"))
+def test_a_rank_alone_has_its_optimizer_in_one_node(host: Host) -> None:
+    plan = host.plan()
+    usable = [set(usable_cores(host.topology, rank.allowed)) for rank in host.ranks]
+    for rank, mine in enumerate(usable):
+        if any(mine & others for other, others in enumerate(usable) if other != rank):
+            continue
+        cores = [host.topology.core_of[cpu] for cpu in plan.ranks[rank].optimizer]
+        held = Counter(core.node for core in mine if core.kind == cores[0].kind)
+        assert len({core.node for core in cores}) == 1 or max(held.values()) < len(cores)
+
+
+@planned
+@given(hosts())
+def test_every_allowed_core_is_used_or_reported_idle(host: Host) -> None:
+    plan = host.plan()
+    core_of = host.topology.core_of
+    used = {core_of[cpu] for rank in plan.ranks for cpu in (*rank.pytorch, *rank.optimizer)}
+    allowed = frozenset().union(*(rank.allowed for rank in host.ranks))
+    assert used | {core_of[cpu] for cpu in plan.idle} == {core_of[cpu] for cpu in allowed}
+    assert not used & {core_of[cpu] for cpu in plan.idle}
+    assert set(plan.idle) <= allowed
+    assert any("idle" in warning for warning in plan.warnings) == bool(plan.idle)
+
+
+@planned
+@given(hosts(plain=True), st.integers(0, 10**6))
+def test_one_more_core_never_lowers_the_minimum_share(host: Host, seed: int) -> None:
+    rng = random.Random(seed)
+    lucky = rng.randrange(len(host.ranks))
+    missing = sorted(host.topology.cpus - host.ranks[lucky].allowed)
+    assume(missing)
+    ranks = list(host.ranks)
+    ranks[lucky] = replace(ranks[lucky], allowed=ranks[lucky].allowed | {rng.choice(missing)})
+    before = min(core_counts(shares_of(host), len(ranks)))
+    assert min(core_counts(shares_of(replace(host, ranks=tuple(ranks))), len(ranks))) >= before
+
+
+@planned
+@given(hosts())
+def test_in_process_plan_uses_disjoint_whole_cores(host: Host) -> None:
+    plan = plan_host(host.topology, host.ranks, replace(host.request, separate=False))
+    owner: dict[Core, int] = {}
+    for rank in plan.ranks:
+        assert not rank.optimizer
+        cores = {host.topology.core_of[cpu] for cpu in rank.pytorch}
+        assert rank.pytorch_threads == len(cores)
+        for core in cores:
+            assert owner.setdefault(core, rank.local_rank) == rank.local_rank or "shared" in rank.flags

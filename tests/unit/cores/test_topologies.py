@@ -1,0 +1,98 @@
+"""The plans of known hosts: from the pure planner, and from the command line over their sysfs, old and new."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.commands import main as cli
+from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
+from deepspeed_ext.cores.topology import Core, Topology, read_topology
+from deepspeed_ext.runtime.cgroup import CpuQuota
+from deepspeed_ext.runtime.cpulist import format_cpulist
+from tests.support.sysfs import write_host
+from tests.support.topologies import CASES, Case, allowed
+
+QUOTA_PERIOD = 100000
+
+
+def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
+    topology = Topology(cores or case.cores, case.nodes or tuple(sorted({core.node for core in case.cores})))
+    quotas = (CpuQuota("all", int(case.quota.split()[0]) / QUOTA_PERIOD),) if case.quota else ()
+    nodes = case.gpu_nodes or (None,) * len(case.masks)
+    ranks = [RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(allowed(case))]
+    return plan_host(topology, ranks, PlanRequest(**case.options))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_planner_gives_the_known_plan(case: Case) -> None:
+    plan = plan_case(case)
+    found = tuple((format_cpulist(rank.pytorch), format_cpulist(rank.optimizer)) for rank in plan.ranks)
+    assert found == case.expected
+    assert {rank.flags for rank in plan.ranks} == {case.flags}
+    assert format_cpulist(plan.idle) == case.idle
+    if case.homes:
+        assert tuple(rank.numa_node for rank in plan.ranks) == case.homes
+    if case.threads:
+        assert tuple(rank.pytorch_threads for rank in plan.ranks) == case.threads
+
+
+# Low-power cores are told apart by their PMU alone.
+HYBRID_CASES = [case for case in CASES if case.name.startswith("T12")]
+SPELLINGS = [
+    *((case, spelling) for case in CASES for spelling in ("new", "old")),
+    *((case, spelling) for case in HYBRID_CASES for spelling in ("capacity", "frequency")),
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("case", "spelling"), SPELLINGS, ids=lambda value: getattr(value, "name", value))
+def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
+    case: Case, spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_host(
+        tmp_path,
+        case.cores,
+        old=spelling == "old",
+        nodes=case.nodes,
+        kinds=spelling if spelling in ("capacity", "frequency") else "pmu",
+        quota=case.quota,
+    )
+    topology = read_topology(tmp_path)
+    assert topology.cores == tuple(sorted(case.cores, key=lambda core: core.order))
+    assert topology.nodes == (case.nodes or tuple(sorted({core.node for core in case.cores})))
+    arguments = ["plan", "--root", str(tmp_path), "--json"]
+    for mask in case.masks:
+        arguments += ["--allowed", mask]
+    for node in case.gpu_nodes or ():
+        arguments += ["--gpu-node", str(node)]
+    if "optimizer_cores" in case.options:
+        arguments += ["--optimizer-cores", str(case.options["optimizer_cores"])]
+    assert cli.main(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed) == {"ranks", "idle", "warnings"}
+    assert [set(rank) for rank in printed["ranks"]] == [
+        {"local_rank", "pytorch", "optimizer", "numa_node", "flags"} for _ in case.masks
+    ]
+    found = tuple((format_cpulist(rank["pytorch"]), format_cpulist(rank["optimizer"])) for rank in printed["ranks"])
+    assert found == case.expected
+    assert [rank["flags"] for rank in printed["ranks"]] == [list(case.flags)] * len(case.masks)
+    assert format_cpulist(printed["idle"]) == case.idle
+
+
+def test_in_process_optimizer_keeps_each_share_whole() -> None:
+    case = next(case for case in CASES if case.name.startswith("T2 "))
+    topology = Topology(case.cores, (0, 1))
+    assert case.gpu_nodes is not None
+    ranks = [RankFacts(rank, mask, case.gpu_nodes[rank]) for rank, mask in enumerate(allowed(case))]
+    plan = plan_host(topology, ranks, PlanRequest(separate=False))
+    assert [format_cpulist(rank.pytorch) for rank in plan.ranks] == [
+        "0-15,64-79",
+        "16-31,80-95",
+        "32-47,96-111",
+        "48-63,112-127",
+    ]
+    assert {rank.optimizer for rank in plan.ranks} == {()}
+    assert {rank.pytorch_threads for rank in plan.ranks} == {16}

@@ -1,0 +1,128 @@
+"""Memory figures: control group limits of both versions, and what counts as out of memory."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import psutil
+import pytest
+import torch
+
+from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
+from deepspeed_ext.runtime import host_memory as memory
+from deepspeed_ext.runtime import memory as allocation
+
+GIB = 1 << 30
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_cgroup_v2_takes_the_tightest_level_less_reclaimable_cache(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/jobs/mine\n",
+            "sys/fs/cgroup/jobs/memory.max": f"{3 * GIB}\n",
+            "sys/fs/cgroup/jobs/memory.current": f"{2 * GIB}\n",
+            "sys/fs/cgroup/jobs/memory.stat": f"anon 1\ninactive_file {GIB // 2}\n",
+            "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+            "sys/fs/cgroup/jobs/mine/memory.current": "12345\n",
+        },
+    )
+    assert memory.available_host_bytes(root) == min(3 * GIB // 2, psutil.virtual_memory().available)
+
+
+def test_cgroup_v1(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/box\n",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": f"{GIB // 4}\n",
+        },
+    )
+    assert memory.available_host_bytes(root) == GIB * 3 // 4
+
+
+@pytest.mark.parametrize("files", [{}, {"proc/self/cgroup": "0::/nowhere\n"}])
+def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path, files: dict[str, str]) -> None:
+    assert memory.available_host_bytes(tree(tmp_path, files)) > GIB // 4
+
+
+def test_the_least_limit_is_the_total_wherever_the_least_room_is(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/jobs"
+    files = {
+        f"{group}/memory.max": "5000",
+        f"{group}/memory.current": "4900",
+        f"{group}/mine/memory.max": "1000",
+        f"{group}/mine/memory.current": "100",
+    }
+    root = tree(tmp_path, {"proc/self/cgroup": "0::/jobs/mine\n"} | files)
+    assert memory.total_host_bytes(root) == 1000
+    assert memory.available_host_bytes(root) == 100
+
+
+def test_a_use_above_the_limit_is_no_memory_at_all(tmp_path: Path) -> None:
+    files = {"memory.max": "100\n", "memory.current": "200\n"}
+    root = tree(tmp_path, {"proc/self/cgroup": "0::/\n"} | {f"sys/fs/cgroup/{k}": v for k, v in files.items()})
+    assert memory.available_host_bytes(root) == 0
+
+
+def test_the_ranks_of_a_host_share_the_memory_of_the_cpu_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks with 10 GiB each do not all take it, because 60 GiB are available to each."""
+    monkeypatch.setattr(allocation, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
+    monkeypatch.setattr(allocation, "available_host_bytes", lambda: 60 * GIB)
+    monkeypatch.setattr(allocation, "total_host_bytes", lambda: 64 * GIB)
+    tiers = []
+    for ranks in (1, 8):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
+        assert (free, total) == (60 * GIB // ranks, 64 * GIB // ranks)
+        tiers.append(choose_tier(FlattenFacts(10 * GIB, 8, free, total), None, 0.05, []).tier)
+    assert tiers == ["accelerator", "distributed"]
+
+
+def test_out_of_memory_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert allocation.is_out_of_memory(error.value)
+    assert allocation.is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert allocation.is_out_of_memory(
+        RuntimeError("CUDA error: out of memory")
+    )  # page-locked memory is refused like this
+    assert allocation.is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not allocation.is_out_of_memory(OSError(errno.ENOENT, "out of memory"))
+    assert not allocation.is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_page_locked_memory_that_is_refused_is_replaced_by_pageable() -> None:
+    def pin_empty(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    refusing = SimpleNamespace(pin_empty=Mock(wraps=pin_empty))
+    with patch.object(allocation, "get_accelerator", lambda: refusing), patch.object(allocation, "warn_once") as warned:
+        first, second = (allocation.host_empty(10, torch.bfloat16, pin=True) for _ in range(2))
+        assert allocation.can_page_lock.__wrapped__() is False
+    assert refusing.pin_empty.call_count == 3
+    assert (first.numel(), first.dtype, first.device.type) == (10, torch.bfloat16, "cpu")
+    assert second.device.type == "cpu"
+    assert len({call.args for call in warned.call_args_list}) == 1, "the same text, which is said once"
+
+
+def test_another_error_of_page_locking_is_raised() -> None:
+    broken = SimpleNamespace(pin_empty=Mock(side_effect=RuntimeError("CUDA error: invalid argument")))
+    with (
+        patch.object(allocation, "get_accelerator", lambda: broken),
+        pytest.raises(RuntimeError, match="invalid argument"),
+    ):
+        allocation.host_empty(10, torch.bfloat16, pin=True)

@@ -1,0 +1,221 @@
+"""An error of one rank is one error of all ranks; a plan is compared before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext import errors as all_errors
+from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
+from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, require_same_plan, section, together
+from tests.support.models import this_device
+from tests.support.ranks import run_ranks
+
+
+def fail(errors: dict[int, Exception]) -> tuple[str, str]:
+    """Each rank raises its entry inside `together`; returns type and message of what comes out of it."""
+    ranks = RankGroup.of(None, this_device())
+    try:
+        with together(ranks, otherwise=CheckpointError):
+            if (error := errors.get(ranks.rank)) is not None:
+                raise error
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        assert ranks.all(True), "the ranks are in step afterwards"
+    return "none", ""
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind", "message"),
+    [
+        ({}, "none", ""),
+        ({1: WorkerError("rank 1: it died")}, "WorkerError", "rank 1: it died"),
+        ({2: KeyError("exp_avg")}, "CheckpointError", "rank 2: KeyError: 'exp_avg'"),
+        (
+            {0: KeyError("a"), 2: WorkerError("no"), 1: KeyError("a")},
+            "CheckpointError",
+            "ranks 0-1: KeyError: 'a'; rank 2: no",
+        ),
+    ],
+)
+def test_every_rank_has_the_same_error(errors: dict[int, Exception], kind: str, message: str) -> None:
+    assert run_ranks(3, fail, errors) == [(kind, message)] * 3
+
+
+def tell(flags: dict[int, bool], error: Exception | None) -> str:
+    """Each rank has its flag, and rank 1 perhaps an error."""
+    ranks = RankGroup.of(None, this_device())
+    try:
+        return str(raise_together(ranks, error if ranks.rank == 1 else None, flag=flags.get(ranks.rank, False)))
+    except WorkerError as raised:
+        return str(raised)
+    finally:
+        assert ranks.all(True), "the ranks are in step afterwards"
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "found"),
+    [
+        ({}, None, "False"),
+        ({2: True}, None, "True"),
+        ({0: True, 1: True, 2: True}, None, "True"),
+        ({2: True}, WorkerError("it died"), "rank 1: it died"),
+    ],
+)
+def test_an_agreement_carries_a_flag(flags: dict[int, bool], error: Exception | None, found: str) -> None:
+    assert run_ranks(3, tell, flags, error) == [found] * 3
+
+
+def largest_of(values: list[int]) -> tuple[int, int]:
+    ranks = RankGroup.of(None, this_device())
+    return ranks.largest(values[ranks.rank])
+
+
+@pytest.mark.parametrize(
+    ("values", "found"), [([0, 0, 0], (0, 0)), ([3, 10**9, 10**9], (10**9, 1)), ([1, 0, 2], (2, 2))]
+)
+def test_the_largest_value_comes_with_the_lowest_rank_that_has_it(values: list[int], found: tuple[int, int]) -> None:
+    assert run_ranks(3, largest_of, values) == [found] * 3
+    assert Alone.ranks.largest(values[0]) == (values[0], 0)
+
+
+class Alone:
+    """A process group of one rank, without torch.distributed."""
+
+    ranks = RankGroup.alone()
+
+
+def test_one_rank_keeps_its_own_error() -> None:
+    error = WorkerError("it died")
+    with pytest.raises(WorkerError) as caught, together(Alone.ranks):
+        raise error
+    assert caught.value is error
+    with pytest.raises(RankError, match="rank 0: ZeroDivisionError: division by zero"), together(Alone.ranks):
+        _ = 1 / 0
+
+
+def test_an_interrupt_is_not_an_error_of_ranks() -> None:
+    with pytest.raises(KeyboardInterrupt), together(Alone.ranks):
+        raise KeyboardInterrupt
+
+
+def test_the_first_error_is_kept() -> None:
+    kept = KeptError()
+    for error in (ValueError("first"), ValueError("second")):
+        with kept.keeping():
+            raise error
+    taken = kept.take()
+    assert str(taken) == "first"
+    assert kept.take() is None
+    raise_together(Alone.ranks, None)
+
+
+def test_memory_of_the_failed_code_is_given_back() -> None:
+    """The ranks agree by collectives that need memory themselves."""
+    alive: list[Any] = []
+
+    class Noticed:
+        def __del__(self) -> None:
+            alive.remove(self_id)
+
+    def body() -> None:
+        nonlocal self_id  # type: ignore[misc]
+        held = Noticed()
+        self_id = id(held)
+        alive.append(self_id)
+        raise MemoryError("no room")
+
+    self_id = 0
+    seen = []
+    group = RankGroup.alone()
+    kept = KeptError()
+    with kept.keeping():
+        body()
+    assert alive
+
+    def noting(*given: Any) -> Any:
+        seen.append(list(alive))
+        return RankGroup.distinct(group, *given)
+
+    object.__setattr__(group, "distinct", noting)
+    with pytest.raises(RankError):
+        raise_together(group, kept.take())
+    assert seen == [[]]
+
+
+def test_every_error_can_be_named() -> None:
+    """`raise_together` finds types by their names."""
+    subclasses = [DeepSpeedExtError]
+    for kind in subclasses:
+        subclasses += kind.__subclasses__()
+    assert {kind.__name__ for kind in subclasses} == set(all_errors.__all__)
+
+
+def fail_around_a_section(where: str) -> tuple[str, str]:
+    """Ranks 0 and 2 have a group of their own; rank 2 fails before the group's section, inside of it or after it."""
+    world = RankGroup.of(None, this_device())
+    groups = [torch.distributed.new_group(members) for members in ([0, 2], [1])]
+    inner = RankGroup.of(groups[world.rank % 2], this_device())
+
+    def at(place: str) -> None:
+        if world.rank == 2 and where == place:
+            raise KeyError(place)
+
+    try:
+        with together(world, otherwise=None):
+            at("before")
+            with section(world, inner):
+                require_same_plan("a test", 1, inner)
+                at("inside")
+                require_same_plan("a test", 2, inner)
+            at("after")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        assert world.all(True), "the ranks are in step afterwards"
+    return "none", ""
+
+
+@pytest.mark.parametrize("where", ["nowhere", "before", "inside", "after"])
+def test_a_rank_that_fails_around_a_section_meets_the_others(where: str) -> None:
+    expected = ("none", "") if where == "nowhere" else ("RankError", f"rank 2: KeyError: '{where}'")
+    assert run_ranks(3, fail_around_a_section, where) == [expected] * 3
+
+
+def fail_alike(kinds: dict[int, type[Exception]]) -> str:
+    ranks = RankGroup.of(None, this_device())
+    try:
+        with together(ranks, otherwise=None):
+            if (kind := kinds.get(ranks.rank)) is not None:
+                raise kind(f"rank {ranks.rank}")
+    except Exception as error:
+        return type(error).__name__
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ({0: ValueError, 1: ValueError, 2: ValueError}, "ValueError"),
+        ({0: ValueError, 1: KeyError, 2: ValueError}, "RankError"),
+        ({0: ValueError, 2: ValueError}, "RankError"),
+    ],
+)
+def test_an_error_of_all_ranks_can_keep_its_type(kinds: dict[int, type[Exception]], expected: str) -> None:
+    assert run_ranks(3, fail_alike, kinds) == [expected] * 3
+
+
+def disagree() -> str:
+    ranks = RankGroup.of(None, this_device())
+    with pytest.raises(all_errors.PlanMismatchError) as caught:
+        require_same_plan("a test", ("plan", ranks.rank == 1), ranks)
+    return str(caught.value)
+
+
+def test_differing_plans_are_printed_on_every_rank() -> None:
+    messages = run_ranks(3, disagree)
+    assert len(set(messages)) == 1
+    assert "ranks 0, 2: ('plan', False); rank 1: ('plan', True)" in messages[0]

@@ -1,0 +1,158 @@
+"""The guard: what counts as too large an error, when steps become synchronous, and that nothing is lost in between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.zenflow.rules.predictive import guard
+from deepspeed_ext.zenflow.rules.predictive.guard import CALM_PROBES, STRIKES, GuardState, PredictionErrors
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
+
+LENGTHS = st.floats(1e-6, 1e6)
+EXCESSES = st.sampled_from([0.1, 0.9, 1.0, 1.1, math.inf, math.nan])
+
+
+@pytest.mark.parametrize(
+    ("errors", "excess"),
+    [
+        (PredictionErrors(prediction=1.0, rounding=0.1, update=1.0), 1.0),  # as far off as the weights before
+        (PredictionErrors(prediction=0.5, rounding=0.1, update=1.0), 0.5),
+        (PredictionErrors(prediction=12.0, rounding=4.0, update=1.0), 1.0),  # a small lr: rounding is most of it
+        (PredictionErrors(prediction=0.0, rounding=0.0, update=0.0), 0.0),  # nothing moves
+        (PredictionErrors(prediction=1e-9, rounding=0.0, update=0.0), math.inf),
+    ],
+)
+def test_an_error_is_seen_beside_rounding_and_update(errors: PredictionErrors, excess: float) -> None:
+    assert errors.excess(3.0) == pytest.approx(excess)
+
+
+@given(LENGTHS, LENGTHS, LENGTHS, st.floats(1.0, 100.0), LENGTHS)
+def test_an_excess_has_no_unit_and_shrinks_with_the_factor(
+    prediction: float, rounding: float, update: float, factor: float, unit: float
+) -> None:
+    errors = PredictionErrors(prediction, rounding, update)
+    scaled = PredictionErrors(prediction * unit, rounding * unit, update * unit)
+    assert scaled.excess(factor) == pytest.approx(errors.excess(factor))
+    assert errors.excess(factor) * factor == pytest.approx(errors.excess(1.0))
+    assert PredictionErrors(prediction, rounding * 2, update * 2).excess(factor) <= errors.excess(factor)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["prediction", "rounding", "update"])
+def test_numbers_that_are_not_finite_are_too_large_an_error(name: str, number: float) -> None:
+    errors = PredictionErrors(**{"prediction": 1.0, "rounding": 1.0, "update": 1.0, name: number})
+    assert errors.excess(3.0) == math.inf
+    assert "not finite" in errors.in_words(3.0)
+    assert "not finite" in (errors + PredictionErrors(1.0, 1.0, 1.0)).in_words(3.0)
+
+
+def test_the_words_tell_what_was_found() -> None:
+    words = PredictionErrors(prediction=3.0, rounding=0.5, update=2.0).in_words(3.0)
+    assert "1.5 of an update" in words
+    assert "rounding alone is 0.25" in words
+    assert "prediction_error_factor 3 allows 1" in words
+
+
+@given(st.lists(EXCESSES, max_size=400))
+def test_steps_become_synchronous_after_strikes_in_a_row_and_overlapped_after_calm(excesses: list[float]) -> None:
+    """Against a count of the newest probes that agree."""
+    state, bad, calm, trips = GuardState(), 0, 0, 0
+    for excess in excesses:
+        before, state = state, state.judged(excess)
+        bad = 0 if excess <= 1.0 else bad + 1
+        calm = calm + 1 if excess < 0.75 else 0
+        if before.synchronous:
+            needed = CALM_PROBES * 2 ** (trips - 1)
+            assert state.synchronous == (calm < needed)
+            bad = 0
+        else:
+            assert state.synchronous == (bad == STRIKES)
+            calm = 0
+        trips += state.synchronous and not before.synchronous
+        assert state.trips == trips
+        assert not state.probed
+
+
+def test_the_time_to_stay_synchronous_is_bounded() -> None:
+    assert GuardState(True, trips=1)._needed == CALM_PROBES
+    assert GuardState(True, trips=10**9)._needed == CALM_PROBES * 2**6
+
+
+def test_probes_come_every_so_many_steps_and_at_once_after_a_strike() -> None:
+    state, probes = GuardState(), []
+    for number in range(12):
+        probes += [number] * state.is_due
+        state = state.handed_over(4, state.is_due)
+    assert probes == [0, 5, 10]  # in intervals of four steps
+    assert not state.judged(0.5).is_due
+    assert state.judged(2.0).is_due
+    assert GuardState(True, trips=1, steps_to_probe=7).judged(2.0).steps_to_probe == 7
+
+
+@settings(deadline=None)
+@given(
+    interval=st.integers(1, 5),
+    warm_up=st.integers(0, 6),
+    steps=st.integers(0, 100),
+    excesses=st.lists(EXCESSES, min_size=100, max_size=100),
+    cut=st.integers(0, 100),
+)
+def test_whatever_the_probes_find_every_gradient_is_handed_over_once_and_kept_until_then(
+    interval: int, warm_up: int, steps: int, excesses: list[float], cut: int
+) -> None:
+    """Also if the run is saved and resumed in the middle, which changes no plan."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(guard, "PROBE_EVERY", 2)
+        patched.setattr(guard, "CALM_PROBES", 2)
+        schedule = PredictiveSchedule(interval, True, warm_up, guarded=True)
+        collected: list[int] = []
+        in_flight: list[int] = []
+        found = iter(excesses)
+        exact = True  # what the worker has published last
+        for number in range(steps):
+            if number == cut:
+                again = PredictiveSchedule(None, True, warm_up, guarded=True)
+                again.load_state_dict(schedule.state_dict(), schedule.state.position)
+                collected = list(again.latest(len(collected)))  # the gradients take the first slots of the ring
+                in_flight, schedule = [], again
+            if schedule.plan().waits_first:
+                in_flight = []
+                if schedule.wants_verdict:
+                    schedule.judge(next(found))
+            plan = schedule.plan()
+            assert plan.position == len(collected)
+            assert schedule.state.guard.synchronous <= (plan.source is WeightSource.EXACT)
+            assert exact <= (plan.source is WeightSource.EXACT), "weights are predicted from an exact result"
+            collected.append(schedule.coming)
+            assert len({*collected, *in_flight}) == len(collected) + len(in_flight), "a gradient is overwritten"
+            if plan.handed_over:
+                assert plan.handed_over == len(collected)
+                exact = plan.source is WeightSource.EXACT and not plan.publish_ahead
+                in_flight = [] if plan.source is WeightSource.EXACT else collected
+                collected = []
+            schedule.advance(plan)
+            assert schedule.state.guard.probed <= bool(plan.probes or not plan.handed_over)
+
+
+def test_a_checkpoint_of_synchronous_steps_goes_on_without_a_guard() -> None:
+    """With a step that waits and publishes for overlapped ones."""
+    guarded = PredictiveSchedule(2, True, 2, guarded=True)
+    for _ in range(20):
+        if guarded.plan().waits_first and guarded.wants_verdict:
+            guarded.judge(math.inf)
+        guarded.advance(guarded.plan())
+    assert guarded.state.guard.synchronous
+    schedule = PredictiveSchedule(2, True, 2)
+    schedule.load_state_dict(guarded.state_dict(), 0)
+    sources = []
+    for _ in range(3):
+        plan = schedule.plan()
+        sources.append((plan.source.value, plan.publish_ahead))
+        schedule.advance(plan)
+    assert sources == [("exact", True), ("drifted", True), ("predicted", True)]
+    assert asdict(schedule.state)["guard"]["synchronous"] is False

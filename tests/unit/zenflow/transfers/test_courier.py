@@ -1,0 +1,141 @@
+"""The courier's thread: the order of its work, its errors, and its end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.zenflow.transfers import courier as courier_module
+from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
+
+
+class Recorded:
+    """A worker, events and copies that note what is asked of them, and fail or block at one of these requests."""
+
+    def __init__(self, fails_at: str = "", blocks_at: str = "") -> None:
+        self.asked: list[str] = []
+        self.fails_at, self.blocks_at = fails_at, blocks_at
+        self.may_go_on = threading.Event()
+        self.newest = 0
+
+    def note(self, request: str) -> None:
+        self.asked.append(request)
+        if request == self.blocks_at:
+            assert self.may_go_on.wait(30)
+        if request == self.fails_at:
+            raise WorkerError(f"cannot {request}")
+
+    def submit(self, tasks: Any) -> int:
+        self.newest += 1
+        self.note(f"tell {tasks[0]}")
+        return self.newest
+
+    def wait_for(self, number: int, timeout_seconds: float | None = None) -> None:
+        self.note(f"await {number}")
+
+    def parcels(self, count: int, task: bool = True, up: bool = True) -> list[Parcel]:
+        return [
+            Parcel(
+                Arrival(self, index),
+                index if task else None,  # type: ignore[arg-type]
+                self.bring_up(index) if up else None,
+            )
+            for index in range(1, count + 1)
+        ]
+
+    def bring_up(self, index: int) -> Callable[[], None]:
+        return lambda: self.note(f"bring up {index}")
+
+
+class Arrival:
+    def __init__(self, recorded: Recorded, index: int) -> None:
+        self.recorded, self.index = recorded, index
+
+    def synchronize(self) -> None:
+        self.recorded.note(f"arrive {self.index}")
+
+
+def couriers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "deepspeed_ext-courier"}
+
+
+def carried(recorded: Recorded, *shipments: list[Parcel]) -> list[str]:
+    courier = Courier(0, timeout_seconds=30.0)
+    for parcels in shipments:
+        courier.send(parcels, recorded)  # type: ignore[arg-type]
+    try:
+        courier.wait()
+    finally:
+        courier.close()
+    return recorded.asked
+
+
+def test_the_worker_has_the_next_parcel_before_this_one_is_awaited() -> None:
+    recorded = Recorded()
+    asked = carried(recorded, recorded.parcels(3))
+    assert asked == [
+        *("arrive 1", "tell 1", "arrive 2", "tell 2", "await 1", "bring up 1"),
+        *("arrive 3", "tell 3", "await 2", "bring up 2", "await 3", "bring up 3"),
+    ]
+
+
+def test_what_stays_on_the_host_is_not_awaited() -> None:
+    recorded = Recorded()
+    assert carried(recorded, recorded.parcels(2, up=False)) == ["arrive 1", "tell 1", "arrive 2", "tell 2"]
+
+
+def test_results_of_an_earlier_update_are_awaited() -> None:
+    recorded = Recorded()
+    asked = carried(recorded, recorded.parcels(1, up=False), recorded.parcels(1, task=False))
+    assert asked == ["arrive 1", "tell 1", "arrive 1", "await 1", "bring up 1"]
+
+
+EVERY_REQUEST = carried((first := Recorded()), first.parcels(3))
+
+
+@pytest.mark.parametrize("request_", EVERY_REQUEST)
+def test_an_error_anywhere_is_raised_by_every_later_wait_and_nothing_more_is_carried(request_: str) -> None:
+    recorded = Recorded(fails_at=request_)
+    courier = Courier(0, timeout_seconds=30.0)
+    courier.send(recorded.parcels(3), recorded)  # type: ignore[arg-type]
+    courier.send(recorded.parcels(1), recorded)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=f"cannot {request_}"):
+            courier.wait()
+    assert recorded.asked == EVERY_REQUEST[: EVERY_REQUEST.index(request_) + 1]
+    courier.close()
+
+
+@pytest.mark.parametrize("request_", EVERY_REQUEST)
+def test_a_wait_ends_if_nothing_moves(request_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "_LATER_SECONDS", 0.1)
+    monkeypatch.setattr(courier_module, "_CLOSE_SECONDS", 0.01)
+    recorded = Recorded(blocks_at=request_)
+    courier = Courier(0, timeout_seconds=0.1)
+    courier.send(recorded.parcels(3), recorded)  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match=r"have not moved for 0\.1 s"):
+        courier.wait()
+    courier.close()
+    recorded.may_go_on.set()
+
+
+def test_a_forgotten_courier_ends_its_thread_and_keeps_no_worker() -> None:
+    before, recorded = couriers(), Recorded()
+    courier = Courier(0, timeout_seconds=30.0)
+    courier.send(recorded.parcels(2), recorded)  # type: ignore[arg-type]
+    courier.wait()
+    worker = weakref.ref(recorded)
+    del recorded
+    gc.collect()
+    assert worker() is None
+    (thread,) = couriers() - before
+    del courier
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
