@@ -9,7 +9,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "_version.py").read_text(), re.MULTILINE)[1]
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "__init__.py").read_text(), re.MULTILINE)[1]
 
 KERNEL = Path("deepspeed_ext/zenflow/worker/kernel")
 # Passes over host memory. Optional: without a compiler the package installs all the same and torch does the work.

@@ -19,13 +19,14 @@ Importing this package imports neither torch nor DeepSpeed; the functions below 
 from typing import Any
 
 from deepspeed_ext import errors
-from deepspeed_ext._version import __version__
 from deepspeed_ext.cores import initial_mask
 
 # Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts from.
 initial_mask.record()
 
 __all__ = ["__version__", "disable", "enable", "errors", "initialize"]
+
+__version__ = "0.2.0"
 
 
 def enable() -> None:
@@ -34,20 +35,20 @@ def enable() -> None:
     Raises:
         UpstreamError: the installed DeepSpeed is outside the supported range or has moved something.
     """
-    from deepspeed_ext.adapter import enable as _entry
+    from deepspeed_ext.adapter import enable as switch
 
-    _entry.enable()
+    switch.enable()
 
 
 def disable() -> None:
     """Undo `enable`: DeepSpeed is as it was. Engines that exist already keep working. Idempotent."""
-    from deepspeed_ext.adapter import enable as _entry
+    from deepspeed_ext.adapter import enable as switch
 
-    _entry.disable()
+    switch.disable()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with the extension on for this call only; same arguments, same return values."""
-    from deepspeed_ext.adapter import enable as _entry
+    from deepspeed_ext.adapter import enable as switch
 
-    return _entry.initialize(*args, **kwargs)
+    return switch.initialize(*args, **kwargs)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.upstream import checkpoint_keys
+from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
 from deepspeed_ext.checkpoint.zenflow_section import SECTION
@@ -207,7 +207,7 @@ def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[l
 
 def _made_for_this_save(content: Any) -> set[int]:
     """Addresses of the ZenFlow section's tensors, which are copies that nobody else has."""
-    state = content.get(checkpoint_keys.OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
+    state = content.get(keys.OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
     section = state.get(SECTION) if isinstance(state, dict) else None
     return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(section) if isinstance(leaf, torch.Tensor)}
 

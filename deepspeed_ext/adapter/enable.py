@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
-from deepspeed_ext.adapter import upstream as _upstream
+from deepspeed_ext.adapter import upstream
 from deepspeed_ext.adapter.construction import joint
 from deepspeed_ext.adapter.engine import Engine, HybridEngine, PipeEngine
 from deepspeed_ext.adapter.zero_config import ZeroConfig
@@ -17,13 +17,13 @@ _active = ExitStack()
 _enabled = False
 
 
-def _swaps() -> list[_upstream.Swap]:
-    return _upstream.entry_swaps(joint, Engine, HybridEngine, PipeEngine, ZeroConfig)
+def _swaps() -> list[upstream.Swap]:
+    return upstream.entry_swaps(joint, Engine, HybridEngine, PipeEngine, ZeroConfig)
 
 
 def _check() -> None:
     """Raise an error if DeepSpeed is not the one that this package extends; warn of what would make it wait forever."""
-    _upstream.check()
+    upstream.check()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     for lock in build_locks.abandoned():
@@ -37,7 +37,7 @@ def enable() -> None:
     global _enabled
     if not _enabled:
         _check()
-        _active.enter_context(_upstream.swapped(*_swaps()))
+        _active.enter_context(upstream.swapped(*_swaps()))
         _enabled = True
 
 
@@ -50,7 +50,7 @@ def disable() -> None:
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
     if _enabled:
-        return _upstream.deepspeed.initialize(*args, **kwargs)
+        return upstream.deepspeed.initialize(*args, **kwargs)
     _check()
-    with _upstream.swapped(*_swaps()):
-        return _upstream.deepspeed.initialize(*args, **kwargs)
+    with upstream.swapped(*_swaps()):
+        return upstream.deepspeed.initialize(*args, **kwargs)

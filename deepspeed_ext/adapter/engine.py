@@ -1,99 +1,96 @@
-"""Defines the engines that `deepspeed.initialize` builds while the extension is on."""
+"""Defines the engines that `deepspeed.initialize` builds while the extension is on.
+
+`Engine` overrides methods of DeepSpeed's engine and forwards to its parts (`parts.Parts`), which do the work.
+"""
 
 from __future__ import annotations
 
+import os
 import weakref
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from collections.abc import Container
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
-from deepspeed_ext.adapter import gather_hooks as all_gather
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.construction import builders, built_together
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.offloading import OffloadingEngine
-from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, fields_of, section_in_use
+from deepspeed_ext.adapter.resharding import LoadingRun
+from deepspeed_ext.adapter.saver import Saver
+from deepspeed_ext.adapter.step import ZenFlowStepping
+from deepspeed_ext.adapter.step_report import report_step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
-from deepspeed_ext.adapter.undo import undone_on_failure
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
+    OffloadStateTypeEnum,
     PipelineEngine,
     Swap,
     ThroughputTimer,
     TorchCheckpointEngine,
-    optimizer_class,
-    stage3_optimizer_class,
+    is_zero_optimizer,
     swapped,
     throughput_timer,
 )
 from deepspeed_ext.adapter.weak_engine import WeakEngine
-from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
-from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.adapter.zero_config import ZeroConfig
-from deepspeed_ext.config import given_of_the_other_rule, idle_fields
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, require_same_plan, section, together
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.step.supported import (
-    as_torch_adam,
-    require_group_timeout,
-    require_section,
-    require_shared_folder,
-)
-
-ZERO_STAGE_WEIGHTS = 3
+from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.step.supported import as_torch_adam
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
 
-class Engine(OffloadingEngine):
+class Engine(DeepSpeedEngine):
     """DeepSpeed's engine with our ZeRO optimizers.
 
     With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer process, and an engine
     whose constructor fails leaves none.
-
-    Attributes:
-        parameter_gather: at stage 3, gathers parameters in place of upstream's closures; None: upstream's closures are
-            used.
-        core_binding: this rank's placement on the host's cores; None: unbound.
     """
 
-    parameter_gather: SingleParameterGather | None = None
-    core_binding: CoreBinding | None = None
     checkpoint_engine: Any
-    _cores_refreshed: bool = False
+    _parts: Parts
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        timer = throughput_timer(self._throughput_timer)
-        with undone_on_failure(), built_together(kwargs.get("mpu")), swapped(timer):
-            super().__init__(*args, **kwargs)
-            if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
-                self.optimizer.unregister_grad_acc_post_hooks()
-                self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
-                # Not needed at exit: the optimizer process ends by itself.
-                weakref.finalize(self, _destroy_parts, self.optimizer, self.checkpoint_engine).atexit = False
+        with ExitStack() as undo:
+            self._parts = Parts(undo)
+            timer = throughput_timer(self._throughput_timer)
+            with built_together(kwargs.get("mpu")), swapped(timer):
+                super().__init__(*args, **kwargs)
+                if isinstance(self.optimizer, ZenFlowStepping):
+                    self.optimizer.unregister_grad_acc_post_hooks()
+                    self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
+                    # Not needed at exit: the optimizer process ends by itself.
+                    weakref.finalize(self, _destroy_parts, self.optimizer, self._parts.saver).atexit = False
+            undo.pop_all()
 
-    def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
-        return (StreamThroughputTimer if self._has_own_zenflow() else ThroughputTimer)(*args, **kwargs)
+    @property
+    def parameter_gather(self) -> SingleParameterGather | None:
+        """At stage 3, gathers parameters in place of DeepSpeed's closures; None: these are used."""
+        return self._parts.gather
 
-    def _create_module_forward_pre_hook(self) -> Any:
-        return DeepSpeedEngine._create_module_forward_pre_hook(WeakEngine(self) if self._has_own_zenflow() else self)
+    @property
+    def core_binding(self) -> CoreBinding | None:
+        """This rank's placement on the host's cores; None: unbound."""
+        return self._parts.binding
 
-    def _create_module_forward_post_hook(self) -> Any:
-        return DeepSpeedEngine._create_module_forward_post_hook(WeakEngine(self) if self._has_own_zenflow() else self)
+    @property
+    def _zenflow(self) -> ZenFlowConfig | None:
+        return section_in_use(self._config.zero_config, self.optimizer_name())
+
+    def _world(self) -> RankGroup:
+        """All ranks."""
+        return RankGroup.of(None)
+
+    # -- construction, in DeepSpeed's order -----------------------------------------------------------------------
 
     def _do_sanity_check(self) -> None:
         """DeepSpeed's check, which is the first to see the config, plus ours. `_set_distributed_vars` raises errors."""
-        self._refused = KeptError()
-        with self._refused.keeping():
-            settings = self._config.zero_config
-            if self._has_own_zenflow():
-                require_section(settings)
-                require_shared_folder(settings, self.use_node_local_storage())
+        parts, settings = self._parts, fields_of(self._config.zero_config)
+        with parts.refused.keeping():
+            parts.require_supported(settings, self._zenflow, self.use_node_local_storage())
             super()._do_sanity_check()
 
     def _set_distributed_vars(self, args: Any) -> None:
@@ -105,153 +102,181 @@ class Engine(OffloadingEngine):
                 others in its collectives.
         """
         super()._set_distributed_vars(args)
-        ranks, parts = builders(self.mpu), self._parts()
-        if raise_together(ranks, self._refused.take(), otherwise=None, flag=any(parts.values())):
+        ranks, switches = builders(self.mpu), Parts.switches(fields_of(self._config.zero_config), self._zenflow)
+        if raise_together(ranks, self._parts.refused.take(), otherwise=None, flag=any(switches.values())):
             stage = {"stage": int(self.zero_optimization_stage())}
-            require_same_plan("zero_optimization", stage | parts, ranks)
+            require_same_plan("zero_optimization", stage | switches, ranks)
 
-    def _parts(self) -> dict[str, bool]:
-        """Our parts with collectives of their own, by the field that turns them on, and whether they are on."""
-        settings = self._config.zero_config
-        if not isinstance(settings, ZeroConfig):  # the config was parsed while the extension was off
-            return {}
-        has_zenflow, binds_cores = self._has_own_zenflow(), settings.core_binding.enabled
-        return {
-            "zenflow": has_zenflow,
-            "core_binding.enabled": has_zenflow if binds_cores is None else binds_cores,
-            "stage3_allgather_single_param": settings.stage3_allgather_single_param,
-        }
+    def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
+        return (ThroughputTimer if self._zenflow is None else StreamThroughputTimer)(*args, **kwargs)
+
+    def _create_module_forward_pre_hook(self) -> Any:
+        return DeepSpeedEngine._create_module_forward_pre_hook(self if self._zenflow is None else WeakEngine(self))
+
+    def _create_module_forward_post_hook(self) -> Any:
+        return DeepSpeedEngine._create_module_forward_post_hook(self if self._zenflow is None else WeakEngine(self))
+
+    def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
+        if self._zenflow is not None:  # it only holds hyperparameters: avoid compiling CPU Adam
+            optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
+            as_torch_adam(optimizer_parameters)
+        return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
-        settings = self._config.zero_config
-        if isinstance(settings, ZeroConfig) and dist.get_rank() == 0:
-            stage = int(self.zero_optimization_stage())
-            where = f"ZeRO stage {stage} with {type(self.optimizer).__name__}"
-            flattens = isinstance(self.optimizer, ZeroOptimizer)
-            for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
-                logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
-            zenflow = settings.zenflow
-            for field in given_of_the_other_rule(zenflow) if zenflow is not None else ():
-                logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
+        settings = fields_of(self._config.zero_config)
+        if settings is not None and dist.get_rank() == 0:
+            Parts.warn_of_idle_fields(settings, int(self.zero_optimization_stage()), self.optimizer)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        settings = self._config.zero_config
-        if not isinstance(settings, ZeroConfig):  # the config was parsed while the extension was off
+        parts, settings, zenflow = self._parts, fields_of(self._config.zero_config), self._zenflow
+        if settings is None:
             return super()._configure_zero_optimizer(optimizer)
         ranks = builders(self.mpu)
-        self._bind_cores(settings)
+        parts.bind_cores(settings, zenflow, self._world(), local_rank())
         with together(ranks, otherwise=None):
-            swaps = self._our_optimizers(settings, ranks)
+            run = None if zenflow is None else self._zenflow_run(zenflow)
+            swaps = parts.optimizer_classes(settings, run, ranks, self.is_sanity_checks_enabled())
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
+        if isinstance(zero_optimizer, ZenFlowStepping):
+            parts.adam = zero_optimizer.zenflow_adam
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
-            with section(ranks, RankGroup.of(self.seq_data_parallel_group, ranks.device)):
-                self.parameter_gather = all_gather.attach(self.module, settings, self.seq_data_parallel_group)
+            parts.attach_gather(self.module, settings, ranks, self.seq_data_parallel_group)
         return zero_optimizer
 
-    def _our_optimizers(self, settings: ZeroConfig, ranks: RankGroup) -> list[Swap]:
-        """Return swaps for DeepSpeed's optimizer classes; `ranks` build the engine together."""
-        check_replicas = self.is_sanity_checks_enabled()
-        if not self._has_own_zenflow():
-            ours = partial(ZeroOptimizer, settings=settings, builders=ranks, check_replicas=check_replicas)
-            return [optimizer_class(ours)]
-        settings = self._with_epoch_length(self._within_group_timeout(settings))
-        placement = self.core_binding.worker_placement if self.core_binding is not None else None
-        stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, builders=ranks, placement=placement)
-        stage_1_and_2 = partial(
-            ZenFlowZeroOptimizer,
-            settings=settings,
-            builders=ranks,
-            check_replicas=check_replicas,
-            placement=placement,
-        )
-        return [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
-
-    def _with_epoch_length(self, settings: ZeroConfig) -> ZeroConfig:
-        """Add the length of an epoch, in optimizer steps, to `settings` if DeepSpeed built the data loader."""
-        if self.training_dataloader is None or settings.zenflow is None:
-            return settings
-        steps = max(1, len(self.training_dataloader) // self.gradient_accumulation_steps())
-        return settings.model_copy(update={"zenflow": settings.zenflow.model_copy(update={"steps_per_epoch": steps})})
-
-    def _within_group_timeout(self, settings: ZeroConfig) -> ZeroConfig:
-        """Lower the default timeout of the worker if the collectives in which other ranks wait meanwhile would time out
-        first.
-
-        Raises:
-            ConfigError: the user asks for a timeout that is not below the collectives'.
-        """
-        zenflow = settings.zenflow
-        if zenflow is None or dist.get_world_size() == 1:
-            return settings
-        shortest = min(map(group_timeout_seconds, (None, self.seq_data_parallel_group)))
-        if zenflow.worker_timeout_seconds < shortest:
-            return settings
-        if "worker_timeout_seconds" in zenflow.model_fields_set:
-            require_group_timeout(zenflow.worker_timeout_seconds, shortest)
-        update = {"worker_timeout_seconds": shortest / 2}
-        return settings.model_copy(update={"zenflow": zenflow.model_copy(update=update)})
-
-    def _bind_cores(self, settings: ZeroConfig) -> None:
-        """Bind this rank to its share of the cores, if requested or if the optimizer runs in a separate process."""
-        zenflow = settings.zenflow if self._has_own_zenflow() else None
-        if self._parts()["core_binding.enabled"]:
-            self.core_binding = CoreBinding.start(
-                settings.core_binding,
-                self._world(),
-                local_rank=local_rank(),
-                separate=zenflow is not None,
-                pt_reserved_cores=None if zenflow is None else zenflow.reserved_cores,
-            )
-
-    def destroy(self) -> None:
-        kept = self._finish_save_alone()
-        with ExitStack() as afterwards:  # runs the callbacks even if DeepSpeed fails
-            afterwards.callback(kept.raise_here)
-            if self.core_binding is not None:
-                afterwards.callback(self.core_binding.restore)
-            if isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3):
-                afterwards.callback(self.optimizer.zenflow_adam.close)
-            if self.parameter_gather is not None:
-                all_gather.detach(self.module, self.parameter_gather)
-                self.parameter_gather = None
-            super().destroy()
-
-    def _finish_save_alone(self) -> KeptError:
-        """Complete a save that goes on; keeps its error, unless a step has told the user about its cause."""
-        kept = KeptError()
-        if isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
-            with kept.keeping():
-                self.checkpoint_engine.finish_alone()
-        if kept.error is not None and self._zenflow_adam is not None and self._zenflow_adam.link.failed:
-            logger.error(str(kept.take()))
-        return kept
-
-    @property
-    def _zenflow_adam(self) -> OffloadedAdam | None:
-        zenflow = isinstance(self.optimizer, ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3)
-        return self.optimizer.zenflow_adam if zenflow else None
-
-    def _has_own_zenflow(self) -> bool:
-        """Whether the optimizer is to run in a separate process. An engine without an optimizer, such as a trainer's
-        reference model, has the trained model's config and no use for its ``zenflow`` section."""
-        settings = self._config.zero_config
-        return isinstance(settings, ZeroConfig) and settings.zenflow is not None and self.optimizer_name() is not None
+    def _zenflow_run(self, zenflow: ZenFlowConfig) -> ZenFlowRun:
+        groups = () if dist.get_world_size() == 1 else (None, self.seq_data_parallel_group)
+        loader, steps = self.training_dataloader, None
+        if loader is not None:
+            steps = max(1, len(loader) // self.gradient_accumulation_steps())
+        return ZenFlowRun.of(zenflow, map(group_timeout_seconds, groups), steps)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
-        in_step = not isinstance(self, PipelineEngine)  # pipeline stages have different numbers of files
-        if self._has_own_zenflow() and in_step and type(self.checkpoint_engine) is TorchCheckpointEngine:
-            world = self._world()
+        zenflow = self._zenflow
+        if zenflow is None:
+            return
+        # Pipeline stages have different numbers of files.
+        if not isinstance(self, PipelineEngine) and type(self.checkpoint_engine) is TorchCheckpointEngine:
             leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
-            adam, zenflow = self._zenflow_adam, self._config.zero_config.zenflow
-            if adam is not None and zenflow.async_save:
-                self.checkpoint_engine = AsyncCheckpointEngine(self._config, world, leads, adam.link)
-            else:
-                self.checkpoint_engine = JointCheckpointEngine(self._config, world, leads)
-        elif self._has_own_zenflow() and self._config.zero_config.zenflow.async_save:
+            self._parts.saver = Saver.of(
+                self._config, self._world(), leads=leads, adam=self._parts.adam, async_save=zenflow.async_save
+            )
+            self.checkpoint_engine = self._parts.saver.files
+        elif zenflow.async_save:
             logger.warning("zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or datastates")
+
+    # -- what DeepSpeed asks of the config ------------------------------------------------------------------------
+
+    def zenflow_config(self) -> Any:
+        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
+        ``gradient_accumulation_steps``."""
+        return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Also true if ``zenflow`` implies it."""
+        return self._zenflow is not None or super().zero_use_cpu_optimizer()
+
+    def zero_cpu_offload(self) -> bool:
+        """Also true if ``zenflow`` implies it."""
+        return self._zenflow is not None or super().zero_cpu_offload()
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        return False if self._zenflow is not None else super().zero_force_ds_cpu_optimizer()
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Raises:
+            StateError: its weights are on the host, or an exception has broken off the last step.
+        """
+        self._require_states_here(OffloadStateTypeEnum.lp_params)
+        return super().forward(*inputs, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients as DeepSpeed does.
+
+        Raises:
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception has broken off the
+                last step.
+        """
+        self._require_states_here()
+        return super().backward(*args, **kwargs)
+
+    def _backward_prologue(self) -> None:
+        """Called first in a backward pass, also of the loss itself."""
+        self._require_states_here()
+        super()._backward_prologue()
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Step as DeepSpeed does.
+
+        Raises:
+            CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
+            StateError: see `backward`.
+        """
+        self._require_states_here()
+        ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
+        super().step(lr_kwargs)
+        if ends_step:
+            self._parts.saver.after_step()
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        super()._take_model_step(lr_kwargs)
+        adam = self._parts.adam
+        with nullcontext() if adam is None else adam.link.keeping():
+            self._parts.refresh_cores()
+            if adam is not None and self.global_rank == 0:
+                logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
+                report_step(adam.measurements(), self.monitor, self.global_samples, logs=logs)
+
+    # -- states on the host -------------------------------------------------------------------------------------------
+
+    def offload_states(self, include: Container[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        """Offload as DeepSpeed does. With ZenFlow, ``lp_params`` includes frozen parameters, ``optim_states`` is all
+        that ZenFlow keeps on the accelerator between steps, an update in flight is awaited, and it is a collective.
+
+        Raises:
+            OutOfMemoryError: with ZenFlow, on every rank, if the host of any has no memory for them; all states, also
+                those that were away before, are on the accelerator again.
+        """
+        theirs = super().offload_states
+        if not isinstance(self.optimizer, ZenFlowStepping):
+            theirs(include, *args, **kwargs)
+            return
+        try:
+            self._parts.offloader.offload(
+                lambda: theirs(include, *args, **kwargs), self.module, self.optimizer, self._world()
+            )
+        except Exception:
+            self.reload_states()
+            raise
+
+    def _refine_include_states(self, include: Container[Any] | None) -> Any:
+        """Leave the choice to our optimizer: its gradients are on the accelerator, unlike those of ZeRO-Offload."""
+        return include if isinstance(self.optimizer, ZenFlowStepping) else super()._refine_include_states(include)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Reload as DeepSpeed does. With ZenFlow it is a collective.
+
+        Raises:
+            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator has no memory for them; free some and call
+                this again.
+        """
+        theirs = super().reload_states
+        if not isinstance(self.optimizer, ZenFlowStepping):
+            theirs(*args, **kwargs)
+            return
+        self._parts.offloader.reload(lambda: theirs(*args, **kwargs), self._world())
+
+    def _require_states_here(self, *states: Any) -> None:
+        if isinstance(self.optimizer, ZenFlowStepping):
+            self.optimizer.require_states_here(*states)
+
+    # -- saving ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -269,35 +294,26 @@ class Engine(OffloadingEngine):
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._require_states_here()
-        self._settle_zenflow()
-        if isinstance(self.checkpoint_engine, JointCheckpointEngine):
-            self.checkpoint_engine.begin_save(names_latest=save_latest)
-            save_latest = False
+        self._parts.settle()
+        save_latest = self._parts.saver.begin_save(save_latest)
         client_state = {} if client_state is None else client_state
         return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._error_for_commit():
+        with self._parts.saver.keeping():
             super()._save_checkpoint(*args, **kwargs)
 
     def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._error_for_commit():
+        with self._parts.saver.keeping():
             super()._save_zero_checkpoint(*args, **kwargs)
-
-    def _error_for_commit(self) -> AbstractContextManager[None]:
-        """Wrap what DeepSpeed does before it calls `commit`, which raises this rank's error on all ranks."""
-        joint = isinstance(self.checkpoint_engine, JointCheckpointEngine)
-        return self.checkpoint_engine.kept.keeping() if joint else nullcontext()
 
     def _copy_recovery_script(self, save_path: str) -> None:
         try:
             super()._copy_recovery_script(save_path)
         except OSError as error:
-            if not isinstance(self.checkpoint_engine, JointCheckpointEngine):
-                raise
-            logger.warning(
-                f"{save_path}: zero_to_fp32.py was not copied there ({error}); the checkpoint is complete without it"
-            )
+            self._parts.saver.copied_without(error, save_path)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load as DeepSpeed does, and also what another number of ranks or another ZeRO stage saved.
@@ -308,85 +324,84 @@ class Engine(OffloadingEngine):
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._require_states_here()
-        self._settle_zenflow()
-        if isinstance(self.checkpoint_engine, JointCheckpointEngine) and not self.load_universal_checkpoint():
-            tag = self.checkpoint_engine.begin_load(load_dir, tag)
-        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        self._parts.settle()
+        if not self.load_universal_checkpoint():
+            tag = self._parts.saver.begin_load(load_dir, tag)
+        with self._parts.resharder.loading(self._loading_run()):
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
-    def _reads_section(self) -> bool:
-        return self._has_own_zenflow()
+    def _loading_run(self) -> LoadingRun:
+        can_reshard = (
+            is_zero_optimizer(self.optimizer)
+            and not self.load_universal_checkpoint()
+            and not self.has_moe_layers
+            and not isinstance(self, PipelineEngine)
+            and self.mp_world_size == 1
+            and not self.zero_nvme_offload_optimizer()
+            and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
+        )
+        return LoadingRun(
+            optimizer=self.optimizer,
+            module=self.module,
+            config=self._config,
+            # with an `mpu` those of this engine
+            ranks=self._world() if self.mpu is None else RankGroup.of(self.seq_data_parallel_group),
+            stage=int(self.zero_optimization_stage()),
+            shapes=self._get_zero_param_shapes,
+            can_reshard=can_reshard,
+            partitions_weights=bool(self.zero_optimization_partition_weights()),
+            bf16=bool(self.bfloat16_enabled()),
+            reads_section=self._zenflow is not None,
+            open_masters=self._parts.open_masters,
+            leads=self.global_rank == 0,
+        )
 
-    def _open_masters(self) -> None:
-        if (adam := self._zenflow_adam) is not None:
-            adam.expose()
+    def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
+        resharder = self._parts.resharder
+        if (opened := resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
+            return super()._load_checkpoint(load_dir, tag, **how)
+        with swapped(Swap(self, "checkpoint_engine", opened)):
+            result = super()._load_checkpoint(load_dir, tag, **resharder.with_optimizer(how))
+        self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
+        return resharder.finish(result, how)
 
-    def _settle_zenflow(self) -> None:
-        """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives."""
-        if (adam := self._zenflow_adam) is not None:
-            adam.link.wait_together()
+    def zero_load_from_fp32_weights(self) -> bool:
+        """Also true if the weights cannot give p; see `Resharder.loads_fp32`."""
+        return self._parts.resharder.loads_fp32(bool(super().zero_load_from_fp32_weights()))
 
-    def zenflow_config(self) -> Any:
-        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
-        ``gradient_accumulation_steps``."""
-        return None if isinstance(self._config.zero_config, ZeroConfig) else super().zenflow_config()
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
+        theirs = super()._get_all_ckpt_names
+        return self._parts.resharder.model_names(lambda: theirs(checkpoints_path, tag))
 
-    def step(self, lr_kwargs: Any = None) -> None:
-        """Step as DeepSpeed does.
+    def load_module_state_dict(
+        self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        theirs = super().load_module_state_dict
+        self._parts.resharder.load_model(
+            lambda: theirs(checkpoint, strict, custom_load_fn, *args, **kwargs), checkpoint, strict
+        )
 
-        Raises:
-            CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
-            StateError: see `backward`.
-        """
-        self._require_states_here()
-        ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        super().step(lr_kwargs)
-        if ends_step and isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
-            self.checkpoint_engine.finish_if_written()
+    def _get_all_zero_checkpoints(self, load_dir: str, tag: Any) -> Any:
+        theirs = super()._get_all_zero_checkpoints
+        return self._parts.resharder.optimizer_states(lambda: theirs(load_dir, tag))
 
-    def _take_model_step(self, lr_kwargs: Any) -> None:
-        super()._take_model_step(lr_kwargs)
-        adam = self._zenflow_adam
-        with nullcontext() if adam is None else adam.link.keeping():
-            if self.core_binding is not None and not self._cores_refreshed:
-                self._cores_refreshed = True  # backends and autograd start threads during the first step
-                self.core_binding.refresh(None if adam is None else adam.link.process.pid)
-            if adam is not None:
-                self._report_zenflow(adam.measurements())
+    def _load_zero_checkpoint(self, load_dir: str, tag: Any, load_optimizer_states: bool = True) -> Any:
+        theirs = super()._load_zero_checkpoint
+        return self._parts.resharder.load_partitions(lambda: theirs(load_dir, tag, load_optimizer_states))
 
-    def _report_zenflow(self, figures: dict[str, float]) -> None:
-        """Report the step's metrics to the user's monitor and, with ``wall_clock_breakdown``, to the log."""
-        if self.global_rank != 0:
-            return
-        if self.monitor.enabled:
-            events = [(f"Train/{name}", value, self.global_samples) for name, value in figures.items()]
-            self.monitor.write_events(events)
-        if self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0:
-            logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
+    # -- the end ------------------------------------------------------------------------------------------------------
 
-    def zero_use_cpu_optimizer(self) -> bool:
-        """Also true if ``zenflow`` implies it."""
-        return self._has_own_zenflow() or super().zero_use_cpu_optimizer()
-
-    def zero_cpu_offload(self) -> bool:
-        """Also true if ``zenflow`` implies it."""
-        return self._has_own_zenflow() or super().zero_cpu_offload()
-
-    def zero_force_ds_cpu_optimizer(self) -> bool:
-        return False if self._has_own_zenflow() else super().zero_force_ds_cpu_optimizer()
-
-    def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
-        if self._has_own_zenflow():  # it only holds hyperparameters: avoid compiling CPU Adam
-            optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
-            as_torch_adam(optimizer_parameters)
-        return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
+    def destroy(self) -> None:
+        with self._parts.closing():  # what it closes is closed even if DeepSpeed fails
+            self._parts.detach_gather(self.module)
+            super().destroy()
 
 
-def _destroy_parts(optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3, checkpoint_engine: Any) -> None:
+def _destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
     """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only hooks, which
     this removes, and the worker refer to it."""
     try:
-        if isinstance(checkpoint_engine, AsyncCheckpointEngine):
-            checkpoint_engine.finish_alone()
+        saver.finish_alone()
     finally:
         try:
             optimizer.destroy()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.gather.launch import (
-    GatherHandle,
     PendingParameter,
     Work,
     can_group,
@@ -42,6 +42,70 @@ __all__ = ["SingleParameterGather", "attach", "detach"]
 
 UNGROUPED_MIN_NUMEL = 262144
 """Without grouped launches, smaller parameters share a bucket. Measured: docs/lab/gather.md."""
+
+
+@dataclass
+class FetchedParameter(PendingParameter):
+    """A partitioned parameter of DeepSpeed that is being gathered.
+
+    Attributes:
+        parameter: the parameter.
+    """
+
+    parameter: PartitionedParameter = None
+
+    @classmethod
+    def of(cls, parameter: PartitionedParameter, partition: torch.Tensor) -> FetchedParameter:
+        """`partition` is this rank's part of it: the usual one, or hpZ's secondary one."""
+        dtype = communication_dtype(parameter, partition)
+        return cls(parameter.ds_numel, partition, dtype, parameter=parameter)
+
+    def make_available(self) -> None:
+        """Make the parameter a view of its storage, and available; a cast if the communication had another dtype."""
+        assert self.storage is not None
+        self.parameter.data = self.storage.view(self.parameter.ds_shape).to(self.parameter.ds_tensor.dtype)
+        self.storage = None
+        self.parameter.ds_status = ParameterStatus.AVAILABLE
+
+
+class GatherHandle:
+    """The handle of a running fetch, with the interface of DeepSpeed's handles (`contract.STAND_INS`)."""
+
+    def __init__(self, works: list[Work], pending: list[FetchedParameter], upstream: Sequence[Any] = ()) -> None:
+        self._works = works
+        self._pending = pending
+        self._upstream = upstream
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Make every parameter of the fetch available; idempotent.
+
+        On an accelerator, the current stream waits for the collectives, as with upstream's handles.
+
+        Args:
+            handle_dependency: for upstream's handles only; ours keep no temporary that a stream could still read.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+        with in_profile("gather.wait"):
+            self._wait(handle_dependency)
+
+    def _wait(self, handle_dependency: bool) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+            for handle in self._upstream:
+                handle.wait(handle_dependency=handle_dependency)
+        except RuntimeError:
+            ids = [each.parameter.ds_id for each in self._pending]
+            logger.error(
+                f"rank {dist.get_rank()}: the all-gather of parameters {ids} (ds_id) failed. Usually another rank has "
+                "died, or has not answered within the process group's timeout: see its log"
+            )
+            raise
+        for each in self._pending:
+            each.make_available()
+        self._works, self._pending, self._upstream = [], [], ()
 
 
 class SingleParameterGather:
@@ -80,7 +144,7 @@ class SingleParameterGather:
         by_us = [by_id[i] for i in fetch.singles] + [by_id[i] for bucket in fetch.buckets for i in bucket]
         _mark_in_flight(by_us)
         works: list[Work] = []
-        pending: list[PendingParameter] = []
+        pending: list[FetchedParameter] = []
         for ranks, members in self._by_group([by_id[i] for i in fetch.singles]):
             works += gather_singles(members, ranks, self.grouped)
             pending += members
@@ -102,17 +166,17 @@ class SingleParameterGather:
             return []
         return [self.stock(params[0])(list(params), safe_mode=safe_mode, quantize=quantize)]
 
-    def _by_group(self, params: Sequence[PartitionedParameter]) -> list[tuple[RankGroup, list[PendingParameter]]]:
+    def _by_group(self, params: Sequence[PartitionedParameter]) -> list[tuple[RankGroup, list[FetchedParameter]]]:
         """Sort the parameters by the process group that gathers them; hpZ's inner group if its copy is valid."""
-        groups: dict[int, tuple[RankGroup, list[PendingParameter]]] = {}
+        groups: dict[int, tuple[RankGroup, list[FetchedParameter]]] = {}
         for param in params:
             partition, group = param.ds_tensor, param.ds_process_group
             if param.ds_secondary_tensor is not None and param.ds_zero_param_process_group is not None:
                 partition, group = param.ds_secondary_tensor, param.ds_zero_param_process_group
             if id(group) not in self._ranks:
                 self._ranks[id(group)] = RankGroup.of(group, self._device)
-            pending_parameter = PendingParameter(param, partition, communication_dtype(param, partition))
-            groups.setdefault(id(group), (self._ranks[id(group)], []))[1].append(pending_parameter)
+            fetched = FetchedParameter.of(param, partition)
+            groups.setdefault(id(group), (self._ranks[id(group)], []))[1].append(fetched)
         return list(groups.values())
 
 

@@ -1,34 +1,38 @@
-"""Lets DeepSpeed's `load_checkpoint` take a checkpoint of another number of ranks or another ZeRO stage."""
+"""Lets DeepSpeed's `load_checkpoint` take a checkpoint of another number of ranks or another ZeRO stage.
+
+If the layout of a checkpoint is not that of the run, every rank reads from the checkpoint's files what belongs to its
+own partitions and hands it to DeepSpeed as if it had been saved so. p and the optimizer's state arrive to the bit; the
+weights are p, rounded to their dtype. A checkpoint with the run's layout is loaded as ever.
+
+Not for model parallelism, pipelines, mixtures of experts, universal checkpoints and state on NVMe.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.adapter.reshard_target import target_of
 from deepspeed_ext.adapter.upstream import (
-    DeepSpeedEngine,
-    DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizerStage3,
-    PipelineEngine,
     Swap,
     TorchCheckpointEngine,
     swapped,
 )
 from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer
 from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
-from deepspeed_ext.checkpoint.reshard.target import Target, target_of
+from deepspeed_ext.checkpoint.reshard.target import Target
 from deepspeed_ext.checkpoint.zenflow_section import SECTION
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
-__all__ = ["ReshardingEngine"]
+__all__ = ["LoadingRun", "Resharder"]
 
 
 class _OpenedFile(TorchCheckpointEngine):
@@ -65,40 +69,91 @@ class Resharding:
         self.files = _OpenedFile(config_params, saved.model())
 
 
-class ReshardingEngine(DeepSpeedEngine):
-    """DeepSpeed's engine, whose checkpoints can be loaded by any number of ranks at any ZeRO stage.
+@dataclass(frozen=True)
+class LoadingRun:
+    """What loading has to know of the engine.
 
-    If the layout of a checkpoint is not that of this run, every rank reads from the checkpoint's files what belongs to
-    its own partitions and hands it to DeepSpeed as if it had been saved so. p and the optimizer's state arrive to the
-    bit; the weights are p, rounded to their dtype. A checkpoint with this run's layout is loaded as ever.
-
-    Not for model parallelism, pipelines, mixtures of experts, universal checkpoints and state on NVMe.
+    Attributes:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        module: the model.
+        config: DeepSpeed's parsed config.
+        ranks: the ranks that load together.
+        stage: the ZeRO stage.
+        shapes: returns the shape of each parameter by name, in order, of each flat tensor.
+        can_reshard: whether another layout can be loaded; equal on all ranks.
+        partitions_weights: whether the ranks have parts of the weights, as at stage 3.
+        bf16: whether the run trains in bf16.
+        reads_section: whether the run continues from the ZenFlow section of a checkpoint. If not, its gradients are
+            applied to p, m, v, and the weights are p and not predictions, also where the layout stays.
+        open_masters: called before p and the optimizer's state are written from outside.
+        leads: whether this rank logs.
     """
 
-    checkpoint_engine: Any
-    _resharding: Resharding | None = None
-    _loads_section: bool = False  # that of ZenFlow, in the layout of this run
+    optimizer: Any
+    module: torch.nn.Module
+    config: Any
+    ranks: RankGroup
+    stage: int
+    shapes: Callable[[], Any]
+    can_reshard: bool
+    partitions_weights: bool
+    bf16: bool
+    reads_section: bool
+    open_masters: Callable[[], None]
+    leads: bool
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+
+class Resharder:
+    """One engine's loading. Its methods belong between the ones of DeepSpeed that the engine overrides, in their order:
+    `loading` around all, `plan`, `all_names`, `load_model`, `optimizer_states`, `loading_optimizer`, `finish`."""
+
+    def __init__(self) -> None:
+        self._run: LoadingRun | None = None
+        self._resharding: Resharding | None = None
+        self._loads_section = False  # that of ZenFlow, in the layout of this run
+
+    @contextmanager
+    def loading(self, run: LoadingRun) -> Iterator[None]:
+        """Wrap one load."""
+        self._run = run
         try:
-            return super().load_checkpoint(*args, **kwargs)
+            yield
         finally:
-            self._resharding, self._loads_section = None, False
+            self._run, self._resharding, self._loads_section = None, None, False
 
-    def _plan_resharding(self, folder: str, only_weights: bool, custom_load_fn: Any) -> Resharding | None:
-        """Compare the layout of the checkpoint in `folder` with this run's; None: DeepSpeed can load it. A collective.
+    @property
+    def _loading(self) -> LoadingRun:
+        assert self._run is not None, "valid only inside a load"
+        return self._run
+
+    # -- before DeepSpeed reads ---------------------------------------------------------------------------------------
+
+    def plan(self, folder: str, how: Mapping[str, Any]) -> TorchCheckpointEngine | None:
+        """Compare the layout of the checkpoint in `folder` with the run's. A collective.
+
+        Args:
+            folder: the folder of the tag.
+            how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
+
+        Returns:
+            What reads the model's file in place of DeepSpeed's checkpoint engine; None: DeepSpeed can load it all.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be read.
         """
-        if not self._can_reshard():  # on no rank: it depends on the config and the model only
+        self._resharding = self._planned(folder, _only_weights(how), how["custom_load_fn"])
+        return None if self._resharding is None else self._resharding.files
+
+    def _planned(self, folder: str, only_weights: bool, custom_load_fn: Any) -> Resharding | None:
+        run = self._loading
+        if not run.can_reshard:
             return None
-        world, found = self._loaders(), None
-        with together(world, CheckpointError):
+        found = None
+        with together(run.ranks, CheckpointError):
             found = self._differing(folder, only_weights)
-        if world.all(found is None):
+        if run.ranks.all(found is None):
             return None
-        with together(world, CheckpointError):
+        with together(run.ranks, CheckpointError):
             if found is None:
                 raise CheckpointError(f"{folder}: this rank sees another checkpoint than the other ranks")
             if custom_load_fn is not None and not found.whole_weights:
@@ -108,87 +163,58 @@ class ReshardingEngine(DeepSpeedEngine):
                 )
             found.target.layout.require_same_parameters(found.saved.layout)
             saved = (found.saved.stage, found.saved.ranks, found.saved.save_id)
-        require_same_plan("loading the checkpoint", saved, world)
+        require_same_plan("loading the checkpoint", saved, run.ranks)
         assert found is not None
-        if world.rank == 0:
+        if run.ranks.rank == 0:
             logger.info(
                 f"{found.saved.folder}, saved by {saved[1]} ranks at ZeRO stage {saved[0]}, is loaded on "
-                f"{found.target.ranks} ranks at stage {int(self.zero_optimization_stage())}"
+                f"{found.target.ranks} ranks at stage {run.stage}"
             )
         return found
-
-    def _can_reshard(self) -> bool:
-        return (
-            isinstance(self.optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizerStage3)
-            and not self.load_universal_checkpoint()
-            and not self.has_moe_layers
-            and not isinstance(self, PipelineEngine)
-            and self.mp_world_size == 1
-            and not self.zero_nvme_offload_optimizer()
-            and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
-        )
 
     def _differing(self, folder: str, only_weights: bool) -> Resharding | None:
         """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or can say why not."""
         if not holds_partitions(folder):
             return None
-        target, saved = target_of(self.optimizer, self._get_zero_param_shapes()), SavedCheckpoint(folder)
-        partitions_weights = bool(self.zero_optimization_partition_weights())
-        same_kind = saved.ranks == target.ranks and saved.has_whole_weights != partitions_weights
-        if only_weights and (same_kind or (saved.has_whole_weights and not partitions_weights)):
+        run = self._loading
+        target, saved = target_of(run.optimizer, run.shapes()), SavedCheckpoint(folder)
+        same_kind = saved.ranks == target.ranks and saved.has_whole_weights != run.partitions_weights
+        if only_weights and (same_kind or (saved.has_whole_weights and not run.partitions_weights)):
             return None
         if same_kind and saved.several:
             self._require_newer(saved)
         try:
             fits = same_kind and target.layout.fits(saved.layout)
-            is_same = fits and (self._reads_section() or not saved.has_section)
+            is_same = fits and (run.reads_section or not saved.has_section)
         except Exception:
             if same_kind:  # DeepSpeed loads it, and says what is damaged
                 return None
             raise
-        return None if is_same else Resharding(saved, target, partitions_weights, self._config)
+        return None if is_same else Resharding(saved, target, run.partitions_weights, run.config)
 
     def _require_newer(self, saved: SavedCheckpoint) -> None:
         """Refuse an optimizer's files that may be older than the model's file; DeepSpeed takes those of its dtype."""
-        saved.require_newer(bool(self.bfloat16_enabled()))
-        if self.global_rank == 0:
+        saved.require_newer(self._loading.bf16)
+        if self._loading.leads:
             logger.warning(
                 f"{saved.several}. Those of this run's dtype are loaded. They are the newer ones by their times; if "
                 "the folder was copied, that may be wrong: load another checkpoint by its tag then"
             )
 
-    def _write_weights(self, target: Target) -> None:
-        """Write p to the weights. A collective."""
-        with together(self._loaders(), CheckpointError):
-            target.write_weights()
+    # -- while DeepSpeed reads ----------------------------------------------------------------------------------------
 
-    def _loaders(self) -> RankGroup:
-        """All ranks that load together: with an `mpu` those of this engine."""
-        if self.mpu is None:
-            return self._world()
-        return RankGroup.of(self.seq_data_parallel_group)
+    def with_optimizer(self, how: Mapping[str, Any]) -> dict[str, Any]:
+        """`how` DeepSpeed is to load: asked to leave the optimizer's state out, it would gather a whole fp32 model for
+        stage 3."""
+        return {**how, "load_optimizer_states": True}
 
-    def _world(self) -> RankGroup:
-        """All ranks."""
-        return RankGroup.of(None)
-
-    def _reads_section(self) -> bool:
-        """Whether this run continues from the ZenFlow section of a checkpoint. If not, its gradients are applied to p,
-        m, v, and the weights are p and not predictions, also where the layout stays."""
-        return False
-
-    def _open_masters(self) -> None:
-        """Called before p and the optimizer's state are written from outside."""
-
-    # -- what DeepSpeed calls while it loads ------------------------------------------------------------------------
-
-    def zero_load_from_fp32_weights(self) -> bool:
-        """Also true if the weights cannot give p: while resharding they may not be loaded yet, and those that ZenFlow
-        saved are predictions."""
-        wanted = bool(super().zero_load_from_fp32_weights())
+    def loads_fp32(self, wanted: bool) -> bool:
+        """Whether p is loaded: if `wanted`, or if the weights cannot give p. While resharding they may not be loaded
+        yet, and those that ZenFlow saved are predictions."""
         if wanted or (self._resharding is None and not self._loads_section):
             return wanted
-        if self.global_rank == 0 and not self.zero_optimization_partition_weights():  # stage 3 has no use for it
+        run = self._loading
+        if run.leads and not run.partitions_weights:  # stage 3 has no use for the field
             why = "ZenFlow's weights are predictions" if self._resharding is None else "the layout has changed"
             log_once(
                 logging.INFO,
@@ -197,48 +223,26 @@ class ReshardingEngine(DeepSpeedEngine):
             )
         return True
 
-    def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
-        if self._resharding is None:
-            return super()._get_all_ckpt_names(checkpoints_path, tag)
-        return [self._resharding.model_path]
+    def model_names(self, theirs: Callable[[], list[str]]) -> list[str]:
+        """The files of the model."""
+        return theirs() if self._resharding is None else [self._resharding.model_path]
 
-    def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
-        only_weights = how["load_module_only"] or not how["load_optimizer_states"]
-        folder = os.path.join(load_dir, str(tag))
-        self._resharding = resharding = self._plan_resharding(folder, only_weights, how["custom_load_fn"])
-        if resharding is None:
-            return super()._load_checkpoint(load_dir, tag, **how)
-        usual, self.checkpoint_engine = self.checkpoint_engine, resharding.files
-        try:
-            # Asked to leave the optimizer's state out, DeepSpeed would gather a whole fp32 model for stage 3.
-            path, client_state = super()._load_checkpoint(load_dir, tag, **{**how, "load_optimizer_states": True})
-        finally:
-            self.checkpoint_engine = usual
-        self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
-        if only_weights:
-            with together(self._loaders(), CheckpointError):
-                self._open_masters()
-                load_masters(resharding.saved, resharding.target)
-            self._write_weights(resharding.target)
-        # The user may keep these longer than the files.
-        return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
-
-    def load_module_state_dict(
-        self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
+    def load_model(self, theirs: Callable[[], None], checkpoint: Any, strict: bool) -> None:
+        """Load the weights: all, or those that the optimizer does not have. A collective."""
         if self._resharding is None or self._resharding.whole_weights:
-            super().load_module_state_dict(checkpoint, strict, custom_load_fn, *args, **kwargs)
+            theirs()
             return
-        with together(self._loaders(), CheckpointError):
+        with together(self._loading.ranks, CheckpointError):
             self._load_beside_trained(checkpoint["module"], strict, self._resharding)
 
     def _load_beside_trained(self, saved: dict[str, Any], strict: bool, resharding: Resharding) -> None:
         """Load buffers and parameters that are not trained; the optimizer has the others."""
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        module = self._loading.module
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         rest = {name: value for name, value in saved.items() if name not in parameters}
-        result = self.module.load_state_dict(rest, strict=False)
+        result = module.load_state_dict(rest, strict=False)
         missing = [name for name in result.missing_keys if name not in parameters]
-        for name, param in self.module.named_parameters():
+        for name, param in module.named_parameters():
             trained = name in resharding.target.layout.placements
             if not trained and not load_frozen(resharding.saved, resharding.target, name, param):
                 missing.append(name)
@@ -248,37 +252,65 @@ class ReshardingEngine(DeepSpeedEngine):
                 "Resume with the model that was saved, or pass load_module_strict=False"
             )
 
-    def _get_all_zero_checkpoints(self, load_dir: str, tag: Any) -> Any:
-        states: list[Any]
+    def optimizer_states(self, theirs: Callable[[], Any]) -> Any:
+        """The optimizer's states of all ranks, in order; while resharding only this rank's. A collective."""
         if self._resharding is None:
-            states = super()._get_all_zero_checkpoints(load_dir, tag)
+            states = theirs()
             self._loads_section = any(isinstance(state, Mapping) and SECTION in state for state in states or ())
             return states
         target = self._resharding.target
-        states = [None] * target.ranks
-        with together(self._loaders(), CheckpointError):
-            self._open_masters()
-            states[target.rank] = load_optimizer(self._resharding.saved, target)
-        return states
+        found: list[Any] = [None] * target.ranks
+        with together(self._loading.ranks, CheckpointError):
+            self._loading.open_masters()
+            found[target.rank] = load_optimizer(self._resharding.saved, target)
+        return found
 
-    def _load_zero_checkpoint(self, load_dir: str, tag: Any, load_optimizer_states: bool = True) -> Any:
+    def load_partitions(self, theirs: Callable[[], Any]) -> Any:
+        """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A collective."""
         if self._resharding is None:
-            return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        with self._loading_at_once():
-            loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+            return theirs()
+        with self._at_once():
+            loaded = theirs()
         if loaded:
             self._write_weights(self._resharding.target)
         return loaded
 
-    def _loading_at_once(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
         """Ignore ``pipeline_loading_checkpoint``: a rank would wait for the one before it, which waits in a collective.
         It saves host memory, of which resharding needs little."""
-        settings = self._config.zero_config
-        if settings.pipeline_loading_checkpoint and self.global_rank == 0:
+        run = self._loading
+        settings = run.config.zero_config
+        if settings.pipeline_loading_checkpoint and run.leads:
             log_once(
                 logging.INFO,
                 "zero_optimization.pipeline_loading_checkpoint has no effect on this load, because the layout has "
                 "changed: all ranks load at once, each only its own partitions",
             )
         at_once = settings.model_copy(update={"pipeline_loading_checkpoint": False})
-        return swapped(Swap(self._config, "zero_config", at_once))
+        with swapped(Swap(run.config, "zero_config", at_once)):
+            yield
+
+    # -- after DeepSpeed has read -------------------------------------------------------------------------------------
+
+    def finish(self, result: tuple[Any, Any], how: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Load p if DeepSpeed has left it out; returns DeepSpeed's `result`. A collective."""
+        resharding = self._resharding
+        assert resharding is not None
+        if _only_weights(how):
+            with together(self._loading.ranks, CheckpointError):
+                self._loading.open_masters()
+                load_masters(resharding.saved, resharding.target)
+            self._write_weights(resharding.target)
+        path, client_state = result
+        # The user may keep these longer than the files.
+        return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
+
+    def _write_weights(self, target: Target) -> None:
+        """Write p to the weights. A collective."""
+        with together(self._loading.ranks, CheckpointError):
+            target.write_weights()
+
+
+def _only_weights(how: Mapping[str, Any]) -> bool:
+    return bool(how["load_module_only"] or not how["load_optimizer_states"])

@@ -12,15 +12,22 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deepspeed_ext.adapter.grad_norm import stand_ins
-from deepspeed_ext.adapter.upstream import OffloadDeviceEnum, OffloadStateTypeEnum, ZeROOptimizer, host_offload_config
+from deepspeed_ext.adapter.upstream import (
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+    ZeROOptimizer,
+    autocasts_to_fp16,
+    host_offload_config,
+)
 from deepspeed_ext.checkpoint import zenflow_section as checkpoint
 from deepspeed_ext.checkpoint.saved_state import Section, read_section
-from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
@@ -28,11 +35,12 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
 from deepspeed_ext.zenflow.start import start_adam
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_publishable, require_supported
 from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
 from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
 
-__all__ = ["ZenFlowStepping"]
+__all__ = ["ZenFlowStart", "ZenFlowStepping"]
 
 
 class PartitionStandIn:
@@ -78,6 +86,23 @@ class StepFactor:
         return self._factor
 
 
+@dataclass(frozen=True)
+class ZenFlowStart:
+    """What a ZenFlow optimizer is built with beside DeepSpeed's arguments.
+
+    Attributes:
+        run: the ``zenflow`` section of this run.
+        builders: the ranks that build the engine together.
+        placement: the worker's cores and memory node from the core plan; None: unbound.
+        undo: receives what stops the worker, if the engine's constructor fails later.
+    """
+
+    run: ZenFlowRun
+    builders: RankGroup
+    placement: WorkerPlacement | None
+    undo: ExitStack
+
+
 class ZenFlowStepping(ZeROOptimizer, ABC):
     """Behaviour shared by both ZenFlow optimizers; precedes DeepSpeed's optimizer of a stage among the bases.
 
@@ -94,9 +119,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     def _prepare(
         self,
-        settings: ZeroFields,
-        builders: RankGroup,
-        placement: WorkerPlacement | None,
+        start: ZenFlowStart,
         groups: Sequence[dict[str, Any]],
         kwargs: dict[str, Any],
     ) -> None:
@@ -106,11 +129,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         Raises:
             ConfigError: on all `builders`; see `require_supported`.
         """
-        assert settings.zenflow is not None
-        with together(builders, otherwise=None):
-            require_supported(kwargs, groups)
-            self._settings = settings.zenflow
-            self._placement = placement
+        with together(start.builders, otherwise=None):
+            require_supported(kwargs, groups, autocasts_to_fp16=autocasts_to_fp16())
+            self._start = start
             self._factor = StepFactor()
             kwargs["offload_optimizer_config"] = host_offload_config()
             if kwargs["gradient_accumulation_steps"] > 1:
@@ -121,18 +142,19 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
         self._grad_dtype = getattr(torch, gradient_dtype(*names))
         weights_dtype = self._weights(0).dtype
-        require_publishable(self._settings, dtype_name(weights_dtype))
-        settings = self._settings
+        settings = self._start.run.config
+        require_publishable(settings, dtype_name(weights_dtype))
         self.zenflow_adam = start_adam(
-            settings,
+            self._start.run,
             self.optimizer,
             self._masters,
             groups,
             self._weights,
             grad_dtype=self._grad_dtype,
             ranks=RankGroup.of(self.dp_process_group, keeps_scratch=True),
-            placement=self._placement,
+            placement=self._start.placement,
             local_ranks=local_world_size(),
+            undo=self._start.undo,
         )
         if self.zenflow_adam.ranks.rank == 0:
             interval = settings.update_interval or "to be measured"

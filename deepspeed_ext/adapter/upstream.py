@@ -19,7 +19,6 @@ import deepspeed
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.checkpoint import constants as checkpoint_keys
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -78,7 +77,6 @@ __all__ = [
     "all_gather_of_partitions",
     "autocasts_to_fp16",
     "check",
-    "checkpoint_keys",
     "communication_dtype",
     "counted_alike",
     "deepspeed",
@@ -89,6 +87,7 @@ __all__ = [
     "is_on_nvme",
     "is_quantized",
     "is_stored_quantized",
+    "is_zero_optimizer",
     "loss_scaler",
     "master_of",
     "optimizer_class",
@@ -285,6 +284,11 @@ def pins_offload_buffers(offload_config: Any) -> bool:
 def is_on_nvme(param: PartitionedParameter) -> bool:
     """Whether the partition of `param` is swapped to NVMe between uses."""
     return param.ds_tensor.final_location == OffloadDeviceEnum.nvme
+
+
+def is_zero_optimizer(optimizer: Any) -> bool:
+    """Whether `optimizer` is DeepSpeed's of ZeRO stage 1, 2 or 3, or a subclass."""
+    return isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizerStage3)
 
 
 def is_stored_quantized(param: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.step import ZenFlowStepping
+from deepspeed_ext.adapter.step import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
     Swap,
@@ -22,10 +22,9 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.checkpoint.saved_state import Section
 from deepspeed_ext.config import ZeroFields
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist, get_accelerator
-from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.rules.selective.exchange import HotExchange
 
 __all__ = ["ZenFlowZeroOptimizer"]
@@ -55,8 +54,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     the gradient partition on the accelerator until the weights are computed.
 
     Args:
-        args, kwargs, settings, builders, check_replicas: as for `ZeroOptimizer`; ``settings.zenflow`` is set.
-        placement: the worker's cores and memory node from the core plan; None: unbound.
+        args, kwargs, settings, check_replicas: as for `ZeroOptimizer`.
+        start: see `ZenFlowStart`.
     """
 
     _exchange_of_hot_blocks: Swap
@@ -66,12 +65,12 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self,
         *args: Any,
         settings: ZeroFields,
-        builders: RankGroup,
-        placement: WorkerPlacement | None = None,
+        start: ZenFlowStart,
+        check_replicas: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._prepare(settings, builders, placement, args[0].param_groups, kwargs)
-        super().__init__(*args, settings=settings, builders=builders, **kwargs)
+        self._prepare(start, args[0].param_groups, kwargs)
+        super().__init__(*args, settings=settings, builders=start.builders, check_replicas=check_replicas, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.step import ZenFlowStepping
+from deepspeed_ext.adapter.step import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -19,8 +19,6 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.checkpoint import zenflow_section as checkpoint
 from deepspeed_ext.checkpoint.saved_state import Section
-from deepspeed_ext.config import ZeroFields
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
@@ -48,12 +46,10 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         module: torch.nn.Module,
         init_optimizer: Any,
         *args: Any,
-        settings: ZeroFields,
-        builders: RankGroup,
-        placement: WorkerPlacement | None = None,
+        start: ZenFlowStart,
         **kwargs: Any,
     ) -> None:
-        self._prepare(settings, builders, placement, init_optimizer.param_groups, kwargs)
+        self._prepare(start, init_optimizer.param_groups, kwargs)
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_optimizer_states(self) -> None:

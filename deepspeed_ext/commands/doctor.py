@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -107,14 +106,14 @@ def check_torch() -> Check:
 
 def check_deepspeed() -> Check:
     try:
-        from deepspeed_ext.adapter import upstream as _upstream
+        from deepspeed_ext.adapter import upstream
 
-        _upstream.check()
+        upstream.check()
     except ImportError as error:
         return _problem("deepspeed", f"cannot be imported: {error}", "pip install 'deepspeed>=0.19.8,<0.20'")
     except UpstreamError as error:
         return _problem("deepspeed", str(error), "install the supported version")
-    return _ok("deepspeed", f"{_upstream.deepspeed.__version__}, every member that deepspeed_ext relies on exists")
+    return _ok("deepspeed", f"{upstream.deepspeed.__version__}, every member that deepspeed_ext relies on exists")
 
 
 def check_accelerator() -> Check:
@@ -166,19 +165,14 @@ def _words(command: str) -> list[str]:
 def check_adam_kernel() -> Check:
     """Check which of ZenFlow's two kernels the optimizer process runs here."""
     from deepspeed_ext.zenflow.worker.kernel import library_path
-    from deepspeed_ext.zenflow.worker.kernel.build import FOLDER
 
     library = library_path()
     if library is None:
         return _warning(
             "adam kernel",
             "torch operations, several times slower than the native kernel",
-            "install a C++ compiler, and leave DSEXT_NATIVE_KERNEL unset",
+            "install the wheel, or a C++ compiler and deepspeed_ext once more; leave DSEXT_NATIVE_KERNEL unset",
         )
-    cache = Path(os.path.realpath(cache_folder()))
-    if Path(library).parent not in (FOLDER, cache):
-        remedy = f"make {cache} a folder that only you can write, or set DSEXT_CACHE_DIR to one"
-        return _warning("adam kernel", f"native, but every process compiles it again: {library}", remedy)
     return _ok("adam kernel", f"native, {library}")
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from deepspeed_ext._version import __version__
+from deepspeed_ext import __version__
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 from deepspeed_ext.runtime.log import quoted
 
@@ -218,7 +218,7 @@ def _numel(text: str) -> int:
 
 
 def _reserved_cores(text: str) -> int | float:
-    from deepspeed_ext.cores.core_split import check_reserved_cores
+    from deepspeed_ext.config import check_reserved_cores
 
     if text.isdecimal():
         return _whole(1, MAX_CORES)(text)

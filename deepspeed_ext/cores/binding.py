@@ -2,9 +2,9 @@
 
 import os
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from deepspeed_ext.adapter.undo import on_failure
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.cores import accelerators, process_threads, tuning_results
 from deepspeed_ext.cores.exchange import Agreement, agree, report_rank
@@ -79,6 +79,7 @@ class CoreBinding:
         separate: bool = True,
         pt_reserved_cores: int | float | None = None,
         kernel: str = tuning_results.DEFAULT_KERNEL,
+        undo: ExitStack | None = None,
     ) -> "CoreBinding":
         """Agree on a plan with the other ranks and confine this process to it. A collective.
 
@@ -90,6 +91,7 @@ class CoreBinding:
                 runs in this process, which then keeps the rank's whole share of the host.
             pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's cores, or None.
             kernel: name of the optimizer kernel, to find its tuning result.
+            undo: receives `restore`, for a caller that may fail later.
 
         Raises:
             ConfigError: on every rank, if the settings of any rank contradict each other or its host.
@@ -108,7 +110,8 @@ class CoreBinding:
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
         binding = cls(agree(report, topology, ranks))
-        on_failure(binding.restore)
+        if undo is not None:
+            undo.callback(binding.restore)
         for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
             warn_once(f"core binding: {warning}")
         if config.dry_run:

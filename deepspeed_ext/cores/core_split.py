@@ -2,27 +2,9 @@
 
 import math
 
-__all__ = ["DEFAULT_RESERVED_FRACTION", "check_reserved_cores", "split_cores", "within_quota"]
+from deepspeed_ext.config.core_binding import DEFAULT_RESERVED_FRACTION
 
-DEFAULT_RESERVED_FRACTION = 0.5
-"""Fraction of a rank's cores kept for PyTorch if neither the user nor a tuning result gives a number."""
-
-
-def check_reserved_cores(value: int | float) -> int | float:
-    """Return ``value`` if it is a valid number of cores for PyTorch: a count of at least 1 or a fraction in (0, 1).
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"expected a count of cores (1, 2, ...) or a fraction between 0 and 1, got {value!r}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"PyTorch needs at least 1 core, got {value}")
-    if isinstance(value, float) and not 0.0 < value < 1.0:
-        raise ValueError(
-            f"expected a fraction of the cores above 0 and below 1, got {value}; write a count as a whole number"
-        )
-    return value
+__all__ = ["split_cores", "within_quota"]
 
 
 def split_cores(total: int, reserved: int | float | None = None, optimizer: int | None = None) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deepspeed_ext._version import __version__
+from deepspeed_ext import __version__
 from deepspeed_ext.cores.plan import RankFacts
 from deepspeed_ext.cores.topology import Topology
 from deepspeed_ext.runtime.cache import cache_folder

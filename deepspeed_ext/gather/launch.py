@@ -1,4 +1,4 @@
-"""Launches the collectives of one fetch; a handle makes its parameters available.
+"""Launches the collectives of one fetch, each parameter into its own storage.
 
 A *partition* is this rank's part of a parameter: 1-D, with equal length on every rank; the last one ends with padding.
 *Storage* is the gathered parameter's memory: 1-D, on the accelerator, in the dtype of the communication.
@@ -12,13 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_ext.adapter.upstream import ParameterStatus, PartitionedParameter
 from deepspeed_ext.runtime.backend import dist
-from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 
-__all__ = ["PendingParameter", "GatherHandle", "can_group", "gather_singles", "gather_together", "Work"]
+__all__ = ["PendingParameter", "Work", "can_group", "gather_singles", "gather_together"]
 
 _SEGMENT_BYTES = 64
 """Alignment of parameters in a shared bucket, as the CPU allocator's: kernels may depend on the alignment."""
@@ -35,63 +32,16 @@ class PendingParameter:
     """One parameter that is being gathered.
 
     Attributes:
-        parameter: the partitioned parameter.
-        partition: this rank's part, as upstream keeps it: 1-D, on any device, in the parameter's dtype.
+        numel: elements of the whole parameter.
+        partition: this rank's part: 1-D, on any device, in the parameter's dtype.
         dtype: dtype of the communication.
         storage: the parameter's elements, 1-D without padding; set at launch, valid once the work is done.
     """
 
-    parameter: PartitionedParameter
+    numel: int
     partition: torch.Tensor
     dtype: torch.dtype
     storage: torch.Tensor | None = None
-
-    def make_available(self) -> None:
-        """Make the parameter a view of its storage, and available; a cast if the communication had another dtype."""
-        assert self.storage is not None
-        self.parameter.data = self.storage.view(self.parameter.ds_shape).to(self.parameter.ds_tensor.dtype)
-        self.storage = None
-        self.parameter.ds_status = ParameterStatus.AVAILABLE
-
-
-class GatherHandle:
-    """The handle of a running fetch, with the interface of upstream's handles."""
-
-    def __init__(self, works: list[Work], pending: list[PendingParameter], upstream: Sequence[Any] = ()) -> None:
-        self._works = works
-        self._pending = pending
-        self._upstream = upstream
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Make every parameter of the fetch available; idempotent.
-
-        On an accelerator, the current stream waits for the collectives, as with upstream's handles.
-
-        Args:
-            handle_dependency: for upstream's handles only; ours keep no temporary that a stream could still read.
-
-        Raises:
-            RuntimeError: a collective failed.
-        """
-        with in_profile("gather.wait"):
-            self._wait(handle_dependency)
-
-    def _wait(self, handle_dependency: bool) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-            for handle in self._upstream:
-                handle.wait(handle_dependency=handle_dependency)
-        except RuntimeError:
-            ids = [each.parameter.ds_id for each in self._pending]
-            logger.error(
-                f"rank {dist.get_rank()}: the all-gather of parameters {ids} (ds_id) failed. Usually another rank has "
-                "died, or has not answered within the process group's timeout: see its log"
-            )
-            raise
-        for each in self._pending:
-            each.make_available()
-        self._works, self._pending, self._upstream = [], [], ()
 
 
 def can_group(ranks: RankGroup) -> bool:
@@ -123,7 +73,7 @@ def gather_singles(pending: Sequence[PendingParameter], ranks: RankGroup, groupe
 def _output_and_input(each: PendingParameter, ranks: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
     part_numel = each.partition.numel()
     output = torch.empty(part_numel * ranks.size, dtype=each.dtype, device=ranks.device)
-    each.storage = output.narrow(0, 0, each.parameter.ds_numel)
+    each.storage = output.narrow(0, 0, each.numel)
     if each.partition.device == output.device and each.partition.dtype == each.dtype:
         return output, each.partition.data
     own = output.narrow(0, part_numel * ranks.rank, part_numel)
@@ -144,13 +94,13 @@ def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Wo
     """
     offsets = [0]
     for each in pending:
-        nbytes = each.parameter.ds_numel * each.dtype.itemsize
+        nbytes = each.numel * each.dtype.itemsize
         offsets.append(offsets[-1] + -(-nbytes // _SEGMENT_BYTES) * _SEGMENT_BYTES)
     bucket = torch.zeros(offsets[-1], dtype=torch.uint8, device=ranks.device)
     typed = {dtype: bucket.view(dtype) for dtype in {each.dtype for each in pending}}
     for each, offset in zip(pending, offsets, strict=False):
         first = offset // each.dtype.itemsize
-        numel, part_numel = each.parameter.ds_numel, each.partition.numel()
+        numel, part_numel = each.numel, each.partition.numel()
         each.storage = typed[each.dtype].narrow(0, first, numel)
         start = part_numel * ranks.rank
         valid = min(part_numel, numel - start)  # without the padding of the last ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["end_with_parent", "python_command"]
 
-START_PROCESS = Path(__file__).resolve().parents[1] / "_start_process.py"
+START_PROCESS = Path(__file__).resolve().parent / "start_process.py"
 _PR_SET_PDEATHSIG = 1
 
 

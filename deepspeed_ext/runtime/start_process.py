@@ -1,4 +1,4 @@
-"""Runs ``main()`` of a module of this very copy of the package: ``python .../_start_process.py MODULE ARGS``.
+"""Runs ``main()`` of a module of this very copy of the package: ``python .../start_process.py MODULE ARGS``.
 
 The search path stays as it is. Code for ``python -c`` would find the modules of the working folder first, and with a
 PYTHONPATH entry for the package's folder, which may be site-packages, everything there would come before the standard
@@ -13,7 +13,8 @@ sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != 
 
 import importlib.util  # noqa: E402
 
-spec = importlib.util.spec_from_file_location("deepspeed_ext", os.path.join(here, "__init__.py"))
+package_file = os.path.join(os.path.dirname(here), "__init__.py")
+spec = importlib.util.spec_from_file_location("deepspeed_ext", package_file)
 assert spec is not None
 assert spec.loader is not None
 package = sys.modules["deepspeed_ext"] = importlib.util.module_from_spec(spec)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
-from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
@@ -21,6 +21,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.sizes import RuleSettings, arena_specs
@@ -29,7 +30,7 @@ __all__ = ["start_adam"]
 
 
 def start_adam(
-    config: ZenFlowConfig,
+    run: ZenFlowRun,
     optimizer: torch.optim.Optimizer,
     masters: Sequence[torch.Tensor],
     groups: Sequence[int],
@@ -39,11 +40,12 @@ def start_adam(
     ranks: RankGroup,
     placement: WorkerPlacement | None,
     local_ranks: int,
+    undo: ExitStack,
 ) -> OffloadedAdam:
     """Start this rank's worker. A collective.
 
     Args:
-        config: the ``zenflow`` section.
+        run: the ``zenflow`` section of this run.
         optimizer: the user's Adam or AdamW.
         masters: initial fp32 values, one 1-D tensor per partition; they are copied and may be freed afterwards.
         groups: index of the parameter group of each partition.
@@ -53,14 +55,16 @@ def start_adam(
         ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
         placement: the worker's cores and memory node from the core plan; None: unbound.
         local_ranks: number of ranks on this host, which share its cores.
+        undo: receives what stops the worker and frees the arena, for a caller that may fail later.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is not an Adam.
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
         WorkerError: the worker does not start, or another rank has one of these errors.
     """
+    config = run.config
     fields = config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
-    epoch = config.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
+    epoch = run.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
     agreed = (fields, epoch, list(groups))
     require_same_plan("ZenFlow", agreed, ranks)
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
@@ -75,9 +79,10 @@ def start_adam(
             threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
             hide_transfers=config.hide_transfers,
             ranks=ranks,
-            timeout_seconds=config.worker_timeout_seconds,
+            timeout_seconds=run.worker_timeout_seconds,
             metrics=metrics,
         )
+        undo.callback(link.abandon)
         partitions = [_partition(i, group, settings, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
         for partition, master in zip(partitions, masters, strict=True):
             partition.master.data.copy_(master)
@@ -85,7 +90,7 @@ def start_adam(
 
     rule: UpdateRule[Any]
     if config.rule == "selective":
-        selective = SelectiveSettings.of(config)
+        selective = SelectiveSettings.of(config, run.steps_per_epoch)
         partitions, link = start_worker(selective)
         rule = SelectiveRule(selective, partitions, link, ranks, hyperparameters, metrics)
     else:

@@ -29,12 +29,12 @@ TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, tex
 
 KERNEL_CODE = """
 import ctypes, hashlib, sys
-from deepspeed_ext.zenflow.worker.kernel import build, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import library, library_path, load_kernel
 path = library_path()
 kernel = load_kernel(path, threads=2)
 bytes_touched = ctypes.create_string_buffer(1 << 16)
 kernel.first_touch(ctypes.addressof(bytes_touched), len(bytes_touched))
-print(kernel.name, path == str(build.FOLDER / build.BUILT_NAME), path.startswith(sys.prefix))
+print(kernel.name, path == str(library.BUILT), path.startswith(sys.prefix))
 print(hashlib.sha256(open(path, "rb").read()).hexdigest())
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
+from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.reshard.layout import Layout, plan_copies
 from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
 from deepspeed_ext.commands.memory.plan import plan_memory, usual_setups

@@ -110,8 +110,7 @@ def watched() -> list[tuple[Any, str, str]]:
     from deepspeed.runtime.zenflow import zenflow_utils
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from deepspeed_ext.adapter import upstream as _upstream
-    from deepspeed_ext.adapter import zenflow_stage_1_and_2
+    from deepspeed_ext.adapter import upstream, zenflow_stage_1_and_2
     from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
     from deepspeed_ext.cores.binding import CoreBinding
     from tests.perf import sides
@@ -119,7 +118,7 @@ def watched() -> list[tuple[Any, str, str]]:
     return [
         (OpBuilder, "load", "operators"),
         (sides, "initialize", INITIALIZE),
-        (_upstream, "check", "check of DeepSpeed's members"),
+        (upstream, "check", "check of DeepSpeed's members"),
         (DeepSpeedEngine, "_configure_distributed_model", "model: dtype and broadcast"),
         (CoreBinding, "start", "core plan"),
         (zenflow_utils, "_compute_zf_pt_affinity", "core plan"),

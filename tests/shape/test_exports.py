@@ -9,7 +9,6 @@ from tools.architecture import PACKAGE, ROOT, module_name
 
 USED_OTHERWISE = {
     "deepspeed_ext.integrations.transformers.log_measurements",  # by users
-    "deepspeed_ext.zenflow.worker.kernel.build.BUILT_NAME",  # by the check of a wheel
     "deepspeed_ext.zenflow.worker.main.main",  # by the name of its module
 }
 

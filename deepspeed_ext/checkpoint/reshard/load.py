@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.upstream import checkpoint_keys, is_stored_quantized
+from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.reshard.layout import Copy, plan_copies
 from deepspeed_ext.checkpoint.reshard.saved import MASTER, SavedCheckpoint, SavedPartitions
 from deepspeed_ext.checkpoint.reshard.target import Target
@@ -17,7 +17,7 @@ __all__ = ["load_frozen", "load_masters", "load_optimizer"]
 
 _CHUNK_NUMEL = 1 << 22
 """Elements copied at once, so that what is mapped from the files is not all in memory at once."""
-_SCALER = (checkpoint_keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", checkpoint_keys.CLIP_GRAD)
+_SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 
 
 def load_optimizer(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
@@ -72,10 +72,10 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
     """
     if (placement := saved.frozen(name)) is None:
         return False
-    numel = getattr(param, "ds_numel", param.numel())
+    numel = target.numel(param)
     if placement.numel != numel:
         raise CheckpointError(f"{name} has {numel} elements, in the checkpoint {placement.numel}")
-    is_quantized = is_stored_quantized(param)
+    is_quantized = target.is_quantized(param)
     with target.frozen(param) as (values, begin, end):
         for part in placement.fragments(begin, end):
             source = saved.frozen_part(name, part.rank)[part.offset : part.offset + part.end - part.begin]

@@ -74,12 +74,12 @@ class Rank:
         with self.stage("start"):
             import torch
 
-            from deepspeed_ext.adapter import upstream as _upstream
+            from deepspeed_ext.adapter import upstream
             from deepspeed_ext.runtime import shared_buffers
 
             if self.plan.dtype == "float16":
-                _upstream.fp16_on_any_cpu()
-            accelerator = _upstream.get_accelerator()
+                upstream.fp16_on_any_cpu()
+            accelerator = upstream.get_accelerator()
             backend = "gloo"
             if accelerator.device_name() != "cpu":
                 accelerator.set_device(int(os.environ["LOCAL_RANK"]))
@@ -93,7 +93,7 @@ class Rank:
                 timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
             )
             with shared_buffers.not_made():
-                _upstream.deepspeed.init_distributed(dist_backend=backend)
+                upstream.deepspeed.init_distributed(dist_backend=backend)
             self.device = torch.device(accelerator.current_device_name())
 
     def train_plainly(self) -> None:

@@ -6,7 +6,6 @@ import enum
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from deepspeed_ext.adapter.undo import on_failure
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime import host_memory as memory
@@ -85,7 +84,6 @@ class WorkerLink:
         self._metrics = metrics
         self._kept = KeptError()
         self._gradients_in_flight = 0
-        on_failure(self.abandon)
         layout = plan_layout(specs)
         plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
         _require_room(bytes_at_start(specs), ranks)
@@ -104,7 +102,7 @@ class WorkerLink:
                     )
                 self.lock([spec.key for spec in specs if spec.touched and spec.exchanged])
         except BaseException:
-            self.close()
+            self.abandon()
             raise
         if self.process.ready.warning:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.upstream import OffloadDeviceEnum, autocasts_to_fp16
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 
@@ -60,10 +59,10 @@ def require_section(section: Any) -> None:
     _refuse(
         {
             "stage = 0": section.stage == 0,
-            'offload_optimizer.device = "nvme"': offload is not None and offload.device == OffloadDeviceEnum.nvme,
+            'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
             "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
             "offload_optimizer.super_offload": offload is not None and offload.super_offload,
-            "offload_param": offload_param is not None and offload_param.device != OffloadDeviceEnum.none,
+            "offload_param": offload_param is not None and offload_param.device != "none",
             "elastic_checkpoint": section.elastic_checkpoint,
             # a rank waits for the one before it, which waits in our collectives
             "pipeline_loading_checkpoint": section.pipeline_loading_checkpoint,
@@ -92,12 +91,15 @@ def require_shared_folder(section: Any, node_local: bool) -> None:
         )
 
 
-def require_supported(kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+def require_supported(
+    kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, autocasts_to_fp16: bool
+) -> None:
     """Check what DeepSpeed has read from the rest of the config.
 
     Args:
         kwargs: keyword arguments of DeepSpeed's optimizer class.
         groups: the parameter groups.
+        autocasts_to_fp16: whether the optimizer has a torch ``GradScaler`` of its own.
 
     Raises:
         ConfigError: they contain a setting that ZenFlow does not support.
@@ -110,7 +112,7 @@ def require_supported(kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, A
             "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
             # DeepSpeed then scales the loss with a torch GradScaler. Only the optimizer's own step would unscale;
             # DeepSpeed's clipping and its overflow check ignore that scaler too.
-            "torch_autocast with dtype float16 (in this engine or an earlier one in this process)": autocasts_to_fp16(),
+            "torch_autocast with dtype float16 (in this engine or an earlier one in this process)": autocasts_to_fp16,
         }
     )
 

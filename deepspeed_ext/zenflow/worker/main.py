@@ -1,4 +1,4 @@
-"""Runs the optimizer process: ``python _start_process.py MODULE SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
+"""Runs the optimizer process: ``python start_process.py MODULE SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
 
 Started only by `process.OptimizerProcess`. The process binds itself to its cores before it imports anything heavy, and
 imports torch only if the native kernel is missing. It ends when told to, when the trainer's end of the socket closes,
@@ -18,7 +18,7 @@ import traceback
 from typing import Any
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
-from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.child_process import end_with_parent
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
@@ -138,9 +138,9 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
 def write_from_arena(work: ArenaWrite, arena: Arena) -> str | None:
     """Write a file's parts; returns what went wrong."""
     try:
-        with _files.opened(work.path, os.O_WRONLY) as descriptor:
+        with files.opened(work.path, os.O_WRONLY) as descriptor:
             for part in work.parts:
-                _files.write_memory(descriptor, arena.address + part.begin, part.nbytes, part.offset)
+                files.write_memory(descriptor, arena.address + part.begin, part.nbytes, part.offset)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None

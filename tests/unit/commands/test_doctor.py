@@ -20,9 +20,7 @@ from deepspeed_ext.commands import doctor
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.errors import UnsupportedError, UpstreamError
 from deepspeed_ext.runtime import build_locks, shared_buffers
-from deepspeed_ext.runtime.cache import cache_folder
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.zenflow.worker.kernel import build
 from tests.support.paths import ROOT
 
 
@@ -66,18 +64,16 @@ def test_a_backend_of_another_accelerator_counts_if_it_is_registered(
     """Ascend's NPU has hccl, which is none of torch's own."""
     names = ["gloo", *(["hccl"] if registered else [])]
     npu = SimpleNamespace(device_name=lambda: "npu", communication_backend_name=lambda: "hccl")
-    monkeypatch.setattr("deepspeed_ext.adapter.upstream.get_accelerator", lambda: npu)
+    monkeypatch.setattr("deepspeed_ext.runtime.backend.get_accelerator", lambda: npu)
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in names)
     check = doctor.check_backends()
     assert (check.status, "hccl" in check.detail) == ("ok" if registered else "problem", True)
 
 
 def test_the_kernel_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, status in ((build.FOLDER, "ok"), (cache_folder().resolve(), "ok"), (Path("/x"), "warning")):
-        library = str(folder / "adam_pass.so")
-        monkeypatch.setattr("deepspeed_ext.zenflow.worker.kernel.library_path", lambda library=library: library)
-        check = doctor.check_adam_kernel()
-        assert (check.status, library in check.detail) == (status, True)
+    monkeypatch.setattr("deepspeed_ext.zenflow.worker.kernel.library_path", lambda: "/x/adam_pass.so")
+    check = doctor.check_adam_kernel()
+    assert (check.status, "/x/adam_pass.so" in check.detail) == ("ok", True)
     monkeypatch.undo()
     monkeypatch.setenv("DSEXT_NATIVE_KERNEL", "0")
     check = doctor.check_adam_kernel()
@@ -104,12 +100,12 @@ def test_only_problems_fail(
 
 
 def test_an_unknown_deepspeed_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed_ext.adapter import upstream as _upstream
+    from deepspeed_ext.adapter import upstream
 
     def refuse() -> None:
         raise UpstreamError("DeepSpeed 9 is not supported")
 
-    monkeypatch.setattr(_upstream, "check", refuse)
+    monkeypatch.setattr(upstream, "check", refuse)
     assert doctor.check_deepspeed().status == "problem"
 
 

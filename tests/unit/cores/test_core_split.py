@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.config.core_binding import DEFAULT_RESERVED_FRACTION
 from deepspeed_ext.cores import worker_placement
-from deepspeed_ext.cores.core_split import DEFAULT_RESERVED_FRACTION, split_cores
+from deepspeed_ext.cores.core_split import split_cores
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.cgroup import CpuQuota

@@ -56,8 +56,12 @@ class SelectiveSettings:
     auto_ratio: float
 
     @classmethod
-    def of(cls, config: ZenFlowConfig) -> SelectiveSettings:
+    def of(cls, config: ZenFlowConfig, steps_per_epoch: int | None = None) -> SelectiveSettings:
         """Read the settings from a section.
+
+        Args:
+            config: the section.
+            steps_per_epoch: optimizer steps of an epoch; None: unknown.
 
         Raises:
             ConfigError: intervals contradict each other.
@@ -68,7 +72,7 @@ class SelectiveSettings:
             warm_up_steps=max(1, config.full_warm_up_rounds),
             block_size=config.select_block_size,
             topk_ratio=config.topk_ratio,
-            select_every_steps=_select_every_steps(config),
+            select_every_steps=_select_every_steps(config, steps_per_epoch),
             keeps_hot_on_host=config.offload,
             auto_ratio=config.auto_ratio,
         )
@@ -164,7 +168,7 @@ class SelectiveSettings:
         return math.ceil(steps / interval) * interval
 
 
-def _select_every_steps(config: ZenFlowConfig) -> int | None:
+def _select_every_steps(config: ZenFlowConfig, steps_per_epoch: int | None) -> int | None:
     given, strategy = config.select_interval, config.select_strategy
     if strategy == "step" and given is None:
         raise ConfigError(
@@ -173,9 +177,9 @@ def _select_every_steps(config: ZenFlowConfig) -> int | None:
         )
     if strategy != "epoch":
         return given
-    if not config.steps_per_epoch:
+    if not steps_per_epoch:
         logger.warning(
             'zenflow.select_strategy = "epoch": the length of an epoch is known only if deepspeed.initialize is '
             "given training_data; hot blocks are selected once. Set select_strategy = step and select_interval"
         )
-    return (given or 1) * (config.steps_per_epoch or 0)
+    return (given or 1) * (steps_per_epoch or 0)

@@ -1,11 +1,11 @@
 """Computes the worker's exact Adam steps over host memory.
 
 `adam_pass` is the contract (`AdamPass`, `MeanPass`). `reference` implements it with torch operations; `native` with a
-small C++ library that `build` finds or compiles. Importing this package imports neither torch nor DeepSpeed.
+small C++ library that `library` finds. Importing this package imports neither torch nor DeepSpeed.
 """
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, MeanPass, Publish
-from deepspeed_ext.zenflow.worker.kernel.build import library_path
+from deepspeed_ext.zenflow.worker.kernel.library import library_path
 from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 
 __all__ = [

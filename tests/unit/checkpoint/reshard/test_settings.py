@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.runtime import log as _logging
+from deepspeed_ext.runtime import log
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.resharded import STEPS, Model, Run, data, resume, saved_by, state_of
@@ -47,14 +47,14 @@ def test_masters_come_from_the_checkpoint_if_weights_cannot_give_them(
 
 def load_and_listen(run: Run, folder: str) -> tuple[dict[str, Any], list[str]]:
     """p by name of the parameter, and what the load logs about ``load_from_fp32_weights``."""
-    _logging._logged.clear()  # of earlier tests in this process
+    log._logged.clear()  # of earlier tests in this process
     heard = Mock(level=logging.NOTSET)
     engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
-    _logging.logger.addHandler(heard)
+    log.logger.addHandler(heard)
     try:
         engine.load_checkpoint(folder, tag="t")
     finally:
-        _logging.logger.removeHandler(heard)
+        log.logger.removeHandler(heard)
     masters = {name: values[0] for name, values in state_of(engine).items() if name != "step"}
     engine.destroy()
     texts = [call.args[0].getMessage() for call in heard.handle.call_args_list]

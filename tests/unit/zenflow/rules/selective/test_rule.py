@@ -10,6 +10,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.start import start_adam
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -95,7 +96,7 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
     )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(start)], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     adam = start_adam(
-        settings,
+        ZenFlowRun.of(settings),
         optimizer,
         [start],
         [0],
@@ -104,6 +105,7 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
         ranks=RankGroup.of(None, weights.device),
         placement=None,
         local_ranks=1,
+        undo=ExitStack(),
     )
     simulated = Simulated(start, 16, 0.25, interval, lag, every)
     found = []

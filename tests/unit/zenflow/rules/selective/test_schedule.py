@@ -105,12 +105,16 @@ def test_a_saved_position_continues() -> None:
         ({"select_interval": 10}, 4, 12),
         ({"select_strategy": "step", "select_interval": 8}, 4, 8),
         ({"select_strategy": "epoch"}, 4, 0),
-        ({"select_strategy": "epoch", "select_interval": 2, "steps_per_epoch": 7}, 4, 16),
     ],
 )
 def test_selections_come_after_whole_intervals(settings: dict, interval: int, expected: int) -> None:
     found = SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
     assert found.steps_between_selections(interval) == expected
+
+
+def test_epochs_are_counted_in_steps() -> None:
+    config = ZenFlowConfig(topk_ratio=0.1, select_strategy="epoch", select_interval=2)
+    assert SelectiveSettings.of(config, steps_per_epoch=7).steps_between_selections(4) == 16
 
 
 @pytest.mark.parametrize(

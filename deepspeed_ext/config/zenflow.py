@@ -1,46 +1,17 @@
-"""Defines every field that a user may write, with one model per system; all live under ``zero_optimization``.
+"""The ``zenflow`` section."""
 
-The models are plain pydantic and import neither torch nor DeepSpeed. `deepspeed_ext.adapter.zero_config` mixes them into
-DeepSpeed's own. Field names include the unit. Every number has an upper bound, so that a typo cannot overflow later or
-take gigabytes. The value "auto" means that a field is not given, as in DeepSpeed's own sections. No default is "auto"
-unless DeepSpeed's is, because Accelerate refuses an unresolved "auto".
-"""
+from typing import Annotated, Literal
 
-from typing import Annotated, Any, Literal
+from pydantic import AfterValidator, Field
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, model_validator
+from deepspeed_ext.config.core_binding import DEFAULT_RESERVED_FRACTION, ReservedCores
+from deepspeed_ext.config.section import ConfigSection
 
-from deepspeed_ext.cores.core_split import DEFAULT_RESERVED_FRACTION, check_reserved_cores
-
-__all__ = [
-    "CoreBindingConfig",
-    "FlattenTier",
-    "ReservedCores",
-    "RuleName",
-    "ZenFlowConfig",
-    "ZeroFields",
-    "given_of_the_other_rule",
-    "idle_fields",
-]
-
-MOST_CORES = 2**16
-"""More than a Linux host can have (``NR_CPUS``)."""
+__all__ = ["OF_ONE_RULE", "RuleName", "ZenFlowConfig", "given_of_the_other_rule"]
 
 DAY_SECONDS = 24 * 3600
 
-
-def _few_enough(cores: int | float) -> int | float:
-    if cores > MOST_CORES:
-        raise ValueError(f"at most {MOST_CORES} cores")
-    return cores
-
-
-FlattenTier = Literal["accelerator", "distributed", "host"]
-
 RuleName = Literal["predictive", "selective"]
-
-ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(_few_enough), AfterValidator(check_reserved_cores)]
-"""Cores to keep for PyTorch: an int is a count of at least 1, a float is a fraction strictly between 0 and 1."""
 
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """A number of optimizer steps or epochs. Large values cost nothing, but ranks exchange it as an integer."""
@@ -63,39 +34,7 @@ BlockSize = Annotated[int, Field(ge=1, le=2**16)]
 whole blocks, which should fit its cache."""
 
 
-class _Section(BaseModel):
-    """A section of the config. Unknown fields are errors, values are immutable, and "auto" means not given."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _auto_is_not_given(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value != "auto"} if isinstance(data, dict) else data
-
-
-class CoreBindingConfig(_Section):
-    """Chooses the CPU cores of PyTorch and of the optimizer process."""
-
-    enabled: bool | None = None
-    """Bind this rank's threads to its share of the host's cores. Not given: true if ZenFlow is on.
-
-    With ZenFlow, PyTorch and the optimizer process get disjoint cores. With plain ZeRO-Offload, where the optimizer
-    runs on PyTorch's threads, each rank is bound to its share of the host's cores.
-    """
-
-    optimizer_cores: Annotated[int, Field(ge=1, le=MOST_CORES)] | None = None
-    """Cores per rank for the optimizer process. Not given: the result of ``deepspeed-ext tune`` for exactly this
-    host and these ranks; otherwise what ``zenflow.pt_reserved_cores`` leaves, by default half."""
-
-    use_tuning_result: bool = True
-    """Use a result of ``deepspeed-ext tune`` from the cache of the user who runs the training."""
-
-    dry_run: bool = False
-    """Log the core plan without binding anything."""
-
-
-class ZenFlowConfig(_Section):
+class ZenFlowConfig(ConfigSection):
     """The ``zenflow`` section: CPU offload with the optimizer in a separate process that overlaps with the accelerator.
 
     It has all fields of DeepSpeed's own ZenFlow, under the same names.
@@ -188,9 +127,6 @@ class ZenFlowConfig(_Section):
     share of a hot block's gradient of one step. Computed from mean gradients at the first selection; gives an
     interval of 1 to 8 steps."""
 
-    steps_per_epoch: Steps | None = Field(default=None, exclude=True)
-    """``selective``: set at run time."""
-
     @property
     def rule(self) -> RuleName:
         """The update rule in use."""
@@ -222,7 +158,7 @@ CHOOSES_SELECTIVE = frozenset(
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": frozenset({"block_size", "prediction_error_factor"}),
-    "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio", "steps_per_epoch"},
+    "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio"},
 }
 """Fields that only one rule reads."""
 
@@ -231,50 +167,3 @@ def given_of_the_other_rule(zenflow: ZenFlowConfig) -> list[str]:
     """Names of the fields that the user set but the update rule in use does not read."""
     other: RuleName = "selective" if zenflow.rule == "predictive" else "predictive"
     return [name for name in type(zenflow).model_fields if name in OF_ONE_RULE[other] & zenflow.model_fields_set]
-
-
-class ZeroFields(BaseModel):
-    """The fields that deepspeed_ext adds to ``zero_optimization``."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    flatten_tier: FlattenTier | None = None
-    """How ZeRO-1/2 builds its flat parameter buffers: ``accelerator`` (needs accelerator memory for a second copy of
-    a group's parameters), ``distributed`` (needs 1/N of that, with N > 1 data-parallel ranks) or ``host`` (needs
-    none). Not given: the first of the three that fits into the free memory of every rank."""
-
-    flatten_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.05
-    """Fraction of the accelerator's total memory that flattening must leave free."""
-
-    stage3_allgather_single_param: bool = False
-    """ZeRO-3: gather every parameter directly into its own storage instead of through a bucket, which needs a
-    second, temporary copy of the gathered data. Prefetching stays as configured. Cannot be combined with
-    ``stage3_allgather_sequential`` or ``stage3_use_all_reduce_for_fetch_params``, which gather in other ways."""
-
-    stage3_single_param_min_numel: Annotated[int, Field(ge=0, le=2**30)] | None = None
-    """With ``stage3_allgather_single_param``: parameters with fewer elements share one collective and its storage;
-    0: none do. Not given: 0 if the backend groups launches (NCCL), otherwise 262144 (measured)."""
-
-    core_binding: CoreBindingConfig = CoreBindingConfig()
-    """Separate the cores of PyTorch from those of the optimizer."""
-
-    zenflow: ZenFlowConfig | None = None
-    """Run the optimizer in a separate process that overlaps with the accelerator. Implies CPU offload of the
-    optimizer."""
-
-
-def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[str]:
-    """Names of the fields that the user set but that have no effect in this run.
-
-    Args:
-        settings: the config.
-        flattens: whether the optimizer builds flat buffers (ours for ZeRO-1/2).
-        gathers: whether parameters are gathered (ZeRO-3).
-    """
-    matters = {
-        "flatten_tier": flattens,
-        "flatten_reserve_fraction": flattens,
-        "stage3_allgather_single_param": gathers,
-        "stage3_single_param_min_numel": gathers,
-    }
-    return [name for name, needed in matters.items() if name in settings.model_fields_set and not needed]

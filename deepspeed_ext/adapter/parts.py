@@ -1,0 +1,197 @@
+"""What an engine of ours has besides DeepSpeed's own: plain objects, each usable without an engine.
+
+`engine` overrides DeepSpeed's methods and forwards to these. They know nothing of each other.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from deepspeed_ext.adapter import gather_hooks
+from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter.offloading import Offloader
+from deepspeed_ext.adapter.resharding import Resharder
+from deepspeed_ext.adapter.saver import Saver
+from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.adapter.step import ZenFlowStart
+from deepspeed_ext.adapter.upstream import Swap, optimizer_class, stage3_optimizer_class
+from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
+from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import KeptError, RankGroup, section
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.step.supported import require_section, require_shared_folder
+
+__all__ = ["Parts", "fields_of", "section_in_use"]
+
+ZERO_STAGE_WEIGHTS = 3
+
+
+def fields_of(zero_config: Any) -> ZeroConfig | None:
+    """The ``zero_optimization`` section with our fields; None: it was parsed while the extension was off."""
+    return zero_config if isinstance(zero_config, ZeroConfig) else None
+
+
+def section_in_use(zero_config: Any, optimizer_name: str | None) -> ZenFlowConfig | None:
+    """The ``zenflow`` section, if the optimizer is to run in a separate process. An engine without an optimizer, such
+    as a trainer's reference model, has the trained model's config and no use for its section."""
+    settings = fields_of(zero_config)
+    return None if settings is None or optimizer_name is None else settings.zenflow
+
+
+class Parts:
+    """The parts of one engine.
+
+    Args:
+        undo: receives what must be undone if the engine's constructor fails after a part was built.
+
+    Attributes:
+        refused: keeps what the check of the config has found, until all ranks can raise it.
+        binding: this rank's placement on the host's cores; None: unbound.
+        gather: gathers parameters at stage 3; None: DeepSpeed does.
+        adam: the optimizer in a process of its own; None: DeepSpeed's optimizer.
+        saver, resharder, offloader: save, load and move the engine's states.
+    """
+
+    def __init__(self, undo: ExitStack) -> None:
+        self._undo = undo
+        self.refused = KeptError()
+        self.binding: CoreBinding | None = None
+        self.gather: SingleParameterGather | None = None
+        self.adam: OffloadedAdam | None = None
+        self.saver = Saver()
+        self.resharder = Resharder()
+        self.offloader = Offloader()
+        self._cores_refreshed = False
+
+    # -- while the engine is built ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def require_supported(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None, node_local: bool) -> None:
+        """Check the config of an engine.
+
+        Args:
+            settings: see `fields_of`.
+            zenflow: see `section_in_use`.
+            node_local: whether every node saves to storage of its own.
+
+        Raises:
+            ConfigError: ``zenflow`` is combined with an unsupported setting.
+        """
+        if zenflow is not None:
+            require_section(settings)
+            require_shared_folder(settings, node_local)
+
+    @staticmethod
+    def switches(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None) -> dict[str, bool]:
+        """Our parts with collectives of their own, by the field that turns them on, and whether they are on."""
+        if settings is None:
+            return {}
+        binds_cores = settings.core_binding.enabled
+        return {
+            "zenflow": zenflow is not None,
+            "core_binding.enabled": zenflow is not None if binds_cores is None else binds_cores,
+            "stage3_allgather_single_param": settings.stage3_allgather_single_param,
+        }
+
+    def bind_cores(self, settings: ZeroConfig, zenflow: ZenFlowConfig | None, world: RankGroup, local: int) -> None:
+        """Bind this rank to its share of the cores, if requested or if the optimizer runs in a separate process. A
+        collective then.
+
+        Args:
+            settings, zenflow: see `switches`.
+            world: all ranks.
+            local: this rank's number on its host.
+        """
+        if self.switches(settings, zenflow)["core_binding.enabled"]:
+            self.binding = CoreBinding.start(
+                settings.core_binding,
+                world,
+                local_rank=local,
+                separate=zenflow is not None,
+                pt_reserved_cores=None if zenflow is None else zenflow.reserved_cores,
+                undo=self._undo,
+            )
+
+    def optimizer_classes(
+        self, settings: ZeroConfig, run: ZenFlowRun | None, builders: RankGroup, check_replicas: bool
+    ) -> list[Swap]:
+        """Return swaps for DeepSpeed's optimizer classes.
+
+        Args:
+            settings: the section with our fields.
+            run: the ``zenflow`` section of this run; None: the optimizer runs in this process.
+            builders: the ranks that build the engine together.
+            check_replicas: verify before flattening that all ranks have equal parameters.
+        """
+        if run is None:
+            ours = partial(ZeroOptimizer, settings=settings, builders=builders, check_replicas=check_replicas)
+            return [optimizer_class(ours)]
+        placement = self.binding.worker_placement if self.binding is not None else None
+        start = ZenFlowStart(run, builders, placement, self._undo)
+        stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, start=start)
+        return [
+            optimizer_class(stage_1_and_2),
+            stage3_optimizer_class(partial(ZenFlowZeroOptimizerStage3, start=start)),
+        ]
+
+    def attach_gather(self, module: Any, settings: ZeroConfig, builders: RankGroup, group: Any) -> None:
+        """Gather the parameters of `module` singly, if asked for. A collective of `builders`, and of `group` inside."""
+        with section(builders, RankGroup.of(group, builders.device)):
+            self.gather = gather_hooks.attach(module, settings, group)
+
+    @staticmethod
+    def warn_of_idle_fields(settings: ZeroConfig, stage: int, optimizer: Any) -> None:
+        """Name the fields that the user set and that have no effect; called on rank 0."""
+        where = f"ZeRO stage {stage} with {type(optimizer).__name__}"
+        flattens = isinstance(optimizer, ZeroOptimizer)
+        for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
+            logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
+        zenflow = settings.zenflow
+        for field in given_of_the_other_rule(zenflow) if zenflow is not None else ():
+            logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
+
+    # -- while it trains ----------------------------------------------------------------------------------------------
+
+    def refresh_cores(self) -> None:
+        """Bind the threads that backends and autograd have started during the first step."""
+        if self.binding is not None and not self._cores_refreshed:
+            self._cores_refreshed = True
+            self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
+
+    def settle(self) -> None:
+        """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A
+        collective with ZenFlow."""
+        if self.adam is not None:
+            self.adam.link.wait_together()
+
+    def open_masters(self) -> None:
+        """Make p, m and v ready to be written from outside."""
+        if self.adam is not None:
+            self.adam.expose()
+
+    # -- at its end -----------------------------------------------------------------------------------------------
+
+    def detach_gather(self, module: Any) -> None:
+        """Give the parameters of `module` DeepSpeed's all-gather back."""
+        if self.gather is not None:
+            gather_hooks.detach(module, self.gather)
+            self.gather = None
+
+    def closing(self) -> ExitStack:
+        """A stack that finishes a save now, and at its end closes what outlives DeepSpeed's `destroy`, then raises the
+        save's error."""
+        kept = self.saver.finished_alone(self.adam)
+        afterwards = ExitStack()
+        afterwards.callback(kept.raise_here)
+        if self.binding is not None:
+            afterwards.callback(self.binding.restore)
+        if self.adam is not None:
+            afterwards.callback(self.adam.close)
+        return afterwards

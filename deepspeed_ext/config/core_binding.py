@@ -1,0 +1,63 @@
+"""The ``core_binding`` section, and how a number of reserved cores is written."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StrictFloat, StrictInt
+
+from deepspeed_ext.config.section import ConfigSection
+
+__all__ = ["DEFAULT_RESERVED_FRACTION", "CoreBindingConfig", "ReservedCores", "check_reserved_cores"]
+
+DEFAULT_RESERVED_FRACTION = 0.5
+"""Fraction of a rank's cores kept for PyTorch if neither the user nor a tuning result gives a number."""
+
+MOST_CORES = 2**16
+"""More than a Linux host can have (``NR_CPUS``)."""
+
+
+def check_reserved_cores(value: int | float) -> int | float:
+    """Return ``value`` if it is a valid number of cores for PyTorch: a count of at least 1 or a fraction in (0, 1).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"expected a count of cores (1, 2, ...) or a fraction between 0 and 1, got {value!r}")
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"PyTorch needs at least 1 core, got {value}")
+    if isinstance(value, float) and not 0.0 < value < 1.0:
+        raise ValueError(
+            f"expected a fraction of the cores above 0 and below 1, got {value}; write a count as a whole number"
+        )
+    return value
+
+
+def _few_enough(cores: int | float) -> int | float:
+    if cores > MOST_CORES:
+        raise ValueError(f"at most {MOST_CORES} cores")
+    return cores
+
+
+ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(_few_enough), AfterValidator(check_reserved_cores)]
+"""Cores to keep for PyTorch: an int is a count of at least 1, a float is a fraction strictly between 0 and 1."""
+
+
+class CoreBindingConfig(ConfigSection):
+    """Chooses the CPU cores of PyTorch and of the optimizer process."""
+
+    enabled: bool | None = None
+    """Bind this rank's threads to its share of the host's cores. Not given: true if ZenFlow is on.
+
+    With ZenFlow, PyTorch and the optimizer process get disjoint cores. With plain ZeRO-Offload, where the optimizer
+    runs on PyTorch's threads, each rank is bound to its share of the host's cores.
+    """
+
+    optimizer_cores: Annotated[int, Field(ge=1, le=MOST_CORES)] | None = None
+    """Cores per rank for the optimizer process. Not given: the result of ``deepspeed-ext tune`` for exactly this
+    host and these ranks; otherwise what ``zenflow.pt_reserved_cores`` leaves, by default half."""
+
+    use_tuning_result: bool = True
+    """Use a result of ``deepspeed-ext tune`` from the cache of the user who runs the training."""
+
+    dry_run: bool = False
+    """Log the core plan without binding anything."""

@@ -1,0 +1,62 @@
+"""Finds the native kernel, a library beside this file that ``pip install`` built or a wheel brought. It is optional.
+
+``DSEXT_NATIVE_KERNEL=0`` disables it.
+"""
+
+import os
+import struct
+from pathlib import Path
+
+from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
+
+__all__ = ["BUILT", "library_path"]
+
+BUILT = Path(__file__).parent / "_adam_pass.so"
+"""The library. Its name does not name a version of Python, because it uses nothing of Python."""
+
+_ELF64_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
+
+
+def library_path() -> str | None:
+    """Return the path of the native kernel, or ``None`` to use the reference.
+
+    Unless it is disabled, a kernel that is not available causes a warning with the reason.
+    """
+    if os.environ.get("DSEXT_NATIVE_KERNEL", "1") == "0":
+        return None
+    if why := _why_unusable(BUILT):
+        warn_once(
+            f"ZenFlow's optimizer step uses torch operations, several times slower than the native kernel: {why}. "
+            "Install the wheel, or a C++ compiler and deepspeed_ext once more; DSEXT_NATIVE_KERNEL=0 accepts this"
+        )
+        return None
+    return str(BUILT)
+
+
+def _why_unusable(library: Path) -> str:
+    """Why the library cannot be loaded; empty if it can. A part of a library is not loaded: it would end the process."""
+    try:
+        if not _is_whole(library):
+            return f"{library} is only a part of a library"
+        NativeKernel(str(library), threads=1)
+    except FileNotFoundError:
+        return f"there is no {library}, because deepspeed_ext was installed without a C++ compiler"
+    except (OSError, AttributeError) as error:
+        return f"{library} does not load ({error})"
+    return ""
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file reaches to the end of its section headers, which come last in a library."""
+    with library.open("rb") as file:
+        header = file.read(_ELF64_HEADER.size)
+        size = os.fstat(file.fileno()).st_size
+    if not header.startswith(_ELF64_LITTLE_ENDIAN):
+        return True  # another format: let the loader decide
+    if len(header) < _ELF64_HEADER.size:
+        return False
+    fields = _ELF64_HEADER.unpack(header)
+    sections_offset, section_bytes, sections = fields[6], fields[11], fields[12]
+    return bool(sections_offset + section_bytes * sections <= size)
