@@ -30,17 +30,19 @@ SEEDS ?= 1000
 # Of `make test-torch`: the torch that it installs, and the tests that it runs beside the simulated accelerator's own: some
 # of each feature.
 TORCH ?= 2.6.0
-TORCH_TESTS := $(addprefix tests/unit/,test_upstream.py test_entry.py flatten/test_parity.py gather resharding/test_layout.py \
-	zenflow/test_training.py zenflow/test_resume.py)
+TORCH_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_enable.py flatten/test_parity.py gather \
+	checkpoint/reshard/test_layout.py zenflow/test_training.py checkpoint/test_resume.py)
 # Of `make test-python`: the transformers and accelerate that it installs, and the tests that it runs, for what a Python or
 # these two can change: pickles, dataclasses, annotations, bytecode, processes and extension modules.
 HF ?= transformers accelerate
-PYTHON_TESTS := $(addprefix tests/unit/,test_upstream.py test_entry.py test_config.py test_config_reference.py test_launch.py \
-	test_core_binding_config.py test_cli_run.py test_doctor.py test_agreement.py test_support.py test_shared_buffers.py \
-	$(addprefix affinity/test_,discovery.py exchange.py offload_binding.py plan_command.py plan_properties.py topologies.py) \
-	checkpoint host tuning gather/test_plan.py gather/test_failure.py gather/test_hf.py integrations resharding/test_layout.py \
-	resharding/test_hf.py zenflow/kernel zenflow/predictive zenflow/selective/test_schedule.py zenflow/worker \
-	zenflow/test_training.py zenflow/test_resume.py zenflow/test_accelerate.py zenflow/test_hf.py)
+PYTHON_TESTS := tests/manual/test_config_reference.py tests/harness/test_support.py $(addprefix tests/unit/,\
+	adapter/test_contract.py adapter/test_enable.py checkpoint/test_folder.py checkpoint/test_resume.py \
+	checkpoint/test_skeleton.py checkpoint/test_tools.py checkpoint/reshard/test_hf.py checkpoint/reshard/test_layout.py \
+	commands/test_doctor.py commands/test_run.py config \
+	$(addprefix cores/test_,discovery.py exchange.py offload_binding.py plan_command.py plan_properties.py topologies.py) \
+	cores/tune gather/test_failure.py gather/test_hf.py gather/test_plan.py integrations runtime \
+	zenflow/rules/predictive zenflow/rules/selective/test_schedule.py zenflow/test_accelerate.py zenflow/test_hf.py \
+	zenflow/test_training.py zenflow/transfers/test_courier.py zenflow/worker)
 # Of `make test`: how many pytest processes share the files.
 PROCESSES ?= 2
 ARGS ?=
@@ -55,7 +57,7 @@ OFFLINE = PATH="$$(dirname "$$python"):$$PATH" TORCH_EXTENSIONS_DIR="$$(dirname 
 
 # The files whose tests have ranks of the CPU, which are simulated accelerators instead, but for what is marked `cpu`.
 SIMULATED = --all-simulated -m 'not gpu' $(sort $(shell grep -lrE 'run_(fresh_)?ranks|failed_resumes' tests/unit \
-	--include='test_*.py' $(addprefix --exclude=test_,simulated_*.py support.py benchmarks.py gpu_suite.py)))
+	--include='test_*.py'))
 
 PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
@@ -88,7 +90,7 @@ test-torch:  ## run the simulated accelerator's tests and some of the others wit
 
 test-this-torch: SEEDS = 20
 test-this-torch: $(VENV)/.stamp-operators
-	$(PYTEST) --simulated $(wildcard tests/unit/test_simulated_*.py) tests/harness/test_waits.py $(ARGS)
+	$(PYTEST) --simulated tests/harness/simulated tests/harness/test_waits.py $(ARGS)
 	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_ext.zenflow.worker.kernel.build import FOLDER
 from deepspeed_ext.zenflow.worker.kernel.compile_flags import COMPILE_FLAGS
+from deepspeed_ext.zenflow.worker.kernel.library import BUILT
 
 DRIVER = Path(__file__).with_suffix(".cpp")
 ONE_TARGET = "-DDSEXT_ONE_TARGET"
@@ -79,7 +79,7 @@ def results(target: Target, folder: Path, extra: Sequence[str] = ()) -> list[tor
     flags = [*COMPILE_FLAGS, *target.flags, *extra]
     program = folder / "-".join([target.compiler, *flags])
     if not program.exists():
-        command = [target.compiler, *flags, "-I", str(FOLDER), str(DRIVER), "-o", str(program)]
+        command = [target.compiler, *flags, "-I", str(BUILT.parent), str(DRIVER), "-o", str(program)]
         subprocess.run(command, check=True)
     return list(arrays(subprocess.run([*target.emulator, str(program)], capture_output=True, check=True).stdout))
 

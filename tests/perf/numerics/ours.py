@@ -1,7 +1,7 @@
 """The package's predictive rule, made of its own parts: schedule, pass, estimator.
 
-It follows `deepspeed_ext.zenflow.rules.predictive.rule.PredictiveRule` without processes: a pass runs when its gradients are
-handed over, and its result is read where the engine reads it. A test compares both to the bit.
+It follows `zenflow.rules.predictive.rule.PredictiveRule` without processes: a pass runs when its gradients are handed
+over, and its result is read where the engine reads it. A test compares both to the bit.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +16,11 @@ import deepspeed_ext
 from deepspeed_ext.adapter.engine import Engine, HybridEngine, PipeEngine
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import group_timeout_seconds
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from tests.support.compare import base_config
 from tests.support.models import OddModel
 from tests.support.ranks import run_ranks
@@ -191,20 +192,13 @@ def test_the_timeout_of_a_group_can_be_read() -> None:
     assert run_ranks(1, shorter_group_timeout, 77.0) == [77.0]
 
 
-def test_a_worker_is_not_awaited_longer_than_the_other_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_ext.adapter.engine.dist.get_world_size", lambda: 2)
-    timeouts = {None: 1800.0, "data parallel": 300.0}
-    monkeypatch.setattr("deepspeed_ext.adapter.engine.group_timeout_seconds", lambda group: timeouts[group])
-    engine: Any = SimpleNamespace(seq_data_parallel_group="data parallel")
+def test_a_worker_is_not_awaited_longer_than_the_other_ranks_wait() -> None:
+    def settled(*groups: float, **zenflow: Any) -> float:
+        return ZenFlowRun.of(ZenFlowConfig(**zenflow), groups).worker_timeout_seconds
 
-    def settled(**zenflow: Any) -> float:
-        return Engine._within_group_timeout(engine, ZeroConfig(zenflow=zenflow)).zenflow.worker_timeout_seconds
-
-    assert settled() == 240
-    assert settled(worker_timeout_seconds=299) == 299
+    assert settled(1800.0, 300.0) == 240
+    assert settled(1800.0, 300.0, worker_timeout_seconds=299) == 299
     with pytest.raises(ConfigError, match=r"worker_timeout_seconds = 300 is not below .* 300 s.*DEEPSPEED_TIMEOUT"):
-        settled(worker_timeout_seconds=300)
-    timeouts["data parallel"] = 60.0
-    assert settled() == 30
-    monkeypatch.setattr("deepspeed_ext.adapter.engine.dist.get_world_size", lambda: 1)
+        settled(1800.0, 300.0, worker_timeout_seconds=300)
+    assert settled(1800.0, 60.0) == 30
     assert settled(worker_timeout_seconds=3600) == 3600, "one rank waits for no other"

@@ -36,7 +36,7 @@ def library_path() -> str | None:
 
 
 def _why_unusable(library: Path) -> str:
-    """Why the library cannot be loaded; empty if it can. A part of a library is not loaded: it would end the process."""
+    """Why the library cannot be used; empty if it can. To load a part of one would end the process."""
     try:
         if not _is_whole(library):
             return f"{library} is only a part of a library"

@@ -1,6 +1,7 @@
 """The selective rule: AdamW of hot blocks every step and of cold ones every interval, the same on every rank."""
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
