@@ -143,7 +143,7 @@ def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agre
         peers = sorted(found, key=lambda report: (report.local_rank, report.rank))
         agreement = _plan_with(mine, topology, peers)
         # If each rank planned only for itself, there is nothing to compare.
-        is_joint = agreement.host is not None and len(agreement.host.ranks) == len(peers)
+        is_joint = agreement.host is not None and len(agreement.host.ranks) + len(agreement.host.unbound) == len(peers)
         digest = agreement.host.digest() if agreement.host is not None and is_joint else ""
     _require_same_host_plan(mine.boot_id, digest, ranks)
     return agreement
@@ -161,7 +161,8 @@ def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[Rank
     if len({peer.topology_digest for peer in peers}) == 1 and topology is not None:
         request = _with_tuning(topology, facts, peers[0])
         host = plan_host(topology, facts, request)
-        return replace(unbound, mine=host.ranks[position], host=host, warnings=(*mine.warnings, *host.warnings))
+        plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
+        return replace(unbound, mine=plan, host=host, warnings=(*mine.warnings, *host.warnings))
     differ = "the ranks of this host see different CPUs (separate containers, or no sysfs)"
     masks = [rank.allowed for rank in facts]
     if sum(len(mask) for mask in masks) > len(frozenset().union(*masks)):

@@ -81,6 +81,8 @@ class HostPlan:
     """The CPUs of every rank of one host."""
 
     ranks: tuple[RankPlan, ...]
+    unbound: tuple[int, ...] = ()
+    """Local ranks that are not in `ranks`, because their sets of CPUs overlap with another rank's in part only."""
     idle: tuple[int, ...] = ()
     """Allowed CPUs of unused cores; unused hardware threads of used cores are not included."""
     warnings: tuple[str, ...] = ()
@@ -135,19 +137,24 @@ class _HostPlanner:
         self.warnings: list[str] = []
 
     def run(self) -> HostPlan:
-        nodes = [rank.accelerator_node for rank in self.ranks]
-        division = divide_cores(self.topology, self.usable, nodes)
+        division = divide_cores(self.usable)
         plans: dict[int, RankPlan] = {}
         for pool in division.pools:
             plans |= self._plan_pool(pool)
         for index, core in division.oversubscribed.items():
             plans[index] = self._on_one_core(index, core, oversubscribed=True)
-        ordered = tuple(plans[index] for index in range(len(self.ranks)))
-        idle = self._idle(ordered)
+        ordered = tuple(plans[index] for index in sorted(plans))
+        unbound = tuple(self.ranks[index].local_rank for index in division.unbound)
+        idle = () if unbound else self._idle(ordered)
         self._warn_about_flags(ordered)
+        if unbound:
+            self.warnings.append(
+                f"local ranks {format_cpulist(unbound)} stay unbound, because their CPUs overlap in part only: "
+                "give each rank CPUs of its own, or all ranks the same"
+            )
         if idle:
             self.warnings.append(f"CPUs {format_cpulist(idle)} stay idle")
-        return HostPlan(ordered, idle, tuple(self.warnings))
+        return HostPlan(ordered, unbound, idle, tuple(self.warnings))
 
     def _plan_pool(self, pool: Pool) -> dict[int, RankPlan]:
         demands = {rank: self._demand(rank, pool) for rank in pool.shares}

@@ -68,14 +68,13 @@ def test_another_host_never_changes_a_plan(other: str) -> None:
     assert [sets(answer) for answer in meet([*first, *second])[:2]] == [sets(answer) for answer in meet(first)]
 
 
-def test_unequal_masks_are_shared_fairly() -> None:
+def test_masks_that_overlap_in_part_leave_their_ranks_unbound() -> None:
     """Lists of different lengths, which a gather of equal-sized tensors cannot carry."""
     topology = flat(8)
-    answers = meet([member(rank, mask, topology=topology) for rank, mask in enumerate(["0-2", "0-7", "2-3"])])
-    counts = [len(answer.mine.pytorch) + len(answer.mine.optimizer) for answer in answers]
-    assert sorted(counts) == [2, 2, 4]
-    used = [cpu for answer in answers for cpu in (*answer.mine.pytorch, *answer.mine.optimizer)]
-    assert len(used) == len(set(used)) == 8
+    answers = meet([member(rank, mask, topology=topology) for rank, mask in enumerate(["0-2", "2-3", "4-7"])])
+    assert [answer.mine is None for answer in answers] == [True, True, False]
+    assert sets(answers[2]) == ("4-5", "6-7")
+    assert all("local ranks 0-1 stay unbound" in " ".join(answer.warnings) for answer in answers)
 
 
 def test_repeated_local_ranks_of_two_containers_are_told_apart() -> None:
@@ -256,7 +255,7 @@ def test_a_rank_that_must_not_be_bound_reads_nothing(monkeypatch: pytest.MonkeyP
 def real_agreement() -> tuple[str, str, list[str]]:
     rank = dist.get_rank()
     topology = flat(8)
-    report = RankReport(rank, "a", rank, ["0-2", "2-6"][rank], topology.digest(), PlanRequest())
+    report = RankReport(rank, "a", rank, ["0-2", "3-6"][rank], topology.digest(), PlanRequest())
     answer = agree(report, topology, RankGroup.of(None, this_device()))
     return *sets(answer), list(answer.warnings)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -96,7 +95,7 @@ def hosts(
 
 def shares_of(host: Host) -> CoreDivision:
     usable = [usable_cores(host.topology, rank.allowed) for rank in host.ranks]
-    return divide_cores(host.topology, usable, [rank.accelerator_node for rank in host.ranks])
+    return divide_cores(usable)
 
 
 def core_counts(division: CoreDivision, number: int) -> list[int]:
@@ -108,7 +107,8 @@ def core_counts(division: CoreDivision, number: int) -> list[int]:
 @planned
 @given(hosts())
 def test_sets_are_allowed_and_not_empty(host: Host) -> None:
-    for rank, facts in zip(host.plan().ranks, host.ranks, strict=True):
+    for rank in host.plan().ranks:
+        facts = host.ranks[rank.local_rank]
         assert rank.pytorch
         assert rank.optimizer
         assert {*rank.pytorch, *rank.optimizer} <= facts.allowed
@@ -119,14 +119,14 @@ def test_sets_are_allowed_and_not_empty(host: Host) -> None:
 def test_no_core_has_two_users_unless_flagged(host: Host) -> None:
     core_of = host.topology.core_of
     users: dict[Core, list[int]] = {}
-    plan = host.plan()
-    for rank in plan.ranks:
+    plan = {rank.local_rank: rank for rank in host.plan().ranks}
+    for rank in plan.values():
         for role in (rank.pytorch, rank.optimizer):
             for core in {core_of[cpu] for cpu in role}:
                 users.setdefault(core, []).append(rank.local_rank)
     for division in users.values():
         if len(division) > 1:
-            flags = [set(plan.ranks[rank].flags) for rank in division]
+            flags = [set(plan[rank].flags) for rank in division]
             assert all(mine & ONE_CORE_FLAGS for mine in flags)
             assert len(set(division)) == 1 or all("shared" in mine for mine in flags)
 
@@ -152,21 +152,13 @@ def test_equal_masks_get_equal_shares(host: Host) -> None:
 
 @planned
 @given(hosts(form="random", max_cores=3, max_nodes=2))
-def test_overlapping_masks_get_max_min_fair_shares(host: Host) -> None:
-    ranks = host.ranks[:3]
-    usable = [usable_cores(host.topology, rank.allowed) for rank in ranks]
-    cores = sorted({core for mine in usable for core in mine}, key=lambda core: core.order)
-    choices = [[rank for rank, mine in enumerate(usable) if core in mine] for core in cores]
-    best = max(sorted(Counter(owners)[rank] for rank in range(len(ranks))) for owners in itertools.product(*choices))
-    division = divide_cores(host.topology, usable, [rank.accelerator_node for rank in ranks])
-    counts = core_counts(division, len(ranks))
-    # A rank that shares its only core counts that core; where a core is shared nobody had two to give.
-    crowded_cores = len(set(division.oversubscribed.values()))
-    assert sum(counts) + crowded_cores == sum(best)
-    if not division.oversubscribed:
-        assert sorted(counts) == best
-    else:
-        assert best[0] == 0
+def test_ranks_are_unbound_exactly_if_their_cores_overlap_in_part(host: Host) -> None:
+    usable = [frozenset(usable_cores(host.topology, rank.allowed)) for rank in host.ranks]
+    others = [[mine for mine in usable if mine & cores and mine != cores] for cores in usable]
+    plan = host.plan()
+    # A rank with the same cores as one that overlaps with a third is in their component too.
+    assert {rank for rank, found in enumerate(others) if found} == set(plan.unbound)
+    assert {rank.local_rank for rank in plan.ranks} == set(range(len(host.ranks))) - set(plan.unbound)
 
 
 @planned
