@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Container
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from deepspeed_ext.adapter.construction import builders, built_together
@@ -16,7 +16,6 @@ from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, fields_of, section_in_use
 from deepspeed_ext.adapter.resharding import LoadingRun
 from deepspeed_ext.adapter.saver import Saver
-from deepspeed_ext.adapter.step import ZenFlowStepping
 from deepspeed_ext.adapter.step_report import report_step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
@@ -32,6 +31,7 @@ from deepspeed_ext.adapter.upstream import (
     throughput_timer,
 )
 from deepspeed_ext.adapter.weak_engine import WeakEngine
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
@@ -220,12 +220,17 @@ class Engine(DeepSpeedEngine):
         """
         self._require_states_here()
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        super().step(lr_kwargs)
+        with self._whole_step():
+            super().step(lr_kwargs)
         if ends_step:
             self._parts.saver.after_step()
 
+    def _whole_step(self) -> AbstractContextManager[None]:
+        return self.optimizer.engine_step() if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        super()._take_model_step(lr_kwargs)
+        with self._whole_step():  # pipelines call this alone
+            super()._take_model_step(lr_kwargs)
         adam = self._parts.adam
         with nullcontext() if adam is None else adam.link.keeping():
             self._parts.refresh_cores()

@@ -15,10 +15,10 @@ from deepspeed_ext.adapter.offloading import Offloader
 from deepspeed_ext.adapter.resharding import Resharder
 from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.step import ZenFlowStart
 from deepspeed_ext.adapter.upstream import Swap, optimizer_class, stage3_optimizer_class
 from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
 from deepspeed_ext.cores.binding import CoreBinding

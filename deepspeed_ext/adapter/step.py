@@ -1,50 +1,79 @@
-"""Implements what the ZenFlow subclasses of stages 1/2 and stage 3 share.
+r"""The protocol of a step: what DeepSpeed calls between `step()` and its return, in order.
 
-Without offload, DeepSpeed's step does: reduced gradients -> one flat gradient -> unscale and clip -> `_optimizer_step`
-on the fp32 partition -> copy it into the partition of the weights -> all-gather. This is the order we need, except that
-the worker owns the fp32 partition. So during a step each fp32 partition is replaced by a `PartitionStandIn`. It
-receives the flat gradient, in the dtype in which gradients are handed over, and its data is the partition of the
-weights, which `OffloadedAdam` writes. No method body of DeepSpeed is copied.
+======================================= ==================================== ==========================================
+stages 1 and 2                          stage 3                              what ours does
+======================================= ==================================== ==========================================
+``engine.step``                         the same                             BETWEEN -> STEPPING
+``step``                                the same                             STEPPING -> CHECKING; receivers stand in
+                                                                             for the masters
+``check_overflow``                      ``check_overflow``, with fp16        left out, unless a rank's norm may leave
+                                                                             gradients out
+``get_grad_norm_direct``                the same                             norms of gradients, without fp64 copies
+``zero_grad``, return to the engine     the same                             on an overflow: the step ends here
+\                                       ``zero_grad``                        keeps the reduced gradients
+for each partition, in order:
+``_get_preflattened_grad_partition``    \                                    CHECKING -> TAKING, if it is the first
+``unscale_and_clip_grads``              ``unscale_and_clip_grads``           finds the factor; scales nothing
+``_optimizer_step``                     ``_optimizer_step``                  CHECKING -> TAKING, if it is the first;
+                                                                             hands the gradient over; after the last:
+                                                                             writes all weights
+the ranks exchange the weights          persistent parameters are gathered   selective rule: only what has changed
+``step`` returns                        the same                             ends the step; TAKING -> STEPPING
+scheduler, ``zero_grad``, counters      the same
+``engine.step`` returns                 the same                             STEPPING -> BETWEEN
+======================================= ==================================== ==========================================
+
+A test records the calls of real steps and compares them with `CALLS`. If an exception leaves a step anywhere, even
+between its parts, weights, optimizer, gradients, scheduler, loss scale and counters may have had a part of it. The phase
+is then BROKEN_OFF, and the engine refuses to go on.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from deepspeed_ext.adapter.grad_norm import stand_ins
-from deepspeed_ext.adapter.upstream import (
-    OffloadDeviceEnum,
-    OffloadStateTypeEnum,
-    ZeROOptimizer,
-    autocasts_to_fp16,
-    host_offload_config,
-)
-from deepspeed_ext.checkpoint import zenflow_section as checkpoint
-from deepspeed_ext.checkpoint.saved_state import Section, read_section
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
-from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
-from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
-from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
-from deepspeed_ext.zenflow.start import start_adam
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import require_publishable, require_supported
-from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
-from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
+from deepspeed_ext.errors import StateError
+from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["ZenFlowStart", "ZenFlowStepping"]
+__all__ = ["CALLS", "GradientReceiver", "Step", "StepPhase"]
+
+_OF_A_PARTITION = ("unscale_and_clip_grads", "_optimizer_step")
+CALLS = {
+    "stages 1 and 2": {
+        "before": ("step", "check_overflow", "get_grad_norm_direct"),
+        "overflow": ("zero_grad",),
+        "partition": ("_get_preflattened_grad_partition", *_OF_A_PARTITION),
+        "after": (),
+    },
+    "stage 3": {
+        "before": ("step", "get_grad_norm_direct"),
+        "overflow": ("zero_grad",),
+        "partition": _OF_A_PARTITION,
+        "after": (),
+    },
+}
+"""The methods of the optimizer that DeepSpeed calls, by part of the step: before the factor is known; on an overflow,
+instead of what follows; for each partition; afterwards. ``get_grad_norm_direct`` is called for each parameter group or
+sub-group, and stage 3 with fp16 calls ``check_overflow`` first."""
 
 
-class PartitionStandIn:
-    """Replaces an fp32 partition while DeepSpeed steps.
+class StepPhase(enum.Enum):
+    """What of a step has happened."""
+
+    BETWEEN = "no step goes on"
+    AWAY = "no step goes on, and states are on the host"
+    STEPPING = "the engine steps; its optimizer has not begun, or has ended"
+    CHECKING = "the optimizer looks for overflows and computes the norm; nothing is changed yet"
+    TAKING = "gradients are handed over and weights are written"
+    BROKEN_OFF = "an exception has left a step"
+
+
+class GradientReceiver:
+    """Stands in for a master while DeepSpeed steps, and receives the gradient that DeepSpeed would give to it.
 
     Attributes:
         data: the partition of the weights, 1-D [n], in the model's dtype.
@@ -61,14 +90,68 @@ class PartitionStandIn:
         """Number of elements of the partition."""
         return self.data.numel()
 
+    def release(self) -> None:
+        """Refer to no weights and no gradient any more."""
+        self.data = torch.empty(0, dtype=self.data.dtype, device="cpu")
+        self.grad = None
 
-class StepFactor:
-    """The factor of one step's gradients, found by letting DeepSpeed unscale and clip a tensor that holds 1."""
 
-    _factor: float | None = None
+class Step:
+    """The state of the step that goes on, or of the one that comes next.
 
-    def get(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> float:
-        """The step's factor; the first call in a step computes it.
+    Attributes:
+        phase: what of it has happened.
+        receivers: one for each partition, in order.
+    """
+
+    def __init__(self, receivers: Sequence[GradientReceiver]) -> None:
+        self.phase = StepPhase.BETWEEN
+        self.receivers = list(receivers)
+        self._factor: float | None = None
+        self._cause = ""
+
+    # -- transitions --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def of_engine(self) -> Iterator[None]:
+        """Wrap DeepSpeed's engine while it steps. A part of it that also is called alone may be wrapped once more."""
+        if self.phase is not StepPhase.BETWEEN:
+            yield
+            return
+        self._cause, self.phase = "an exception", StepPhase.STEPPING
+        try:
+            yield
+        except BaseException as error:
+            self._cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
+            self.phase = StepPhase.BROKEN_OFF
+            raise
+        self.phase = StepPhase.BETWEEN
+
+    @contextmanager
+    def of_optimizer(self) -> Iterator[None]:
+        """Wrap DeepSpeed's optimizer while it steps; also without an engine's step around it."""
+        with self.of_engine():
+            self.phase = StepPhase.CHECKING
+            try:
+                yield
+            finally:
+                self._factor = None
+                for receiver in self.receivers:
+                    receiver.grad = None
+            self.phase = StepPhase.STEPPING
+
+    def begin(self) -> bool:
+        """Whether the caller is the first of the step that must begin: the gradients are about to be taken."""
+        if self.phase is not StepPhase.CHECKING:
+            return False
+        self.phase = StepPhase.TAKING
+        return True
+
+    # -- the factor ---------------------------------------------------------------------------------------------------
+
+    def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
+        """Find the factor of the step's gradients, by letting DeepSpeed unscale and clip a tensor that holds 1. Later
+        calls in the same step do nothing.
 
         Args:
             unscale_and_clip: DeepSpeed's method, applied in place to a 1-element fp32 tensor.
@@ -77,295 +160,34 @@ class StepFactor:
             one = torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
             unscale_and_clip(one)
             self._factor = float(one)
-        return self._factor
 
     @property
-    def value(self) -> float:
-        """The step's factor, after it was computed."""
+    def factor(self) -> float:
+        """What the step's gradients are multiplied with, after it was found."""
         assert self._factor is not None, "DeepSpeed stepped without unscaling"
         return self._factor
 
-
-@dataclass(frozen=True)
-class ZenFlowStart:
-    """What a ZenFlow optimizer is built with beside DeepSpeed's arguments.
-
-    Attributes:
-        run: the ``zenflow`` section of this run.
-        builders: the ranks that build the engine together.
-        placement: the worker's cores and memory node from the core plan; None: unbound.
-        undo: receives what stops the worker, if the engine's constructor fails later.
-    """
-
-    run: ZenFlowRun
-    builders: RankGroup
-    placement: WorkerPlacement | None
-    undo: ExitStack
-
-
-class ZenFlowStepping(ZeROOptimizer, ABC):
-    """Behaviour shared by both ZenFlow optimizers; precedes DeepSpeed's optimizer of a stage among the bases.
-
-    Attributes:
-        zenflow_adam: the optimizer that owns the worker.
-    """
-
-    zenflow_adam: OffloadedAdam
-    _grad_dtype: torch.dtype
-    _stand_ins: list[PartitionStandIn]
-    _has_begun: bool = False
-    _is_rule_away: bool = False
-    offloaded_states: set[Any]
-
-    def _prepare(
-        self,
-        start: ZenFlowStart,
-        groups: Sequence[dict[str, Any]],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Check the settings before DeepSpeed's construction, and change its keyword arguments to those of CPU offload.
-        A collective.
-
-        Raises:
-            ConfigError: on all `builders`; see `require_supported`.
-        """
-        with together(start.builders, otherwise=None):
-            require_supported(kwargs, groups, autocasts_to_fp16=autocasts_to_fp16())
-            self._start = start
-            self._factor = StepFactor()
-            kwargs["offload_optimizer_config"] = host_offload_config()
-            if kwargs["gradient_accumulation_steps"] > 1:
-                kwargs["gradient_accumulation_dtype"] = torch.float32
-
-    def _start_adam(self, groups: Sequence[int]) -> None:
-        """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
-        names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
-        self._grad_dtype = getattr(torch, gradient_dtype(*names))
-        weights_dtype = self._weights(0).dtype
-        settings = self._start.run.config
-        require_publishable(settings, dtype_name(weights_dtype))
-        self.zenflow_adam = start_adam(
-            self._start.run,
-            self.optimizer,
-            self._masters,
-            groups,
-            self._weights,
-            grad_dtype=self._grad_dtype,
-            ranks=RankGroup.of(self.dp_process_group, keeps_scratch=True),
-            placement=self._start.placement,
-            local_ranks=local_world_size(),
-            undo=self._start.undo,
-        )
-        if self.zenflow_adam.ranks.rank == 0:
-            interval = settings.update_interval or "to be measured"
-            how = "every step waits for its own result"
-            if settings.overlapped:
-                how = f"overlapped after {self.zenflow_adam.rule.schedule.warm_up_steps} steps"
-            logger.info(f"ZenFlow: {settings.rule} rule, update_interval {interval}, {how}")
-        self._stand_ins = [
-            PartitionStandIn(partition.master.data, self._grad_dtype) for partition in self.zenflow_adam.partitions
-        ]
+    # -- between steps ------------------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
-    def _masters(self) -> list[Any]:
-        """DeepSpeed's list of fp32 partitions."""
+    def takes_gradients(self) -> bool:
+        """Whether the optimizer steps, so the reduced gradients are needed."""
+        return self.phase in (StepPhase.CHECKING, StepPhase.TAKING)
 
-    @_masters.setter
-    @abstractmethod
-    def _masters(self, partitions: list[Any]) -> None: ...
+    def states_back(self) -> None:
+        """They are back."""
+        if self.phase is StepPhase.AWAY:
+            self.phase = StepPhase.BETWEEN
 
-    @abstractmethod
-    def _weights(self, index: int) -> torch.Tensor:
-        """The weights of a partition, 1-D [n], in the model's dtype, on the accelerator."""
-
-    # -- stepping -------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Any = None) -> None:
-        masters = self._masters
-        with self.zenflow_adam.link.keeping():
-            for index, stand_in in enumerate(self._stand_ins):
-                stand_in.data = self._weights(index)
-        self._masters = self._stand_ins  # even after an error: they take gradients of the device, as masters do not
-        try:
-            super().step(closure)
-            if self.overflow:
-                self.zenflow_adam.link.raise_kept()
-            else:
-                self.zenflow_adam.end_step()
-        finally:
-            self._masters = masters
-            for stand_in in self._stand_ins:
-                stand_in.grad = None
-            self._factor, self._has_begun = StepFactor(), False
-
-    def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
-        """As DeepSpeed's, but computed from the gradients' norms, which need no fp64 copy of each gradient."""
-        if norm_type == 2:
-            norms: list[torch.Tensor] | None = None
-            with self.zenflow_adam.link.keeping():
-                norms = stand_ins(gradients, params)
-            # If that failed, NaN makes every rank skip the step as an overflow.
-            gradients = norms or [
-                torch.full((1,), math.nan, dtype=torch.float32, device=grad.device) for grad in gradients
-            ]
-        return super().get_grad_norm_direct(gradients, params, norm_type)
-
-    def _begin_once(self) -> None:
-        """Begin the step if it has not begun. Called as late as possible, because this may wait for the worker."""
-        if not self._has_begun:
-            self._has_begun = True
-            self.zenflow_adam.begin_step()
-
-    def _optimizer_step(self, index: int) -> None:
-        self._begin_once()
-        grad_scale = 1.0  # placeholder: without a factor, the step has kept an error
-        with self.zenflow_adam.link.keeping():
-            grad_scale = self._factor.value
-        self.zenflow_adam.step_partition(index, self._masters[index].grad, grad_scale)
-        if index == len(self._masters) - 1:
-            self.zenflow_adam.finish_weights()
-
-    # -- away from the accelerator --------------------------------------------------------------------------------
-
-    def offload_states(
-        self,
-        include: Container[Any] | None = None,
-        device: Any = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Offload as DeepSpeed does. Masters and moments are on the host already: ``optim_states`` are the room and
-        what the update rule keeps on the accelerator."""
-        wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
-        for stand_in in self._stand_ins:  # which keep the last step's weights
-            stand_in.data = torch.empty(0, dtype=stand_in.data.dtype, device="cpu")
-        if OffloadStateTypeEnum.optim_states in wanted:
-            self.zenflow_adam.offload()
-            self._is_rule_away = True
-        wanted -= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
-        super().offload_states(wanted, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        super().reload_states(non_blocking)
-        self.zenflow_adam.reload()
-        self._is_rule_away = False
-
-    def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not broken off.
+    def require_whole(self) -> None:
+        """Refuse to go on after a step that was broken off.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or an exception, such as Ctrl-C, has
-                ended a step that left some partitions with its gradient and others without.
+            StateError: the last step was.
         """
-        if self.zenflow_adam.plan is not None and not self.zenflow_adam.link.failed:  # else all ranks get its error
+        # STEPPING or later: an exception came before `of_engine` could note it, or this is called inside a step.
+        if self.phase not in (StepPhase.BETWEEN, StepPhase.AWAY):
             raise StateError(
-                "an exception has broken off the last optimizer step, and the optimizer's state holds a part of it: "
-                "build a new engine, and load the last checkpoint"
+                f"{self._cause} has broken off the last optimizer step, of which weights, optimizer and scheduler "
+                "may hold a part: build a new engine, and load the last checkpoint"
             )
-        away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if self._is_rule_away else set())
-        if away := away.intersection(states or away):
-            raise StateError(
-                f"engine.offload_states has moved {', '.join(sorted(state.value for state in away))} to the host: "
-                "call engine.reload_states() before the next forward, backward, step, save or load"
-            )
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v in their usual places, plus the ZenFlow section."""
-        self.zenflow_adam.drain()
-        self.zenflow_adam.bind_state()
-        return {**super().state_dict(), checkpoint.SECTION: checkpoint.section(self.zenflow_adam)}
-
-    def load_state_dict(
-        self,
-        state_dict_list: Any,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-        checkpoint_folder: str | None = None,
-        load_serial: Any = None,
-        param_shapes: Any = None,
-    ) -> None:
-        adam, ranks = self.zenflow_adam, self.zenflow_adam.ranks
-        self._drain_together()
-        with together(ranks, CheckpointError):
-            saved = None if checkpoint_folder else self._read_section(state_dict_list)
-        _require_same_position(saved, ranks)
-        super().load_state_dict(
-            state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
-        )
-        with together(ranks, CheckpointError):
-            if load_optimizer_states or checkpoint_folder:
-                self._adopt_state()
-                exact = checkpoint.restore(adam, saved, f"rank {ranks.rank}")
-                self._refresh_weights(saved if exact else None)
-            else:
-                adam.masters_changed()
-        if load_optimizer_states or checkpoint_folder:
-            self._exchange_weights(saved if exact else None)
-
-    def _drain_together(self) -> None:
-        """Wait on all ranks until p, m, v hold every gradient that was handed over. A collective.
-
-        Raises:
-            WorkerError: on every rank, if the worker of any has failed.
-        """
-        self.zenflow_adam.link.wait_together()
-        with together(self.zenflow_adam.ranks, WorkerError):
-            self.zenflow_adam.drain()
-
-    def _read_section(self, state_dict_list: Any) -> Section | None:
-        """Return this rank's ZenFlow section, checked; None if the checkpoint has none.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
-        if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
-            return None
-        state = state_dict_list[self.zenflow_adam.ranks.rank]
-        if not isinstance(state, Mapping):
-            raise CheckpointError(
-                f"the optimizer's state is a {type(state).__name__}, expected a dict: load another checkpoint"
-            )
-        if checkpoint.SECTION not in state:
-            return None
-        return read_section(state[checkpoint.SECTION], [p.master.numel() for p in self.zenflow_adam.partitions])
-
-    def _adopt_state(self) -> None:
-        """Copy the moments and step count that DeepSpeed has loaded to the arena."""
-        checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
-
-    @abstractmethod
-    def _refresh_weights(self, saved: Section | None) -> None:
-        """Update this rank's weights after masters were loaded: from the section if it has them, otherwise from the
-        masters."""
-
-    def _exchange_weights(self, saved: Section | None) -> None:
-        """Send the weights to the other ranks if they were not loaded from the checkpoint. May be a collective."""
-
-    def _restore_from_bit16_weights(self) -> None:
-        self._drain_together()
-        super()._restore_from_bit16_weights()
-        self.zenflow_adam.masters_changed()
-
-    def destroy(self) -> None:
-        try:
-            super().destroy()
-        finally:
-            self.zenflow_adam.close()
-
-
-def _require_same_position(saved: Section | None, ranks: RankGroup) -> None:
-    """Refuse sections of different runs or steps, with which the ranks would diverge later.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    position = (
-        None if saved is None else (saved.rule, saved.block_size, saved.updates, saved.position, dict(saved.schedule))
-    )
-    try:
-        require_same_plan("continuing from the checkpoint", position, ranks)
-    except PlanMismatchError as error:
-        raise agreed(CheckpointError(f"the ranks' ZenFlow sections do not match: {error}"), ranks) from None

@@ -10,6 +10,7 @@ import functools
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ __all__ = [
     "loss_scaler",
     "master_of",
     "optimizer_class",
-    "partition_exchange",
+    "exchange_instead",
     "pins_offload_buffers",
     "pipeline_topology",
     "schedule_class",
@@ -261,19 +262,34 @@ def accelerator_branch_only() -> Swap:
     return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
 
 
+_all_gather_dp_groups = stage_1_and_2_module.all_gather_dp_groups
+_exchanging: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def all_gather_of_partitions() -> Callable[..., None]:
     """Return the function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
-    return stage_1_and_2_module.all_gather_dp_groups
+    return _all_gather_dp_groups
+
+
+def exchange_instead(optimizer: Any) -> None:
+    """Let ``optimizer.exchange`` take the place of `all_gather_of_partitions` in the steps of this optimizer.
+
+    DeepSpeed calls that function by a name of its module, with the optimizer's own list of flat buffers. So one function
+    takes its place for good, once any optimizer needs this, and finds the optimizer by that list: nothing is replaced
+    while a step runs, in whatever thread.
+    """
+    _exchanging.add(optimizer)
+    stage_1_and_2_module.all_gather_dp_groups = _gather_or_exchange
+
+
+def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
+    mine = [optimizer for optimizer in list(_exchanging) if optimizer.bit16_groups_flat is groups_flat]
+    (mine[0].exchange if mine else _all_gather_dp_groups)(groups_flat, *args, **kwargs)
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:
     """Return the stream on which stage 3 gathers parameters. DeepSpeed lets it wait for no other."""
     return optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
-
-
-def partition_exchange(exchange: Callable[..., None]) -> Swap:
-    """Return a swap for the name by which the stage 1/2 optimizer finds `all_gather_of_partitions`."""
-    return Swap(stage_1_and_2_module, "all_gather_dp_groups", exchange)
 
 
 def pins_offload_buffers(offload_config: Any) -> bool:

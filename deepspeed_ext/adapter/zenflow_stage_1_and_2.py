@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.step import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
-    Swap,
     TensorFragment,
     all_gather_of_partitions,
-    partition_exchange,
-    swapped,
+    exchange_instead,
 )
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.checkpoint.saved_state import Section
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
@@ -56,10 +54,13 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     Args:
         args, kwargs, settings, check_replicas: as for `ZeroOptimizer`.
         start: see `ZenFlowStart`.
+
+    Attributes:
+        exchange: under the selective rule, what the ranks exchange weights with at the end of a step.
     """
 
-    _exchange_of_hot_blocks: Swap
     single_partition_of_fp32_groups: list[Any]
+    exchange: HotExchange | None = None
 
     def __init__(
         self,
@@ -78,7 +79,9 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         as offloaded."""
         with self.startup.phase("optimizer process"), self._direct_buffers.resting():
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
-        self._exchange_of_hot_blocks = partition_exchange(HotExchange(self.zenflow_adam, all_gather_of_partitions()))
+        if self._start.run.config.rule == "selective":
+            self.exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
+            exchange_instead(self)
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
@@ -107,10 +110,6 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return self.parallel_partitioned_bit16_groups[index][rank].data
 
     # -- stepping -------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Any = None) -> None:
-        with swapped(self._exchange_of_hot_blocks):
-            super().step(closure)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and counts as an
@@ -143,9 +142,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
-        upstream = super().unscale_and_clip_grads
-        with self.zenflow_adam.link.keeping():
-            self._factor.get(lambda one: upstream([one], total_norm))
+        theirs = super().unscale_and_clip_grads
+        self._find_factor(lambda one: theirs([one], total_norm))
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         try:

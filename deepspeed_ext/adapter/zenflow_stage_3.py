@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.step import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -17,6 +16,7 @@ from deepspeed_ext.adapter.upstream import (
     gather_stream,
     swapped,
 )
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.checkpoint import zenflow_section as checkpoint
 from deepspeed_ext.checkpoint.saved_state import Section
 from deepspeed_ext.errors import CheckpointError
@@ -39,7 +39,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     fp32_partitioned_groups_flat: list[Any]
     grad_partitions_flat_buffer: torch.Tensor
     inf_or_nan_tracker: torch.Tensor
-    _is_stepping: bool = False
 
     def __init__(
         self,
@@ -105,15 +104,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         """Zero the gradients, also the reduced ones. DeepSpeed keeps these, and applies that of a parameter which the
         coming step does not use again. The engine calls this after every step; a step calls it before it takes them."""
         super().zero_grad(set_to_none)
-        if not self._is_stepping:
+        if not self._step.takes_gradients:
             self.grad_partitions_flat_buffer.zero_()
 
     def step(self, closure: Any = None) -> None:
-        self._is_stepping = True
-        try:
-            super().step(closure)
-        finally:
-            self._is_stepping = False
+        super().step(closure)
         with self.zenflow_adam.link.keeping():
             self._order_gathers()
 
@@ -124,16 +119,15 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
-        upstream = super().unscale_and_clip_grads
-        stand_in = self.fp32_partitioned_groups_flat[sub_group_id]
+        theirs = super().unscale_and_clip_grads
+        receiver = self.fp32_partitioned_groups_flat[sub_group_id]
 
         def on_one(one: torch.Tensor) -> None:
-            gradient, stand_in.grad = stand_in.grad, one
-            upstream(sub_group_id, total_norm)
-            stand_in.grad = gradient
+            gradient, receiver.grad = receiver.grad, one
+            theirs(sub_group_id, total_norm)
+            receiver.grad = gradient
 
-        with self.zenflow_adam.link.keeping():
-            self._factor.get(on_one)
+        self._find_factor(on_one)
 
     def offload_states(
         self,

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 import deepspeed_ext
-from deepspeed_ext.adapter.step import ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 

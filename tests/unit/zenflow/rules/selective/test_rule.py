@@ -160,8 +160,7 @@ def weights_and_traffic(config: dict, steps: int) -> dict[str, Any]:
         train(engine, [batch])
         after = weights_of(engine)
         changed = sum(int((after[name] != value).sum()) for name, value in before.items())
-        swap = getattr(optimizer, "_exchange_of_hot_blocks", None)
-        exchange = None if swap is None else swap.replacement
+        exchange = getattr(optimizer, "exchange", None)
         trace.append((changed, exchange.bytes_received if exchange else 0))
         before = after
     hot = [len(state.hot.blocks) for state in optimizer.zenflow_adam.rule.states]

@@ -1,0 +1,327 @@
+"""What both ZenFlow optimizers have in common: DeepSpeed steps, `OffloadedAdam` computes.
+
+DeepSpeed's `step` runs unchanged, with receivers in the place of the masters (see `step`). No method body of DeepSpeed
+is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.grad_norm import stand_ins
+from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
+from deepspeed_ext.adapter.upstream import (
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+    ZeROOptimizer,
+    autocasts_to_fp16,
+    host_offload_config,
+)
+from deepspeed_ext.checkpoint import zenflow_section as checkpoint
+from deepspeed_ext.checkpoint.saved_state import Section, read_section
+from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
+from deepspeed_ext.runtime.backend import local_world_size
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
+from deepspeed_ext.zenflow.start import start_adam
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.step.supported import require_publishable, require_supported
+from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
+from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
+
+__all__ = ["ZenFlowStart", "ZenFlowStepping"]
+
+
+@dataclass(frozen=True)
+class ZenFlowStart:
+    """What a ZenFlow optimizer is built with beside DeepSpeed's arguments.
+
+    Attributes:
+        run: the ``zenflow`` section of this run.
+        builders: the ranks that build the engine together.
+        placement: the worker's cores and memory node from the core plan; None: unbound.
+        undo: receives what stops the worker, if the engine's constructor fails later.
+    """
+
+    run: ZenFlowRun
+    builders: RankGroup
+    placement: WorkerPlacement | None
+    undo: ExitStack
+
+
+class ZenFlowStepping(ZeROOptimizer, ABC):
+    """Behaviour shared by both ZenFlow optimizers; precedes DeepSpeed's optimizer of a stage among the bases.
+
+    Attributes:
+        zenflow_adam: the optimizer that owns the worker.
+    """
+
+    zenflow_adam: OffloadedAdam
+    _step: Step
+    offloaded_states: set[Any]
+
+    def _prepare(
+        self,
+        start: ZenFlowStart,
+        groups: Sequence[dict[str, Any]],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Check the settings before DeepSpeed's construction, and change its keyword arguments to those of CPU offload.
+        A collective.
+
+        Raises:
+            ConfigError: on all `builders`; see `require_supported`.
+        """
+        with together(start.builders, otherwise=None):
+            require_supported(kwargs, groups, autocasts_to_fp16=autocasts_to_fp16())
+            self._start = start
+            kwargs["offload_optimizer_config"] = host_offload_config()
+            if kwargs["gradient_accumulation_steps"] > 1:
+                kwargs["gradient_accumulation_dtype"] = torch.float32
+
+    def _start_adam(self, groups: Sequence[int]) -> None:
+        """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
+        names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
+        grad_dtype = getattr(torch, gradient_dtype(*names))
+        weights_dtype = self._weights(0).dtype
+        settings = self._start.run.config
+        require_publishable(settings, dtype_name(weights_dtype))
+        self.zenflow_adam = start_adam(
+            self._start.run,
+            self.optimizer,
+            self._masters,
+            groups,
+            self._weights,
+            grad_dtype=grad_dtype,
+            ranks=RankGroup.of(self.dp_process_group, keeps_scratch=True),
+            placement=self._start.placement,
+            local_ranks=local_world_size(),
+            undo=self._start.undo,
+        )
+        if self.zenflow_adam.ranks.rank == 0:
+            interval = settings.update_interval or "to be measured"
+            how = "every step waits for its own result"
+            if settings.overlapped:
+                how = f"overlapped after {self.zenflow_adam.rule.schedule.warm_up_steps} steps"
+            logger.info(f"ZenFlow: {settings.rule} rule, update_interval {interval}, {how}")
+        self._step = Step(
+            [GradientReceiver(partition.master.data, grad_dtype) for partition in self.zenflow_adam.partitions]
+        )
+
+    @property
+    @abstractmethod
+    def _masters(self) -> list[Any]:
+        """DeepSpeed's list of fp32 partitions."""
+
+    @_masters.setter
+    @abstractmethod
+    def _masters(self, partitions: list[Any]) -> None: ...
+
+    @abstractmethod
+    def _weights(self, index: int) -> torch.Tensor:
+        """The weights of a partition, 1-D [n], in the model's dtype, on the accelerator."""
+
+    # -- stepping -------------------------------------------------------------------------------------------------
+
+    def engine_step(self) -> AbstractContextManager[None]:
+        """Context of DeepSpeed's engine while it steps; see `Step.of_engine`."""
+        return self._step.of_engine()
+
+    def step(self, closure: Any = None) -> None:
+        adam, masters = self.zenflow_adam, self._masters
+        with self._step.of_optimizer():
+            with adam.link.keeping():
+                for index, receiver in enumerate(self._step.receivers):
+                    receiver.data = self._weights(index)
+            # even after an error: they take gradients of the device, as masters do not
+            self._masters = self._step.receivers
+            try:
+                super().step(closure)
+                if self.overflow:
+                    adam.link.raise_kept()
+                else:
+                    adam.end_step()
+            finally:
+                self._masters = masters
+
+    def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
+        """As DeepSpeed's, but computed from the gradients' norms, which need no fp64 copy of each gradient."""
+        if norm_type == 2:
+            norms: list[torch.Tensor] | None = None
+            with self.zenflow_adam.link.keeping():
+                norms = stand_ins(gradients, params)
+            # If that failed, NaN makes every rank skip the step as an overflow.
+            gradients = norms or [
+                torch.full((1,), math.nan, dtype=torch.float32, device=grad.device) for grad in gradients
+            ]
+        return super().get_grad_norm_direct(gradients, params, norm_type)
+
+    def _begin_once(self) -> None:
+        """Begin the step if it has not begun. Called as late as possible, because this may wait for the worker."""
+        if self._step.begin():
+            self.zenflow_adam.begin_step()
+
+    def _find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
+        """Record the factor of the step's gradients: the worker and the estimate apply it."""
+        with self.zenflow_adam.link.keeping():
+            self._step.find_factor(unscale_and_clip)
+
+    def _optimizer_step(self, index: int) -> None:
+        self._begin_once()
+        grad_scale = 1.0  # placeholder: without a factor, the step has kept an error
+        with self.zenflow_adam.link.keeping():
+            grad_scale = self._step.factor
+        self.zenflow_adam.step_partition(index, self._masters[index].grad, grad_scale)
+        if index == len(self._masters) - 1:
+            self.zenflow_adam.finish_weights()
+
+    # -- away from the accelerator --------------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Offload as DeepSpeed does. Masters and moments are on the host already: ``optim_states`` are the room and
+        what the update rule keeps on the accelerator."""
+        wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
+        for receiver in self._step.receivers:  # which keep the last step's weights
+            receiver.release()
+        if OffloadStateTypeEnum.optim_states in wanted:
+            self.zenflow_adam.offload()
+            self._step.phase = StepPhase.AWAY
+        wanted -= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
+        super().offload_states(wanted, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        super().reload_states(non_blocking)
+        self.zenflow_adam.reload()
+        self._step.states_back()
+
+    def require_states_here(self, *states: Any) -> None:
+        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not broken off.
+
+        Raises:
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception, such as Ctrl-C, has
+                ended a step: weights, optimizer, gradients, scheduler and counters may have had a part of it.
+        """
+        if not self.zenflow_adam.link.failed:  # else all ranks get its error
+            self._step.require_whole()
+        is_away = self._step.phase is StepPhase.AWAY
+        away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if is_away else set())
+        if away := away.intersection(states or away):
+            raise StateError(
+                f"engine.offload_states has moved {', '.join(sorted(state.value for state in away))} to the host: "
+                "call engine.reload_states() before the next forward, backward, step, save or load"
+            )
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v in their usual places, plus the ZenFlow section."""
+        self.zenflow_adam.drain()
+        self.zenflow_adam.bind_state()
+        return {**super().state_dict(), checkpoint.SECTION: checkpoint.section(self.zenflow_adam)}
+
+    def load_state_dict(
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        adam, ranks = self.zenflow_adam, self.zenflow_adam.ranks
+        self._drain_together()
+        with together(ranks, CheckpointError):
+            saved = None if checkpoint_folder else self._read_section(state_dict_list)
+        _require_same_position(saved, ranks)
+        super().load_state_dict(
+            state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
+        )
+        with together(ranks, CheckpointError):
+            if load_optimizer_states or checkpoint_folder:
+                self._adopt_state()
+                exact = checkpoint.restore(adam, saved, f"rank {ranks.rank}")
+                self._refresh_weights(saved if exact else None)
+            else:
+                adam.masters_changed()
+        if load_optimizer_states or checkpoint_folder:
+            self._exchange_weights(saved if exact else None)
+
+    def _drain_together(self) -> None:
+        """Wait on all ranks until p, m, v hold every gradient that was handed over. A collective.
+
+        Raises:
+            WorkerError: on every rank, if the worker of any has failed.
+        """
+        self.zenflow_adam.link.wait_together()
+        with together(self.zenflow_adam.ranks, WorkerError):
+            self.zenflow_adam.drain()
+
+    def _read_section(self, state_dict_list: Any) -> Section | None:
+        """Return this rank's ZenFlow section, checked; None if the checkpoint has none.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
+            return None
+        state = state_dict_list[self.zenflow_adam.ranks.rank]
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"the optimizer's state is a {type(state).__name__}, expected a dict: load another checkpoint"
+            )
+        if checkpoint.SECTION not in state:
+            return None
+        return read_section(state[checkpoint.SECTION], [p.master.numel() for p in self.zenflow_adam.partitions])
+
+    def _adopt_state(self) -> None:
+        """Copy the moments and step count that DeepSpeed has loaded to the arena."""
+        checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
+
+    @abstractmethod
+    def _refresh_weights(self, saved: Section | None) -> None:
+        """Update this rank's weights after masters were loaded: from the section if it has them, otherwise from the
+        masters."""
+
+    def _exchange_weights(self, saved: Section | None) -> None:
+        """Send the weights to the other ranks if they were not loaded from the checkpoint. May be a collective."""
+
+    def _restore_from_bit16_weights(self) -> None:
+        self._drain_together()
+        super()._restore_from_bit16_weights()
+        self.zenflow_adam.masters_changed()
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            self.zenflow_adam.close()
+
+
+def _require_same_position(saved: Section | None, ranks: RankGroup) -> None:
+    """Refuse sections of different runs or steps, with which the ranks would diverge later.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    position = (
+        None if saved is None else (saved.rule, saved.block_size, saved.updates, saved.position, dict(saved.schedule))
+    )
+    try:
+        require_same_plan("continuing from the checkpoint", position, ranks)
+    except PlanMismatchError as error:
+        raise agreed(CheckpointError(f"the ranks' ZenFlow sections do not match: {error}"), ranks) from None
