@@ -40,14 +40,14 @@ REDUNDANT = {
     "flatten/staging.py:Staging.to_device: self._wait(chunk_index) (2)": (
         "so that no copy is pending when the chunks are freed; torch's page-locked allocator also sees to that"
     ),
-    "zenflow/worker/hidden_transfers.py:Room.bring_up: self.landed.record()": (
+    "zenflow/transfers/beside_step.py:Room.bring_up: self.landed.record()": (
         "for a step on another stream than that of the reload"
     ),
-    "zenflow/worker/hidden_transfers.py:HiddenTransfers.release: get_accelerator().synchronize()": (
+    "zenflow/transfers/beside_step.py:HiddenTransfers.release: get_accelerator().synchronize()": (
         "so that no copy up is under way when its room is freed; no test gives that memory to others so soon"
     ),
-    "startup.py:StartupProfile.phase": "for the times of the table of start-up",
-    "tuning/measuring_process.py:training_step.step": "for the time of a step",
+    "runtime/start_profile.py:StartupProfile.phase": "for the times of the table of start-up",
+    "cores/tune/measuring_process.py:training_step.step": "for the time of a step",
 }
 """Sites that no number depends on, and why they are there."""
 NOT_NOTICED = "not noticed"

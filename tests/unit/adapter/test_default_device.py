@@ -18,7 +18,7 @@ from tests.support.zenflow import RULES, Outcome, full_masters_of, make_engine, 
 
 PACKAGE = Path(deepspeed_ext.__file__).parent
 FACTORIES = {"arange", "as_tensor", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
-EXEMPT = {"tuning/measuring_process.py"}
+EXEMPT = {"cores/tune/measuring_process.py"}
 """It runs in a process of its own, without any user code."""
 
 

@@ -123,7 +123,7 @@ def test_neighbours_of_the_package_do_not_hide_the_standard_library(
     shutil.copytree(ROOT / "deepspeed_ext", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("enum", "dataclasses", "socket"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
-    monkeypatch.setattr(child_process, "START_PROCESS", package / "_start_process.py")
+    monkeypatch.setattr(child_process, "START_PROCESS", package / "runtime/start_process.py")
     with running() as (_, process):
         process.submit([PASS])
         assert process.wait().number == 1
