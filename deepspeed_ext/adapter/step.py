@@ -24,8 +24,8 @@ scheduler, ``zero_grad``, counters      the same
 ======================================= ==================================== ==========================================
 
 A test records the calls of real steps and compares them with `CALLS`. If an exception leaves a step anywhere, even
-between its parts, weights, optimizer, gradients, scheduler, loss scale and counters may have had a part of it. The phase
-is then BROKEN_OFF, and the engine refuses to go on.
+between its parts, weights, optimizer, gradients, scheduler, loss scale and counters may have had a part of it. The
+phase is then BROKEN_OFF, and the engine refuses to go on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CALLS = {
         "after": (),
     },
     "stage 3": {
-        "before": ("step", "get_grad_norm_direct"),
+        "before": ("step", "get_grad_norm_direct", "zero_grad"),
         "overflow": ("zero_grad",),
         "partition": _OF_A_PARTITION,
         "after": (),

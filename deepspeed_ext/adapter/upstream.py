@@ -272,11 +272,11 @@ def all_gather_of_partitions() -> Callable[..., None]:
 
 
 def exchange_instead(optimizer: Any) -> None:
-    """Let ``optimizer.exchange`` take the place of `all_gather_of_partitions` in the steps of this optimizer.
+    """Let ``optimizer.exchange_partitions`` take the place of `all_gather_of_partitions` for this optimizer.
 
-    DeepSpeed calls that function by a name of its module, with the optimizer's own list of flat buffers. So one function
-    takes its place for good, once any optimizer needs this, and finds the optimizer by that list: nothing is replaced
-    while a step runs, in whatever thread.
+    DeepSpeed calls that function by a name of its module, with the optimizer's own list of flat buffers. So one
+    function takes its place for good, once any optimizer needs this, and finds the optimizer by that list. Nothing is
+    replaced while a step runs, in whatever thread.
     """
     _exchanging.add(optimizer)
     stage_1_and_2_module.all_gather_dp_groups = _gather_or_exchange
@@ -284,7 +284,7 @@ def exchange_instead(optimizer: Any) -> None:
 
 def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
     mine = [optimizer for optimizer in list(_exchanging) if optimizer.bit16_groups_flat is groups_flat]
-    (mine[0].exchange if mine else _all_gather_dp_groups)(groups_flat, *args, **kwargs)
+    (mine[0].exchange_partitions if mine else _all_gather_dp_groups)(groups_flat, *args, **kwargs)
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:

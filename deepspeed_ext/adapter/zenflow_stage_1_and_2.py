@@ -56,11 +56,11 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         start: see `ZenFlowStart`.
 
     Attributes:
-        exchange: under the selective rule, what the ranks exchange weights with at the end of a step.
+        hot_exchange: under the selective rule, how the ranks exchange weights at the end of a step; else None.
     """
 
     single_partition_of_fp32_groups: list[Any]
-    exchange: HotExchange | None = None
+    hot_exchange: HotExchange | None = None
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         with self.startup.phase("optimizer process"), self._direct_buffers.resting():
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
         if self._start.run.config.rule == "selective":
-            self.exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
+            self.hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
             exchange_instead(self)
         self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
@@ -110,6 +110,12 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return self.parallel_partitioned_bit16_groups[index][rank].data
 
     # -- stepping -------------------------------------------------------------------------------------------------
+
+    def exchange_partitions(self, *args: Any, **kwargs: Any) -> None:
+        """Called in place of DeepSpeed's all-gather of weights, under the selective rule; only a step changes less than
+        all of them."""
+        exchange = self.hot_exchange if self._step.takes_gradients else None
+        (exchange or all_gather_of_partitions())(*args, **kwargs)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and counts as an

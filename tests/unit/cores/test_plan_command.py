@@ -176,7 +176,7 @@ def test_picture_shows_every_cpu_once(host: Path, tmp_path: Path, capsys: pytest
 
 def test_plan_needs_neither_torch_nor_deepspeed_nor_pydantic(host: Path) -> None:
     code = (
-        "import sys; from deepspeed_ext import cli; status = cli.main(sys.argv[1:]);"
+        "import sys; from deepspeed_ext.commands import main; status = main.main(sys.argv[1:]);"
         "sys.exit(status or any(name in sys.modules for name in ('torch', 'deepspeed', 'pydantic', 'psutil')))"
     )
     command = [sys.executable, "-c", code, "plan", "--root", str(host)]

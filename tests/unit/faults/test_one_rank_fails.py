@@ -98,7 +98,10 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zenflow_stepping.py:ZenFlowStepping._exchange_weights",
         "adapter/zenflow_stage_1_and_2.py:ZenFlowZeroOptimizer._exchange_weights",
     ),
-    "cannot fail, and is around code with collectives": ("runtime/profiling.py:in_profile", "adapter/upstream.py:swapped"),
+    "cannot fail, and is around code with collectives": (
+        "runtime/profiling.py:in_profile",
+        "adapter/upstream.py:swapped",
+    ),
     "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the rank anyway": (
         "adapter/throughput_timer.py:",
     ),
@@ -144,7 +147,11 @@ HARMLESS = {
 }
 """Where an injected failure need not be an error, by reason."""
 MAY_END_WELL = tuple(name for names in HARMLESS.values() for name in names)
-LEFT_TO_DEEPSPEED = ("checkpoint/reshard/saved.py:", "checkpoint/reshard/layout.py:", "adapter/joint_checkpoint_engine.py:reading")
+LEFT_TO_DEEPSPEED = (
+    "checkpoint/reshard/saved.py:",
+    "checkpoint/reshard/layout.py:",
+    "adapter/joint_checkpoint_engine.py:reading",
+)
 """Where a layout that may be this run's cannot be read. DeepSpeed then loads the checkpoint and reports the damage."""
 
 

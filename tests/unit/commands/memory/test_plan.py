@@ -301,7 +301,7 @@ def test_auto_counts_as_the_default(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_without_a_config_torch_is_not_imported() -> None:
     code = (
-        "import sys; from deepspeed_ext import cli; status = cli.main(sys.argv[1:]);"
+        "import sys; from deepspeed_ext.commands import main; status = main.main(sys.argv[1:]);"
         "sys.exit(status or 3 * ('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, "plan", *NEEDED], capture_output=True, text=True, check=False)

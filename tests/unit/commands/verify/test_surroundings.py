@@ -256,7 +256,13 @@ def test_a_rank_that_ends_with_a_status_after_its_last_stage_has_not_passed(tmp_
 class SignalAt:
     """A trace function that sends this process a signal at the first visit of the n-th line of a check."""
 
-    FILES = ("commands/verify/command.py", "commands/verify/processes.py", "/tempfile.py", "/shutil.py", "/contextlib.py")
+    FILES = (
+        "commands/verify/command.py",
+        "commands/verify/processes.py",
+        "/tempfile.py",
+        "/shutil.py",
+        "/contextlib.py",
+    )
 
     def __init__(self, n: int) -> None:
         self.n, self.seen = n, set[tuple[str, int]]()

@@ -160,7 +160,7 @@ def weights_and_traffic(config: dict, steps: int) -> dict[str, Any]:
         train(engine, [batch])
         after = weights_of(engine)
         changed = sum(int((after[name] != value).sum()) for name, value in before.items())
-        exchange = getattr(optimizer, "exchange", None)
+        exchange = getattr(optimizer, "hot_exchange", None)
         trace.append((changed, exchange.bytes_received if exchange else 0))
         before = after
     hot = [len(state.hot.blocks) for state in optimizer.zenflow_adam.rule.states]
