@@ -1,21 +1,21 @@
 """Lists every member of DeepSpeed that deepspeed_ext relies on, and compares the list with the installed version.
 
-`_upstream` names the classes. This file lists their members: what our subclasses override, call through ``super()``, or
+`upstream` names the classes. This file lists their members: what our subclasses override, call through ``super()``, or
 read or assign through ``self``, and the attributes that DeepSpeed sets on parameters. A test searches our sources for
-members that are missing here. A rename in DeepSpeed is therefore an error at start-up, not an override without effect.
+members that are missing here. A renamed method of DeepSpeed is therefore an error at start-up, not an override without
+effect.
+
+`stand_ins` lists the other side: what DeepSpeed uses of the objects that we put in the place of its own.
 """
 
 from __future__ import annotations
 
-import dis
 import importlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
-__all__ = ["ASSIGNED", "CONTRACT", "EXISTS", "Takes", "broken"]
+__all__ = ["ASSIGNED", "CONTRACT", "EXISTS", "Takes", "broken", "undecorated"]
 
 EXISTS = "exists"
 """A class, a property, or a function whose parameters do not matter."""
@@ -293,7 +293,10 @@ CONTRACT: dict[str, dict[str, Member]] = {
 
 
 def broken() -> list[str]:
-    """Compare the installed DeepSpeed with `CONTRACT`; return one line per member that differs."""
+    """Compare the installed DeepSpeed with `CONTRACT`; return one line per member that differs.
+
+    What is `ASSIGNED` only a test compares, because that takes reading DeepSpeed's bytecode.
+    """
     found = []
     for owner_name, members in CONTRACT.items():
         module_name, _, class_name = owner_name.partition(":")
@@ -303,24 +306,21 @@ def broken() -> list[str]:
         except (ImportError, AttributeError):
             found.append(f"{owner_name} does not exist")
             continue
-        assigned = _assigned_by(owner, {name for name, expected in members.items() if expected == ASSIGNED})
         for name, expected in members.items():
-            if difference := _difference(owner, name, expected, assigned):
+            if expected != ASSIGNED and (difference := _difference(owner, name, expected)):
                 found.append(f"{owner_name}.{name} {difference}")
     return found
 
 
-def _difference(owner: Any, name: str, expected: Member, assigned: set[str]) -> str:
-    """Say how a member differs from what is expected; empty if it does not."""
-    if expected == ASSIGNED:
-        return "" if name in assigned else "is not assigned anywhere"
+def _difference(owner: Any, name: str, expected: Member) -> str:
+    """Say how a member that is not `ASSIGNED` differs from what is expected; empty if it does not."""
     try:
         member = inspect.getattr_static(owner, name)
     except AttributeError:
         return "does not exist"
     if expected == EXISTS:
         return ""
-    parameters = tuple(inspect.signature(_undecorated(member)).parameters)
+    parameters = tuple(inspect.signature(undecorated(member)).parameters)
     if isinstance(expected, Takes):
         lacking = [parameter for parameter in expected.names if parameter not in parameters]
         return f"takes no parameter {', '.join(lacking)}" if lacking else ""
@@ -328,133 +328,9 @@ def _difference(owner: Any, name: str, expected: Member, assigned: set[str]) -> 
     return "" if found == expected else f"takes {found}, expected {expected}"
 
 
-def _undecorated(member: Any) -> Any:
+def undecorated(member: Any) -> Any:
     """Return the function inside a ``(*args, **kwargs)`` decorator, as for DeepSpeed's profiler ranges; or `member`."""
     cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
     functions = [cell for cell in cells if inspect.isfunction(cell)]
     takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")
     return functions[0] if takes_anything and len(functions) == 1 else member
-
-
-def _assigned_by(owner: Any, wanted: set[str]) -> set[str]:
-    """Return those of `wanted` that the class's methods assign to ``self``, or the module's functions to any object."""
-    if inspect.isclass(owner):
-        classes = [each for each in owner.__mro__ if each.__module__.startswith("deepspeed.")]
-        functions = []
-    else:
-        inside = [each for each in vars(owner).values() if getattr(each, "__module__", "") == owner.__name__]
-        classes = [each for each in inside if inspect.isclass(each)]
-        functions = [each for each in inside if inspect.isfunction(each)]
-    functions += [each for a_class in classes for each in vars(a_class).values() if inspect.isfunction(each)]
-    found: set[str] = set()
-    for function in functions:
-        if found == wanted:
-            break
-        found.update(_stores(_undecorated(function).__code__, wanted - found, to_self=inspect.isclass(owner)))
-    return found
-
-
-def _stores(code: CodeType, wanted: set[str], to_self: bool) -> Iterator[str]:
-    """Yield those of `wanted` that a function, or one inside it, assigns: to ``self``, or to any object."""
-    if not wanted.isdisjoint(code.co_names):
-        before: Any = None
-        for instruction in dis.get_instructions(code):
-            stores = instruction.opname == "STORE_ATTR" and instruction.argval in wanted
-            if stores and (before == "self" or not to_self):
-                yield instruction.argval
-            # Python 3.13 may load two names by one instruction.
-            before = instruction.argval
-            before = before[-1] if isinstance(before, tuple) and before else before
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _stores(constant, wanted, to_self)
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """An object of ours that DeepSpeed finds in the place of one of its own. A test compares `uses` with its source.
-
-    Attributes:
-        ours: our class, as ``module:Class`` inside `deepspeed_ext.adapter` or with its full name.
-        where: the functions of DeepSpeed that have it, as ``module:Class.function``.
-        known_as: the expressions by which they reach it; ``*`` stands for anything.
-        uses: the attributes of it that they use; ``()``: they call it.
-    """
-
-    ours: str
-    where: tuple[str, ...]
-    known_as: tuple[str, ...]
-    uses: frozenset[str]
-
-
-_STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
-_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
-_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
-
-STAND_INS = (
-    StandIn(
-        "step:GradientReceiver",
-        (f"{_STAGE_1_AND_2}step", f"{_STAGE_1_AND_2}_optimizer_step"),
-        ("self.single_partition_of_fp32_groups[*]",),
-        frozenset({"data", "dtype", "grad"}),
-    ),
-    StandIn(
-        "step:GradientReceiver",
-        tuple(
-            f"{_STAGE_3}{name}"
-            for name in (
-                "step",
-                "_optimizer_step",
-                "_prepare_sub_group",
-                "_prepare_fp32_grad_for_sub_group",
-                "unscale_and_clip_grads",
-                "_reassign_or_swap_out_partitioned_parameters",
-                "_release_sub_group",
-            )
-        ),
-        ("self.fp32_partitioned_groups_flat[*]",),
-        frozenset({"data", "dtype", "grad", "numel"}),
-    ),
-    StandIn(
-        "weak_engine:WeakEngine",
-        (f"{_ENGINE}_create_module_forward_pre_hook", f"{_ENGINE}_create_module_forward_post_hook"),
-        ("self",),
-        frozenset({"_forward_epilogue", "_forward_prologue", "module"}),
-    ),
-    StandIn(
-        "upstream:_RoomyAccelerator",
-        (f"{_STAGE_1_AND_2}__init__",),
-        ("get_accelerator()",),
-        frozenset(
-            {
-                "Stream",
-                "available_memory",
-                "current_device_name",
-                "device_name",
-                "is_available",
-                "is_synchronized_device",
-                "pin_memory",
-            }
-        ),
-    ),
-    StandIn(
-        "resharding:_OpenedFile",
-        (f"{_ENGINE}_load_checkpoint",),
-        ("self.checkpoint_engine",),
-        frozenset({"load"}),
-    ),
-    StandIn(
-        "gather_hooks:GatherHandle",
-        (f"{_COORDINATOR}fetch_sub_module", f"{_COORDINATOR}_clean_inflight_param_registry"),
-        ("self.__inflight_param_registry.pop(*)", "handle"),
-        frozenset({"wait"}),
-    ),
-    StandIn(
-        "deepspeed_ext.zenflow.rules.selective.exchange:HotExchange",
-        (f"{_STAGE_1_AND_2}step",),
-        ("all_gather_dp_groups",),
-        frozenset({"()"}),
-    ),
-)
-"""The objects of ours that DeepSpeed uses as if they were its own."""

@@ -69,7 +69,7 @@ class FetchedParameter(PendingParameter):
 
 
 class GatherHandle:
-    """The handle of a running fetch, with the interface of DeepSpeed's handles (`contract.STAND_INS`)."""
+    """The handle of a running fetch, with the interface of DeepSpeed's handles (`stand_ins`)."""
 
     def __init__(self, works: list[Work], pending: list[FetchedParameter], upstream: Sequence[Any] = ()) -> None:
         self._works = works

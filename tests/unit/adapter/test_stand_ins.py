@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.adapter.contract import STAND_INS, StandIn, _undecorated
+from deepspeed_ext.adapter.contract import undecorated
+from deepspeed_ext.adapter.stand_ins import STAND_INS, StandIn
 
 
 def function_of(where: str) -> Any:
@@ -19,7 +20,7 @@ def function_of(where: str) -> Any:
     found = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
-    return _undecorated(found)
+    return undecorated(found)
 
 
 def is_known(node: ast.AST, names: set[str]) -> bool:
