@@ -20,6 +20,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.checkpoint import constants as checkpoint_keys
 from deepspeed.runtime import engine as engine_module
@@ -78,6 +79,7 @@ __all__ = [
     "accelerator_branch_only",
     "all_gather_of_partitions",
     "autocasts_to_fp16",
+    "can_register_host_memory",
     "check",
     "checkpoint_keys",
     "communication_dtype",
@@ -248,6 +250,11 @@ def pipeline_topology(model: Any) -> Any:
 def local_rank() -> int:
     """Return this rank's number on its host, from the launcher's environment variable."""
     return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def can_register_host_memory() -> bool:
+    """Whether the accelerator's class can page-lock memory that its runtime did not allocate."""
+    return type(get_accelerator()).register_host_memory is not DeepSpeedAccelerator.register_host_memory
 
 
 def group_timeout_seconds(group: Any) -> float:

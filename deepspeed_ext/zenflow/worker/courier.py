@@ -152,9 +152,14 @@ class Courier:
         if self._errors:
             raise self._errors[0]
 
-    def close(self) -> None:
-        """End the thread. Close the worker first, on which it may be waiting. Idempotent."""
+    def close(self) -> bool:
+        """End the thread. Close the worker first, on which it may be waiting. Idempotent.
+
+        Returns:
+            Whether it has ended; else it waits for the accelerator.
+        """
         self._finalizer()
+        return not self._thread.is_alive()
 
 
 def _carry_all(

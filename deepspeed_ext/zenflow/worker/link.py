@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -102,6 +104,10 @@ class WorkerLink:
                     self.transfers = HiddenTransfers(
                         self.process, results, rooms, block_size, timeout_seconds, metrics.waiting
                     )
+                parts = self.process, self.transfers, self.page_locks
+                # Runs at `close` or at garbage collection. Not at exit, which frees everything without a wait.
+                self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
+                self._end_copies.atexit = False
                 self.lock([spec.key for spec in specs if spec.touched and spec.exchanged])
         except BaseException:
             self.close()
@@ -140,6 +146,13 @@ class WorkerLink:
             if tasks:
                 self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
             self.transfers.depart(tasks, publishes)
+
+    def start_copies(self) -> None:
+        """Let the copies of the gradients that `transfers` has taken start (see `Transfers.start`). Does nothing if
+        this rank has failed."""
+        if not self.failed:
+            with self.keeping():
+                self.transfers.start()
 
     def wait(self) -> Exception | None:
         """Wait for everything in flight on this rank.
@@ -192,9 +205,8 @@ class WorkerLink:
         """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed start."""
         if hasattr(self, "process"):
             self.process.close()
-        if hasattr(self, "transfers"):
-            self.transfers.close()
-        self.page_locks.unlock()
+        if hasattr(self, "_end_copies"):
+            self._end_copies()
         if hasattr(self, "arena"):
             self.arena.close()
 
@@ -204,6 +216,21 @@ class WorkerLink:
         self.close()
         if hasattr(self, "arena"):
             self.arena.discard()
+
+
+def _end_copies(process: OptimizerProcess, transfers: Transfers, page_locks: PageLocks, owner_pid: int) -> None:
+    """Unlock memory once no copy is under way; if one does not end, leave everything that it uses."""
+    if os.getpid() != owner_pid:  # a forked process must not use the accelerator
+        return
+    process.close()
+    if transfers.close():
+        page_locks.unlock()
+    else:
+        page_locks.leave(transfers)
+        logger.warning(
+            "copies between accelerator and host have not ended, perhaps behind a collective that a rank has left: "
+            "their memory stays locked until this process ends"
+        )
 
 
 def _results(arena: Arena) -> list[Results]:
