@@ -22,6 +22,7 @@ from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.zenflow.device_sizes import chunk_of, dtype_name, room_bytes
 from deepspeed_ext.zenflow.stopwatch import Stopwatch, StreamStopwatch
 from deepspeed_ext.zenflow.worker import streams
+from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.courier import Courier, Parcel
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -252,9 +253,9 @@ class HiddenTransfers(Transfers):
             end = min(begin + self._chunk_numel, numel)
             yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), room, host)
 
-    def wait(self) -> float:
-        self._courier.wait()
-        return super().wait()
+    def wait(self, within: Patience | None = None) -> float:
+        self._courier.wait(within)
+        return super().wait(within)
 
     def results(self, index: int) -> Results:
         room = self._rooms[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from deepspeed_ext._agreement import KeptError, RankGroup, raise_together, together
 from deepspeed_ext._logging import logger
 from deepspeed_ext._undo import on_failure
-from deepspeed_ext._upstream import dist
+from deepspeed_ext._upstream import dist, group_timeout_seconds
 from deepspeed_ext.affinity.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext.host import memory
@@ -19,13 +20,17 @@ from deepspeed_ext.host.procfs import host_id
 from deepspeed_ext.zenflow.kernel import library_path
 from deepspeed_ext.zenflow.metrics import Metrics
 from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
+from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.hidden_transfers import HiddenTransfers, allocate_rooms
-from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from deepspeed_ext.zenflow.worker.transfers import Results, Transfers
 
 __all__ = ["UpdatePhase", "WorkerLink"]
+
+_SHARE_OF_GROUP_TIMEOUT = 0.8
+"""The rest is for the time by which the other ranks are ahead."""
 
 
 class UpdatePhase(enum.Enum):
@@ -87,6 +92,8 @@ class WorkerLink:
         self._metrics = metrics
         self._kept = KeptError()
         self._gradients_in_flight = 0
+        self._touched = {spec.key for spec in specs if spec.touched}
+        self._longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
         on_failure(self.abandon)
         layout = plan_layout(specs)
         plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
@@ -116,7 +123,15 @@ class WorkerLink:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
 
     def lock(self, keys: Sequence[ArrayKey]) -> None:
-        """Page-lock these arrays, so that their copies overlap with computation. Idempotent."""
+        """Page-lock these arrays, so that their copies overlap with computation. Idempotent.
+
+        First the worker touches them: locking pages that nobody has touched would place them on this process's memory
+        node, and clear them with one thread.
+        """
+        new = [key for key in keys if key not in self._touched]
+        if new:
+            self.process.wait_for(self.process.submit([ArenaTouch(tuple(new))]))
+            self._touched.update(new)
         self.page_locks.lock([self.arena.tensor(*key) for key in keys])
 
     @contextmanager
@@ -155,15 +170,17 @@ class WorkerLink:
                 self.transfers.start()
 
     def wait(self) -> Exception | None:
-        """Wait for everything in flight on this rank.
+        """Wait for everything in flight on this rank. With progress too, that ends before the collective of the ranks
+        that wait for this one times out.
 
         Returns:
             The kept error, if any, which `wait_together` raises on all ranks.
         """
         if not self.failed:
             with self.keeping():
-                self.write_wait_seconds += self.process.wait_for_writes()
-                seconds = self.transfers.wait()
+                within = Patience(self._longest_wait_seconds)
+                self.write_wait_seconds += self.process.wait_for_writes(within)
+                seconds = self.transfers.wait(within)
                 if self.phase is UpdatePhase.IN_FLIGHT:
                     self.phase = UpdatePhase.ARRIVED
                     self._metrics.note_worker(seconds, self._gradients_in_flight)
@@ -239,6 +256,18 @@ def _results(arena: Arena) -> list[Results]:
     partitions = [key.partition for key in keys if key.kind == "y"]
     means = {key.partition: arena.tensor(*key) for key in keys if key.kind == "block_means"}
     return [Results(arena.tensor("y", index), means.get(index)) for index in partitions]
+
+
+def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
+    """How long this rank may wait for a worker that makes progress, so that the others' collective does not time out.
+
+    Args:
+        timeout_seconds: longest wait without progress; it is below the group's timeout.
+        ranks: those that wait for this one.
+    """
+    if ranks.size == 1:
+        return math.inf
+    return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * group_timeout_seconds(ranks.group))
 
 
 def _require_room(nbytes: int, ranks: RankGroup) -> None:

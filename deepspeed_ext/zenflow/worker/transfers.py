@@ -11,6 +11,7 @@ import torch
 from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.zenflow.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.worker import streams
+from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
@@ -99,14 +100,17 @@ class Transfers:
         if tasks:
             self._process.submit(tasks)
 
-    def wait(self) -> float:
+    def wait(self, within: Patience | None = None) -> float:
         """Wait until everything that departed has arrived and is processed, and the work is done that was launched on
         the trainer's stream before the last gradients started, such as copies to the host.
+
+        Args:
+            within: longest wait in all; None: as long as there is progress.
 
         Returns:
             Seconds of the worker's work since the last call that had to wait for any.
         """
-        return self._process.wait().seconds
+        return self._process.wait(within=within).seconds
 
     def results(self, index: int) -> Results:
         """A partition's results, for work on the current stream; on the host or on the accelerator."""
