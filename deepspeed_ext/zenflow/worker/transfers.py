@@ -39,8 +39,8 @@ class Transfers:
 
     On an accelerator without streams (the CPU), copies are done when the calls return.
 
-    A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` and `results` come before the
-    results are used, in this step or a later one.
+    A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` and `results` come before
+    the results are used, in this step or a later one.
 
     Args:
         process: the worker.

@@ -235,8 +235,8 @@ def test_a_worker_without_its_cpus_runs_elsewhere_and_warns() -> None:
 
 
 class RefusingRuntime(TorchFunctionMode):
-    """An accelerator whose runtime is under a small ``ulimit -l``. As the real one does, it keeps the error of a refused call,
-    and raises it when the next kernel is launched."""
+    """An accelerator under a small ``ulimit -l``. As the real one does, it keeps the error of a refused call, and
+    raises it when the next kernel is launched."""
 
     KERNELS = (torch.ones, torch.zeros, torch.Tensor.copy_, torch.Tensor.zero_, torch.Tensor.fill_, torch.Tensor.clone)
 
