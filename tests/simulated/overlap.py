@@ -48,6 +48,7 @@ class Way:
     hidden: bool | None
     layers: int = 24
     chunks: int = 16
+    overlap_comm: bool = False
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -56,6 +57,8 @@ class Way:
         # The simulated accelerator has no fused norm, so the norm alone would take a tenth of a step.
         config["gradient_clipping"] = 0.0
         zero = config["zero_optimization"]
+        if self.overlap_comm:
+            zero["overlap_comm"] = True
         if self.stage == 3:
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
         if self.hidden is None:
@@ -161,6 +164,19 @@ def inside_and_beside(quick: bool, traces: Path | None) -> list[dict[str, Any]]:
         rows[-1]["exposed copies / step"] = found["exposed"]
         if traces:
             _write_trace(found["spans"], traces / f"{str(way).replace(', ', '_').replace(' ', '-')}.json")
+    return rows
+
+
+def device_waits(links: Sequence[float]) -> list[dict[str, Any]]:
+    """A row for each share of a step that copies take: steps with ``overlap_comm``, with which DeepSpeed waits for the
+    device after every backward at stages 1 and 2, and without, over a step alone."""
+    rows = []
+    for accumulation, link in product((1, 4), links):
+        without, with_ = (
+            figures(Way(2, 1, accumulation, True, overlap_comm=waits), [(link, WORKER)])[0] for waits in (False, True)
+        )
+        row = {"accumulation": accumulation, "link": link, "step / step alone": without["step"]}
+        rows.append({**row, "with overlap_comm": with_["step"], "idle": with_["idle"]})
     return rows
 
 

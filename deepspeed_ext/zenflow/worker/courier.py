@@ -184,9 +184,22 @@ def _carry_all(
                 if not errors:
                     shipment.carry()
             except BaseException as error:  # raised again by the trainer's next wait
-                errors.append(error)
+                errors.append(_explained(error))
             finally:
                 shipment.finish()
+
+
+def _explained(error: BaseException) -> BaseException:
+    """The error, or what it means if a capture of a graph by another thread has forbidden this one its calls."""
+    if isinstance(error, RuntimeError) and "captur" in str(error).lower():
+        explained = WorkerError(
+            "copies between accelerator and optimizer process were under way while a graph was captured in a mode that "
+            f"forbids calls of other threads ({str(error).splitlines()[0]}): capture with "
+            'capture_error_mode="thread_local", an argument of torch\'s context for graphs, or before the first step'
+        )
+        explained.__cause__ = error
+        return explained
+    return error
 
 
 def _end(calls: queue.SimpleQueue[bool], thread: threading.Thread, owner_pid: int) -> None:
