@@ -1,6 +1,7 @@
 """Measure in the model of time how much of the optimizer's transfers a step hides. A simulation, not a device.
 
     python -m tests.simulated.overlap [--traces FOLDER] [--quick]
+    python -m tests.simulated.overlap --device-waits
 
 Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of the step and beside
 the next. Then the link slows down from 0.1 to 2 of a step. A step is calibrated: what the same training takes with an
@@ -228,8 +229,13 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder for Chrome traces of both ways")
     parser.add_argument("--quick", action="store_true", help="of the first table, stage 2 and one rank only")
     parser.add_argument("--links", type=float, nargs="+", default=list(SLOWER), help="of the last table")
+    parser.add_argument("--device-waits", action="store_true", help="only what waits for the whole device expose")
     arguments = parser.parse_args()
     print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
+    if arguments.device_waits:
+        rows = device_waits((LINK, 2 * LINK))
+        print(f"\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
+        return
     tables = []
     ways = partial(inside_and_beside, arguments.quick, arguments.traces)
     for make in (ways, beside_zero, partial(slower_links, arguments.links)):
