@@ -283,8 +283,9 @@ class OptimizerProcess:
                 if has_ended:
                     raise self._failure(self._how_it_ended())
                 if patience.is_over:
-                    late = within is not None and within.is_over
-                    raise self._lateness(within) if late else self._silence(what, patience.seconds)
+                    if within is not None and within.is_over:
+                        raise self._lateness(within)
+                    raise self._silence(what, patience.seconds)
             self._channel.idle(patience, is_shared=self._waiters > 1)
 
     def _exchange(self) -> None:
