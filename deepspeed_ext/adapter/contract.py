@@ -77,7 +77,12 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "PipelineEngine": EXISTS,
         "initialize": EXISTS,
     },
-    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": {"pin_empty": EXISTS},
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": {
+        "pin_empty": EXISTS,
+        "pin_memory_alignment": "(self)",
+        "register_host_memory": "(self, address, num_bytes)",
+        "unregister_host_memory": "(self, address)",
+    },
     "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {"adam_w_mode": ASSIGNED},
     "deepspeed.ops.adam.fused_adam:FusedAdam": {"adam_w_mode": ASSIGNED},
     "deepspeed.comm.torch": {"build_shm_op": "()"},

@@ -19,6 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
@@ -77,6 +78,7 @@ __all__ = [
     "accelerator_branch_only",
     "all_gather_of_partitions",
     "autocasts_to_fp16",
+    "can_register_host_memory",
     "check",
     "communication_dtype",
     "counted_alike",
@@ -232,6 +234,11 @@ def counted_alike(params: Sequence[Any]) -> bool:
 def pipeline_topology(model: Any) -> Any:
     """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any other model."""
     return model.mpu() if isinstance(model, PipelineModule) else None
+
+
+def can_register_host_memory() -> bool:
+    """Whether the accelerator's class can page-lock memory that its runtime did not allocate."""
+    return type(get_accelerator()).register_host_memory is not DeepSpeedAccelerator.register_host_memory
 
 
 class _RoomyAccelerator:

@@ -1,6 +1,7 @@
 """Measure in the model of time how much of the optimizer's transfers a step hides. A simulation, not a device.
 
     python -m tests.simulated.overlap [--traces FOLDER] [--quick]
+    python -m tests.simulated.overlap --device-waits
 
 Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of the step and beside
 the next. Then the link slows down from 0.1 to 2 of a step. A step is calibrated: what the same training takes with an
@@ -48,6 +49,7 @@ class Way:
     hidden: bool | None
     layers: int = 24
     chunks: int = 16
+    overlap_comm: bool = False
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -56,6 +58,8 @@ class Way:
         # The simulated accelerator has no fused norm, so the norm alone would take a tenth of a step.
         config["gradient_clipping"] = 0.0
         zero = config["zero_optimization"]
+        if self.overlap_comm:
+            zero["overlap_comm"] = True
         if self.stage == 3:
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
         if self.hidden is None:
@@ -164,6 +168,19 @@ def inside_and_beside(quick: bool, traces: Path | None) -> list[dict[str, Any]]:
     return rows
 
 
+def device_waits(links: Sequence[float]) -> list[dict[str, Any]]:
+    """A row for each share of a step that copies take: steps with ``overlap_comm``, with which DeepSpeed waits for the
+    device after every backward at stages 1 and 2, and without, over a step alone."""
+    rows = []
+    for accumulation, link in product((1, 4), links):
+        without, with_ = (
+            figures(Way(2, 1, accumulation, True, overlap_comm=waits), [(link, WORKER)])[0] for waits in (False, True)
+        )
+        row = {"accumulation": accumulation, "link": link, "step / step alone": without["step"]}
+        rows.append({**row, "with overlap_comm": with_["step"], "idle": with_["idle"]})
+    return rows
+
+
 def beside_zero() -> list[dict[str, Any]]:
     """A row for each stage: how long a step of plain ZeRO takes, over one with hidden transfers."""
     rows = []
@@ -212,8 +229,13 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder for Chrome traces of both ways")
     parser.add_argument("--quick", action="store_true", help="of the first table, stage 2 and one rank only")
     parser.add_argument("--links", type=float, nargs="+", default=list(SLOWER), help="of the last table")
+    parser.add_argument("--device-waits", action="store_true", help="only what waits for the whole device expose")
     arguments = parser.parse_args()
     print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
+    if arguments.device_waits:
+        rows = device_waits((LINK, 2 * LINK))
+        print(f"\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
+        return
     tables = []
     ways = partial(inside_and_beside, arguments.quick, arguments.traces)
     for make in (ways, beside_zero, partial(slower_links, arguments.links)):

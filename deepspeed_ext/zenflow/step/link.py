@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import math
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime import host_memory as memory
-from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.backend import dist, group_timeout_seconds
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
@@ -18,11 +21,15 @@ from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocat
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
+from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
-from deepspeed_ext.zenflow.worker.messages import WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["UpdatePhase", "WorkerLink"]
+
+_SHARE_OF_GROUP_TIMEOUT = 0.8
+"""The rest is for the time by which the other ranks are ahead."""
 
 
 class UpdatePhase(enum.Enum):
@@ -84,6 +91,8 @@ class WorkerLink:
         self._metrics = metrics
         self._kept = KeptError()
         self._gradients_in_flight = 0
+        self._touched = {spec.key for spec in specs if spec.touched}
+        self._longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
         layout = plan_layout(specs)
         plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
         _require_room(bytes_at_start(specs), ranks)
@@ -100,6 +109,10 @@ class WorkerLink:
                     self.transfers = HiddenTransfers(
                         self.process, results, rooms, block_size, timeout_seconds, metrics.waiting
                     )
+                parts = self.process, self.transfers, self.page_locks
+                # Runs at `close` or at garbage collection. Not at exit, which frees everything without a wait.
+                self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
+                self._end_copies.atexit = False
                 self.lock([spec.key for spec in specs if spec.touched and spec.exchanged])
         except BaseException:
             self.abandon()
@@ -108,7 +121,15 @@ class WorkerLink:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
 
     def lock(self, keys: Sequence[ArrayKey]) -> None:
-        """Page-lock these arrays, so that their copies overlap with computation. Idempotent."""
+        """Page-lock these arrays, so that their copies overlap with computation. Idempotent.
+
+        First the worker touches them: locking pages that nobody has touched would place them on this process's memory
+        node, and clear them with one thread.
+        """
+        new = [key for key in keys if key not in self._touched]
+        if new:
+            self.process.wait_for(self.process.submit([ArenaTouch(tuple(new))]))
+            self._touched.update(new)
         self.page_locks.lock([self.arena.tensor(*key) for key in keys])
 
     @contextmanager
@@ -139,16 +160,25 @@ class WorkerLink:
                 self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
             self.transfers.depart(tasks, publishes)
 
+    def start_copies(self) -> None:
+        """Let the copies of the gradients that `transfers` has taken start (see `Transfers.start`). Does nothing if
+        this rank has failed."""
+        if not self.failed:
+            with self.keeping():
+                self.transfers.start()
+
     def wait(self) -> Exception | None:
-        """Wait for everything in flight on this rank.
+        """Wait for everything in flight on this rank. With progress too, that ends before the collective of the ranks
+        that wait for this one times out.
 
         Returns:
             The kept error, if any, which `wait_together` raises on all ranks.
         """
         if not self.failed:
             with self.keeping():
-                self.write_wait_seconds += self.process.wait_for_writes()
-                seconds = self.transfers.wait()
+                within = Patience(self._longest_wait_seconds)
+                self.write_wait_seconds += self.process.wait_for_writes(within)
+                seconds = self.transfers.wait(within)
                 if self.phase is UpdatePhase.IN_FLIGHT:
                     self.phase = UpdatePhase.ARRIVED
                     self._metrics.note_worker(seconds, self._gradients_in_flight)
@@ -190,9 +220,8 @@ class WorkerLink:
         """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed start."""
         if hasattr(self, "process"):
             self.process.close()
-        if hasattr(self, "transfers"):
-            self.transfers.close()
-        self.page_locks.unlock()
+        if hasattr(self, "_end_copies"):
+            self._end_copies()
         if hasattr(self, "arena"):
             self.arena.close()
 
@@ -204,12 +233,39 @@ class WorkerLink:
             self.arena.discard()
 
 
+def _end_copies(process: OptimizerProcess, transfers: Transfers, page_locks: PageLocks, owner_pid: int) -> None:
+    """Unlock memory once no copy is under way; if one does not end, leave everything that it uses."""
+    if os.getpid() != owner_pid:  # a forked process must not use the accelerator
+        return
+    process.close()
+    if transfers.close():
+        page_locks.unlock()
+    else:
+        page_locks.leave(transfers)
+        logger.warning(
+            "copies between accelerator and host have not ended, perhaps behind a collective that a rank has left: "
+            "their memory stays locked until this process ends"
+        )
+
+
 def _results(arena: Arena) -> list[Results]:
     """What the worker writes for the trainer, of each partition in order."""
     keys = [array.spec.key for array in arena.layout.arrays]
     partitions = [key.partition for key in keys if key.kind == "y"]
     means = {key.partition: arena.tensor(*key) for key in keys if key.kind == "block_means"}
     return [Results(arena.tensor("y", index), means.get(index)) for index in partitions]
+
+
+def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
+    """How long this rank may wait for a worker that makes progress, so that the others' collective does not time out.
+
+    Args:
+        timeout_seconds: longest wait without progress; it is below the group's timeout.
+        ranks: those that wait for this one.
+    """
+    if ranks.size == 1:
+        return math.inf
+    return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * group_timeout_seconds(ranks.group))
 
 
 def _require_room(nbytes: int, ranks: RankGroup) -> None:

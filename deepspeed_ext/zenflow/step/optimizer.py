@@ -130,6 +130,8 @@ class OffloadedAdam:
             if plan.waits_last:
                 self.link.receive()
             self.rule.write_weights(plan)
+            if not plan.waits_last:
+                self.link.start_copies()  # beside what DeepSpeed does with the weights, which may wait for the device
 
     def end_step(self) -> None:
         """Hand over what the plan says, without waiting for the worker. A collective only while the interval is

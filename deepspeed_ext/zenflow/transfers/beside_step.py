@@ -20,16 +20,22 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
+from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 from deepspeed_ext.zenflow.transfers.device_sizes import chunk_of, dtype_name, room_bytes
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
+from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["HiddenTransfers", "Room", "allocate_rooms"]
 
 CHUNK_NUMEL = 1 << 24
-"""Elements of a chunk, before rounding to whole blocks."""
+"""Fewest elements of a chunk, before rounding to whole blocks."""
+
+MOST_CHUNKS = 64
+"""Chunks of all partitions, but for the last of each: the trainer launches two tasks for each of them in a step, and
+what a step waits for longer than its own copies and passes is about one chunk of each."""
 
 _FREE_SHARE = 0.1
 """Share of the device memory that stays free if rooms are not asked for."""
@@ -127,6 +133,12 @@ def _room_bytes(host: Results, grad_dtype: torch.dtype) -> int:
     return room_bytes(host.published.numel(), dtype_name(grad_dtype), dtype_name(host.published.dtype), means)
 
 
+def chunk_numel(numel: int, block_size: int) -> int:
+    """Elements of a chunk, if all partitions together have `numel`."""
+    fewest = -(-numel // MOST_CHUNKS)
+    return max(chunk_of(CHUNK_NUMEL, block_size), -(-fewest // block_size) * block_size)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A run of blocks of a partition, with its arrays on both sides."""
@@ -136,13 +148,18 @@ class Chunk:
     room: Room
     host: Results
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no other chunk of the partition follows."""
+        return self.span.end == self.host.published.numel()
+
     def start_down(self) -> None:
         """Start copying the gradient to its slot, on the current stream."""
         assert self.room.slot is not None
         self.room.slot[slice(*self.span)].copy_(self.room.gradient[slice(*self.span)], non_blocking=True)
 
     def start_up(self, stream: Any) -> None:
-        """Start copying the results to the room. The newest of these copies counts as the last.
+        """Start copying the results to the room.
 
         The gradient has arrived, so what was launched before it is done: nobody reads the room's older contents.
         """
@@ -153,7 +170,8 @@ class Chunk:
             ):
                 if target is not None and source is not None:
                     target[slice(*part)].copy_(source[slice(*part)], non_blocking=True)
-            self.room.landed.record(stream)
+            if self.is_last:
+                self.room.landed.record(stream)
 
 
 class HiddenTransfers(Transfers):
@@ -178,7 +196,9 @@ class HiddenTransfers(Transfers):
         super().__init__(process, results, waiting)
         accelerator = get_accelerator()
         self._block_size = block_size
+        self._chunk_numel = chunk_numel(sum(host.published.numel() for host in results), block_size)
         self._rooms = rooms
+        self._sent: dict[int, list[tuple[Chunk, Any]]] = {}  # by partition: chunks that nobody carries yet
         self._up = accelerator.Stream()
         self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()  # one per thread
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
@@ -191,32 +211,35 @@ class HiddenTransfers(Transfers):
         room.gradient.copy_(grad)
         room.slot = slot
 
+    def start(self) -> None:
+        taken = [index for index, room in enumerate(self._rooms) if room.slot is not None]
+        if not taken:
+            return
+        filled = streams.blocking_event()
+        filled.record(get_accelerator().current_stream())
+        self._down.wait_event(filled)
+        with get_accelerator().stream(self._down), self._downwards.measured():
+            for index in taken:
+                self._sent[index] = [(chunk, self._sent_down(chunk)) for chunk in self._chunks(index)]
+                self._rooms[index].slot = None
+
     def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
-        by_index, stream = {task.partition: task for task in tasks}, get_accelerator().current_stream()
-        departed = _blocking_event()
-        departed.record(stream)
-        self._down.wait_event(departed)
-        parcels = []
-        for index, room in enumerate(self._rooms):
-            if room.slot is None and index not in by_index:
-                continue
-            for chunk in self._chunks(index):
-                arrived = departed if room.slot is None else self._sent_down(chunk)
+        self.start()
+        by_index, sent = {task.partition: task for task in tasks}, self._sent
+        departed, parcels = streams.blocking_event(), []
+        departed.record(get_accelerator().current_stream())
+        for index in sorted(by_index.keys() | sent.keys()):
+            for chunk, arrived in sent.pop(index, None) or [(chunk, departed) for chunk in self._chunks(index)]:
                 task = replace(by_index[index], span=chunk.span) if index in by_index else None
                 bring_up: Callable[[], None] | None = partial(self._start_up, chunk) if publishes else None
                 parcels.append(Parcel(arrived, task, bring_up))
-            room.slot = None
-        if not parcels:
-            parcels.append(Parcel(departed, None, None))
-        self._courier.send(parcels, self._process)
+        self._courier.send(parcels or [Parcel(departed, None, None)], self._process)
 
     def _sent_down(self, chunk: Chunk) -> Any:
-        """Start the chunk's copy down; an event that a waiting thread sleeps on."""
-        with get_accelerator().stream(self._down):
-            with self._downwards.measured():
-                chunk.start_down()
-            arrived = _blocking_event()
-            arrived.record(self._down)
+        """Start the chunk's copy down, on the current stream; an event that a waiting thread sleeps on."""
+        chunk.start_down()
+        arrived = streams.blocking_event()
+        arrived.record(self._down)
         return arrived
 
     def _start_up(self, chunk: Chunk) -> None:
@@ -225,14 +248,14 @@ class HiddenTransfers(Transfers):
 
     def _chunks(self, index: int) -> Iterator[Chunk]:
         host, room, size = self._results[index], self._rooms[index], self._block_size
-        numel, step = host.published.numel(), chunk_of(CHUNK_NUMEL, size)
-        for begin in range(0, numel, step):
-            end = min(begin + step, numel)
+        numel = host.published.numel()
+        for begin in range(0, numel, self._chunk_numel):
+            end = min(begin + self._chunk_numel, numel)
             yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), room, host)
 
-    def wait(self) -> float:
-        self._courier.wait()
-        return super().wait()
+    def wait(self, within: Patience | None = None) -> float:
+        self._courier.wait(within)
+        return super().wait(within)
 
     def results(self, index: int) -> Results:
         room = self._rooms[index]
@@ -253,14 +276,9 @@ class HiddenTransfers(Transfers):
     def copying_seconds(self) -> float:
         return sum(self._downwards.lap()) + sum(self._upwards.lap())
 
-    def close(self) -> None:
-        self._courier.close()
-        super().close()
+    def close(self) -> bool:
+        has_courier_ended = self._courier.close()
+        return super().close() and has_courier_ended
 
-
-def _blocking_event() -> Any:
-    """An event on which a thread sleeps instead of spinning, where the accelerator has such."""
-    try:
-        return get_accelerator().Event(blocking=True)
-    except TypeError:
-        return get_accelerator().Event()
+    def _used(self) -> list[Any]:
+        return [*super()._used(), self._up]

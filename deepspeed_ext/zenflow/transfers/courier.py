@@ -21,7 +21,7 @@ from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
-from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess, within_group_timeout
 
 __all__ = ["Courier", "Parcel", "Shipment"]
 
@@ -129,20 +129,29 @@ class Courier:
         self._shipments.append(Shipment(parcels, process))
         self._calls.put(True)
 
-    def wait(self) -> None:
+    def wait(self, within: Patience | None = None) -> None:
         """Wait until all parcels are delivered: gradients are in the arena, tasks with the worker, and copies up are
         started. May be called by a signal handler.
 
+        Args:
+            within: longest wait in all; None: as long as parcels are delivered.
+
         Raises:
             Exception: what ended the courier's work, as raised there.
-            WorkerError: nothing has moved for `timeout_seconds`.
+            WorkerError: nothing has moved for `timeout_seconds`, or `within` has expired.
         """
         self._calls.put(True)  # the handler may have interrupted `send`
         for shipment in tuple(self._shipments):
-            patience, seen = Patience(self._timeout_seconds + _LATER_SECONDS), shipment.carried
+            patience, seen = Patience(self._timeout_seconds + _LATER_SECONDS, within), shipment.carried
             while not shipment.is_done:
                 if shipment.carried != seen:
-                    patience, seen = Patience(self._timeout_seconds + _LATER_SECONDS), shipment.carried
+                    patience.renew()
+                    seen = shipment.carried
+                if within is not None and within.is_over:
+                    raise WorkerError(
+                        "copies between accelerator and optimizer process, and its passes between them, have not ended "
+                        f"within {within.seconds:g} s. {within_group_timeout()}"
+                    )
                 if patience.is_over or not self._thread.is_alive():
                     raise WorkerError(
                         "copies between accelerator and optimizer process have not moved for "
@@ -152,9 +161,14 @@ class Courier:
         if self._errors:
             raise self._errors[0]
 
-    def close(self) -> None:
-        """End the thread. Close the worker first, on which it may be waiting. Idempotent."""
+    def close(self) -> bool:
+        """End the thread. Close the worker first, on which it may be waiting. Idempotent.
+
+        Returns:
+            Whether it has ended; else it waits for the accelerator.
+        """
         self._finalizer()
+        return not self._thread.is_alive()
 
 
 def _carry_all(
@@ -170,9 +184,22 @@ def _carry_all(
                 if not errors:
                     shipment.carry()
             except BaseException as error:  # raised again by the trainer's next wait
-                errors.append(error)
+                errors.append(_explained(error))
             finally:
                 shipment.finish()
+
+
+def _explained(error: BaseException) -> BaseException:
+    """The error, or what it means if a capture of a graph by another thread has forbidden this one its calls."""
+    if isinstance(error, RuntimeError) and "captur" in str(error).lower():
+        explained = WorkerError(
+            "copies between accelerator and optimizer process were under way while a graph was captured in a mode that "
+            f"forbids calls of other threads ({str(error).splitlines()[0]}): capture with "
+            'capture_error_mode="thread_local", an argument of torch\'s context for graphs, or before the first step'
+        )
+        explained.__cause__ = error
+        return explained
+    return error
 
 
 def _end(calls: queue.SimpleQueue[bool], thread: threading.Thread, owner_pid: int) -> None:

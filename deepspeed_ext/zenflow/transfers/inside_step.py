@@ -10,10 +10,15 @@ import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["Results", "Transfers"]
+
+_CLOSE_SECONDS = 5.0
+"""Longest wait of `close` for copies. They take a fraction of a second, unless a collective before them never ends."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class Transfers:
 
     On an accelerator without streams (the CPU), copies are done when the calls return.
 
-    A step calls `ready` and `take` for each partition, then `depart`. `wait` and `results` come before the results are
-    used, in this step or a later one.
+    A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` and `results` come before
+    the results are used, in this step or a later one.
 
     Args:
         process: the worker.
@@ -51,6 +56,7 @@ class Transfers:
         self._down: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
         self._newest: Any = None  # recorded after the newest copy down
         self._older: Any = None  # the same for the copy before it
+        self._reader: Any = None  # stream that has read the arena
 
     def ready(self) -> Any:
         """An event on the current stream, for `take`: the gradient is complete. None without streams."""
@@ -73,10 +79,15 @@ class Transfers:
         with get_accelerator().stream(self._down):
             slot.copy_(grad, non_blocking=True)
             grad.record_stream(self._down)
-            self._older, self._newest = self._newest, self._down.record_event()
+            self._older, self._newest = self._newest, streams.blocking_event()
+            self._newest.record(self._down)
         if self._older is not None:  # else flat gradients pile up if the host runs ahead of the link
             self._older.synchronize()
             self._older = None
+
+    def start(self) -> None:
+        """Start the copies of all gradients taken, at once: later work on the current stream holds none of them up. It
+        may not read results, which the worker's next ones replace."""
 
     def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
         """Hand `tasks` over, once the gradients taken since the last call have arrived.
@@ -89,17 +100,22 @@ class Transfers:
         if tasks:
             self._process.submit(tasks)
 
-    def wait(self) -> float:
+    def wait(self, within: Patience | None = None) -> float:
         """Wait until everything that departed has arrived and is processed, and the work is done that was launched on
-        the trainer's stream before the last `depart`, such as copies to the host.
+        the trainer's stream before the last gradients started, such as copies to the host.
+
+        Args:
+            within: longest wait in all; None: as long as there is progress.
 
         Returns:
             Seconds of the worker's work since the last call that had to wait for any.
         """
-        return self._process.wait().seconds
+        return self._process.wait(within=within).seconds
 
     def results(self, index: int) -> Results:
         """A partition's results, for work on the current stream; on the host or on the accelerator."""
+        if self._down is not None:
+            self._reader = get_accelerator().current_stream()
         return self._results[index]
 
     def release(self) -> None:
@@ -116,8 +132,19 @@ class Transfers:
         """Wait for all copies down, and for the current stream's copies from the arena, which the worker overwrites."""
         if self._down is not None:
             with self._waiting.measured():
-                self._down.synchronize()
-                get_accelerator().current_stream().synchronize()
+                streams.synchronize(self._down)
+                streams.synchronize(get_accelerator().current_stream())
 
-    def close(self) -> None:
-        """Start no more copies. Close the worker first. Idempotent."""
+    def close(self) -> bool:
+        """Start no more copies, and wait some seconds for those under way. Close the worker first. Idempotent.
+
+        Returns:
+            Whether all of them have ended. If not, what they read and write must stay where it is.
+        """
+        return streams.have_ended(self._used(), _CLOSE_SECONDS)
+
+    def _used(self) -> list[Any]:
+        """Streams on which memory of the arena may be read or written."""
+        if self._down is None:
+            return []
+        return [self._down, get_accelerator().current_stream(), *([self._reader] if self._reader else [])]

@@ -10,74 +10,94 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.upstream import can_register_host_memory
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import warn_once
 
 __all__ = ["PageLocks"]
 
+_left: list[Any] = []
+"""What stays in memory until the process ends."""
+
 
 class PageLocks:
-    """The page-locked parts of the arena. Unlocks them at `unlock`, at garbage collection and at interpreter exit."""
+    """Page-locked parts of the host's memory.
+
+    If memory were unmapped while it is page-locked, later mappings at its address would count as page-locked. So what
+    `unlock` was not called for stays locked and mapped until the process ends, whose end frees both.
+    """
 
     def __init__(self) -> None:
-        self._locked: dict[int, torch.Tensor] = {}  # by address
-        # If memory were unmapped while page-locked, later mappings at its address would count as page-locked.
-        # The finalizer's arguments keep the mapping alive until the finalizer has run.
-        weakref.finalize(self, _unlock, self._locked, os.getpid())
+        self._locked: dict[int, torch.Tensor] = {}  # by the address of the first page
+        self._owner_pid = os.getpid()
+        weakref.finalize(self, _leave, self._locked).atexit = False
 
     def lock(self, tensors: Sequence[torch.Tensor]) -> None:
         """Page-lock existing host tensors, so that their copies run in parallel with computation. Idempotent.
 
-        If the system refuses (``ulimit -l``), a warning is logged: copies then go through pageable memory, slower and
-        synchronously.
+        If the system refuses (``ulimit -l``), or the accelerator cannot do it, a warning is logged: copies then go
+        through pageable memory, slower and synchronously.
+
+        Args:
+            tensors: no other memory that is locked shares a page with one.
         """
-        runtime = _host_registry()
-        for tensor in tensors if runtime is not None else ():
-            if tensor.numel() == 0 or tensor.data_ptr() in self._locked:
+        accelerator = get_accelerator()
+        if accelerator.is_synchronized_device():
+            return
+        for tensor in tensors:
+            begin = tensor.data_ptr() // accelerator.pin_memory_alignment() * accelerator.pin_memory_alignment()
+            if tensor.numel() == 0 or begin in self._locked:
                 continue
-            if not _succeeded(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+            if not _is_registered(begin, tensor.data_ptr() + tensor.nbytes - begin):
+                remedy = "Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1)"
+                if not can_register_host_memory():
+                    remedy = f"DeepSpeed's accelerator {accelerator.device_name()!r} has no register_host_memory"
                 warn_once(
-                    f"{tensor.nbytes:,} bytes of the optimizer's arena could not be page-locked: copies to and from "
-                    "the accelerator are slower. Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1)"
+                    f"{tensor.nbytes:,} bytes of the optimizer's memory could not be page-locked: copies to and from "
+                    f"the accelerator are slower. {remedy}"
                 )
                 return
-            self._locked[tensor.data_ptr()] = tensor
+            self._locked[begin] = tensor
 
-    def unlock(self) -> None:
-        """Wait for every copy and undo `lock`. Idempotent."""
-        _unlock(self._locked, os.getpid())
+    def unlock(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """Undo `lock` of these tensors; None: of all. No copy to or from them may be under way. Idempotent."""
+        if os.getpid() != self._owner_pid:  # a forked process must not use the accelerator
+            return
+        chosen = None if tensors is None else {tensor.data_ptr() for tensor in tensors}
+        for begin, tensor in list(self._locked.items()):
+            if chosen is None or tensor.data_ptr() in chosen:
+                if not _succeeds(lambda begin=begin: get_accelerator().unregister_host_memory(begin)):
+                    _left.append(tensor)
+                del self._locked[begin]
+
+    def leave(self, *others: object) -> None:
+        """Keep all of it locked, and `others` in memory, until the process ends: copies may still be under way."""
+        _leave(self._locked)
+        self._locked.clear()
+        _left.extend(others)
 
 
-def _unlock(locked: dict[int, torch.Tensor], owner_pid: int) -> None:
-    """Wait for copies, then unlock pages, then drop the last references to the mapping; the order matters."""
-    if not locked or os.getpid() != owner_pid:  # a forked process must not use the accelerator
-        return
-    try:
-        get_accelerator().synchronize()
-    finally:
-        runtime = _host_registry()
-        while locked:
-            address, _mapped = locked.popitem()
-            _succeeded(runtime.cudaHostUnregister(address))
+def _leave(locked: dict[int, torch.Tensor]) -> None:
+    _left.extend(locked.values())
 
 
-def _succeeded(status: Any) -> bool:
-    """Whether a call of the accelerator's runtime succeeded; clears its error if not.
+def _is_registered(address: int, nbytes: int) -> bool:
+    """Page-lock memory; returns whether that succeeded."""
+    registered: list[Any] = []
+    _succeeds(lambda: registered.append(get_accelerator().register_host_memory(address, nbytes)))
+    return any(registered)
+
+
+def _succeeds(call: Any) -> bool:
+    """Whether a call of the accelerator's runtime raises no error; clears its error if it does.
 
     The runtime keeps the error of a refused call and reports it at the next kernel launch check, wherever that is.
     torch has no function to clear it, but launching a kernel through torch does.
     """
-    if int(status) == 0:
-        return True
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
-    return False
-
-
-def _host_registry() -> Any:
-    """The runtime's functions for page-locking memory that it did not allocate; None if it has none."""
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return None
-    runtime = getattr(torch.get_device_module(accelerator.device_name()), "cudart", None)
-    return None if runtime is None else runtime()
+    try:
+        call()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
+        return False
+    return True

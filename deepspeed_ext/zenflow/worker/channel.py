@@ -39,24 +39,37 @@ class Patience:
 
     Args:
         seconds: the whole timeout; may be infinite. NaN counts as expired.
+        within: another one that goes on meanwhile and that `renew` leaves alone; when it has expired, so has this one.
+
+    Attributes:
+        seconds: the argument.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, within: Patience | None = None) -> None:
+        self.seconds = seconds
         self._left = seconds
+        self._within = within
         self._begin = 0.0
 
     @property
     def is_over(self) -> bool:
         """Whether the timeout has expired."""
-        return not self._left > 0
+        return not self._left > 0 or (self._within is not None and self._within.is_over)
+
+    def renew(self) -> None:
+        """Begin anew, because there was progress."""
+        self._left = self.seconds
 
     def begin_slice(self, longest: float = _SLICE_SECONDS) -> float:
         """Start a slice; returns its length in seconds."""
         self._begin = time.monotonic()
+        longest = longest if self._within is None else self._within.begin_slice(longest)
         return min(self._left, longest)
 
     def end_slice(self) -> None:
         """End the slice and count it."""
+        if self._within is not None:
+            self._within.end_slice()
         passed = time.monotonic() - self._begin
         if passed > 2 * _SLICE_SECONDS:
             self._left = max(self._left, _GRACE_SECONDS)

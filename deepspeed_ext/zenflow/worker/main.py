@@ -15,15 +15,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.child_process import end_with_parent
-from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey
 from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, MeanPass, NativeKernel, load_kernel
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.messages import (
+    ArenaTouch,
     ArenaWrite,
     Done,
     Failed,
@@ -87,7 +90,7 @@ def _serve(channel: Channel, arena_fd: int) -> None:
         kernel.pin(sorted(placement.cpus))
     arena = Arena.attach(arena_fd, plan.layout)
     arena.close()  # the mapping outlives the descriptor
-    _touch(arena, kernel)
+    _touch(arena, kernel, [spec.key for spec, _ in plan.layout.arrays if spec.touched])
     _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
     while True:
         submission: Submission = _next(channel)
@@ -110,14 +113,13 @@ def _say(channel: Channel, message: Ready | Done | Failed) -> None:
         channel.flush()
 
 
-def _touch(arena: Arena, kernel: Kernel) -> None:
-    for spec, _ in arena.layout.arrays:
-        if not spec.touched:
-            continue
+def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey]) -> None:
+    for key in keys:
         if isinstance(kernel, NativeKernel):
-            kernel.first_touch(arena.array(*spec.key).address, spec.nbytes)
+            array = arena.array(*key)
+            kernel.first_touch(array.address, array.numel * DTYPE_BYTES[array.dtype])
         else:
-            arena.tensor(*spec.key).zero_()
+            arena.tensor(*key).neg_().neg_()  # writes to every page, and changes nothing
 
 
 def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size: int) -> Done:
@@ -126,6 +128,9 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
         begin = time.perf_counter()
         if isinstance(work, ArenaWrite):
             failed_write = failed_write or write_from_arena(work, arena)
+            continue
+        if isinstance(work, ArenaTouch):
+            _touch(arena, kernel, work.keys)
             continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))

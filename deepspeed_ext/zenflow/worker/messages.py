@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from deepspeed_ext.zenflow.worker.arena import ArenaLayout
+from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArrayKey
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
 
 __all__ = [
+    "ArenaTouch",
     "ArenaWrite",
     "Done",
     "Failed",
@@ -93,11 +94,19 @@ class ArenaWrite:
 
 
 @dataclass(frozen=True)
+class ArenaTouch:
+    """Touch the pages of arrays, which places those that nobody has touched on the worker's memory node. Their values
+    stay."""
+
+    keys: tuple[ArrayKey, ...]
+
+
+@dataclass(frozen=True)
 class Submission:
     """Work for the worker, which answers with a `Done` of the same number."""
 
     number: int
-    tasks: tuple[WorkerTask | ArenaWrite, ...]
+    tasks: tuple[WorkerTask | ArenaWrite | ArenaTouch, ...]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,18 @@ from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.child_process import python_command
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
-from deepspeed_ext.zenflow.worker.messages import ArenaWrite, Done, Failed, Ready, Submission, WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import (
+    ArenaTouch,
+    ArenaWrite,
+    Done,
+    Failed,
+    Ready,
+    Submission,
+    WorkerPlan,
+    WorkerTask,
+)
 
-__all__ = ["OptimizerProcess"]
+__all__ = ["OptimizerProcess", "within_group_timeout"]
 
 _MODULE = "deepspeed_ext.zenflow.worker.main"
 _CLOSE_SECONDS = 2.0
@@ -126,7 +135,7 @@ class OptimizerProcess:
         """The worker's process id."""
         return self._process.pid
 
-    def submit(self, tasks: Sequence[WorkerTask | ArenaWrite]) -> int:
+    def submit(self, tasks: Sequence[WorkerTask | ArenaWrite | ArenaTouch]) -> int:
         """Hand over work without waiting for it. The arrays it names belong to the worker until `wait`.
 
         Returns:
@@ -146,21 +155,25 @@ class OptimizerProcess:
         self._await(lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s")
         return number
 
-    def wait_for(self, number: int, timeout_seconds: float | None = None) -> None:
+    def wait_for(self, number: int, timeout_seconds: float | None = None, *, within: Patience | None = None) -> None:
         """Wait until submission `number` is done; its seconds are still counted by the next `wait`.
 
         Args:
             number: of the submission.
             timeout_seconds: longest wait without an answer, if that is more than the value given to the constructor.
+            within: longest wait in all; None: as long as there are answers.
 
         Raises:
             WorkerError: as for `wait`.
         """
         seconds = max(self._timeout_seconds, timeout_seconds or 0.0)
-        self._await(lambda: self._done >= number, seconds, f"answer within {seconds:g} s")
+        self._await(lambda: self._done >= number, seconds, f"answer within {seconds:g} s", within)
 
-    def wait_for_writes(self) -> float:
+    def wait_for_writes(self, within: Patience | None = None) -> float:
         """Wait until the arena may change without changing what a submitted `ArenaWrite` writes.
+
+        Args:
+            within: as for `wait_for`.
 
         Returns:
             Seconds waited.
@@ -171,18 +184,19 @@ class OptimizerProcess:
         if self._done >= self._newest_write:
             return 0.0
         begin = time.perf_counter()
-        self.wait_for(self._newest_write)
+        self.wait_for(self._newest_write, within=within)
         return time.perf_counter() - begin
 
     def failed_write(self, number: int) -> str | None:
         """Why submission `number`, which is done, could not write a file; None: it could."""
         return self._failed_writes.pop(number, None)
 
-    def wait(self, timeout_seconds: float | None = None) -> Done:
+    def wait(self, timeout_seconds: float | None = None, *, within: Patience | None = None) -> Done:
         """Wait until everything submitted is done.
 
         Args:
-            timeout_seconds: longest wait; None: the value given to the constructor.
+            timeout_seconds: longest wait without an answer; None: the value given to the constructor.
+            within: as for `wait_for`.
 
         Returns:
             The last answer, with the total seconds of all answers awaited here.
@@ -192,7 +206,7 @@ class OptimizerProcess:
                 complete and a worker that has ended is not an error; see `require_alive`.
         """
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        self._await(lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s")
+        self._await(lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s", within)
         with self._alone():
             if self._last.number < self._submitted:
                 self._last, self._seconds = Done(self._done, self._seconds), 0.0
@@ -231,7 +245,7 @@ class OptimizerProcess:
             finally:
                 self._is_inside = False
 
-    def _await(self, is_over: Callable[[], bool], seconds: float, what: str) -> None:
+    def _await(self, is_over: Callable[[], bool], seconds: float, what: str, within: Patience | None = None) -> None:
         """Exchange messages until `is_over`, which is checked again after every slice, because another thread may have
         made it true.
 
@@ -239,7 +253,7 @@ class OptimizerProcess:
         while this one was being started has a copy.
         """
         with self._waiting():
-            self._exchange_until(is_over, seconds, what)
+            self._exchange_until(is_over, Patience(seconds, within), what, within)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -251,13 +265,16 @@ class OptimizerProcess:
             with self._lock:
                 self._waiters -= 1
 
-    def _exchange_until(self, is_over: Callable[[], bool], seconds: float, what: str) -> None:
-        patience, done = Patience(seconds), self._done
+    def _exchange_until(
+        self, is_over: Callable[[], bool], patience: Patience, what: str, within: Patience | None
+    ) -> None:
+        done = self._done
         while True:
             with self._alone():
                 self._require_open()
                 if self._done > done:
-                    patience, done = Patience(seconds), self._done
+                    patience.renew()
+                    done = self._done
                 has_ended = self._process.poll() is not None  # checked before its last messages are read
                 if not is_over():
                     self._exchange()
@@ -266,7 +283,9 @@ class OptimizerProcess:
                 if has_ended:
                     raise self._failure(self._how_it_ended())
                 if patience.is_over:
-                    raise self._silence(what, seconds)
+                    if within is not None and within.is_over:
+                        raise self._lateness(within)
+                    raise self._silence(what, patience.seconds)
             self._channel.idle(patience, is_shared=self._waiters > 1)
 
     def _exchange(self) -> None:
@@ -327,6 +346,12 @@ class OptimizerProcess:
             )
         )
 
+    def _lateness(self, within: Patience) -> WorkerError:
+        writes = (
+            "writing a checkpoint, to a file system that is too slow" if self._done < self._newest_write else "busy"
+        )
+        return self._failure(f"was still {writes} after {within.seconds:g} s. {within_group_timeout()}")
+
     def _failure(self, what: str) -> WorkerError:
         self._process.kill()
         self.close()
@@ -335,6 +360,14 @@ class OptimizerProcess:
             "The optimizer state of this rank is lost: resume from the last checkpoint"
         )
         return WorkerError(self._error)
+
+
+def within_group_timeout() -> str:
+    """Why a wait with progress has an end, and what to do."""
+    return (
+        "The other ranks do not wait longer for this one: the process group's timeout would end the job. Raise it "
+        "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
+    )
 
 
 def _above_standard(end: socket.socket) -> socket.socket:

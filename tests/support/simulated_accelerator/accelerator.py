@@ -21,6 +21,12 @@ def _tensor_type(dtype: torch.dtype) -> Any:
     return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device="sim"))
 
 
+def _check(status: int) -> None:
+    """As torch's check of a status: it does not clear the error that the runtime has latched."""
+    if status:
+        raise RuntimeError(f"simulated accelerator error {status}")
+
+
 class SimulatedAccelerator(DeepSpeedAccelerator):
     """A device with streams whose work is late. Operators that DeepSpeed compiles are the CPU's."""
 
@@ -175,6 +181,13 @@ class SimulatedAccelerator(DeepSpeedAccelerator):
 
     def available_memory(self, device_index: int | None = None) -> int:
         return sim.mem_get_info(device_index)[0]
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        _check(sim.cudart().cudaHostRegister(address, num_bytes, 0))
+        return True
+
+    def unregister_host_memory(self, address: int) -> None:
+        _check(sim.cudart().cudaHostUnregister(address))
 
     # Tensor types
     BFloat16Tensor = _tensor_type(torch.bfloat16)

@@ -56,7 +56,8 @@ class _WorkerTime:
     def submit(self, original: Callable[..., int]) -> Callable[..., int]:
         def method(process: OptimizerProcess, tasks: Sequence[WorkerTask]) -> int:
             number = original(process, tasks)
-            spans = [task.span or Span(0, self._numels[task.partition]) for task in tasks]
+            passes = [task for task in tasks if hasattr(task, "span")]
+            spans = [task.span or Span(0, self._numels[task.partition]) for task in passes]
             us = sum(span.end - span.begin for span in spans) * self._us_per_element
             begin = max(library.now_us(), *self._ends_us.values())
             self._ends_us[number] = library.spend("worker", "pass", begin, us)
@@ -65,15 +66,15 @@ class _WorkerTime:
         return method
 
     def wait_for(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(process: OptimizerProcess, number: int) -> None:
-            original(process, number)
+        def method(process: OptimizerProcess, number: int, **kwargs: Any) -> None:
+            original(process, number, **kwargs)
             library.host_waits_until(self._ends_us.get(number, 0.0), "the optimizer process")
 
         return method
 
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(waited_for: OptimizerProcess | Courier) -> Any:
-            found = original(waited_for)
+        def method(waited_for: OptimizerProcess | Courier, *args: Any, **kwargs: Any) -> Any:
+            found = original(waited_for, *args, **kwargs)
             ends = [self._carried_us] if isinstance(waited_for, Courier) else self._ends_us.values()
             library.host_waits_until(max(ends), type(waited_for).__name__)
             return found

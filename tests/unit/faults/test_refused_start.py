@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.overrides import TorchFunctionMode
 
@@ -234,8 +235,8 @@ def test_a_worker_without_its_cpus_runs_elsewhere_and_warns() -> None:
 
 
 class RefusingRuntime(TorchFunctionMode):
-    """An accelerator's runtime under a small ``ulimit -l``. As the real one does, it keeps the error of a refused call,
-    and raises it when the next kernel is launched."""
+    """An accelerator under a small ``ulimit -l``. As the real one does, it keeps the error of a refused call, and
+    raises it when the next kernel is launched."""
 
     KERNELS = (torch.ones, torch.zeros, torch.Tensor.copy_, torch.Tensor.zero_, torch.Tensor.fill_, torch.Tensor.clone)
 
@@ -244,17 +245,22 @@ class RefusingRuntime(TorchFunctionMode):
         self.asked = self.last_error = 0
         self.locked: set[int] = set()
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_accelerator(), name)
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def register_host_memory(self, address: int, nbytes: int) -> bool:
         self.asked += 1
         if nbytes > 4096:
             self.last_error = 2
-            return 2
+            raise RuntimeError("CUDA error: out of memory")
         self.locked.add(address)
-        return 0
+        return True
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def unregister_host_memory(self, address: int) -> None:
         self.locked.remove(address)
-        return 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.KERNELS and self.last_error:
@@ -268,7 +274,8 @@ def train_without_page_locks(config: dict) -> dict[str, Any]:
     warnings: list[str] = []
     runtime = RefusingRuntime()
     with (
-        patch.object(page_locks_module, "_host_registry", lambda: runtime),
+        patch.object(page_locks_module, "get_accelerator", lambda: runtime),
+        patch.object(page_locks_module, "can_register_host_memory", lambda: True),
         patch.object(page_locks_module, "warn_once", warnings.append),
     ):
         with runtime:

@@ -12,13 +12,13 @@ one blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
@@ -35,6 +35,7 @@ from deepspeed_ext.zenflow.worker.messages import MeanPartitionPass
 
 __all__ = ["SelectionState", "SelectiveRule"]
 
+_FLOAT_BYTES = 4
 AWAY = -1
 """Update count in the arena that marks a hot block: its state lives elsewhere, and the worker skips it."""
 
@@ -47,11 +48,13 @@ class SelectionState:
         hot: p, m, v and update counts of the k hot blocks; None before the first selection.
         hot_weights: within a step: new weights of the hot blocks, [k, block_size], dtype of the weights, accelerator.
         scores: within a step that selects: this rank's score of each block, 1-D fp32 [blocks].
+        pages: page-locked host memory in which the state of the hot blocks lies; None: it lies on the accelerator.
     """
 
     hot: AdamBlocks | None = None
     hot_weights: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
 
 
 class SelectiveRule(UpdateRule[SelectivePlan]):
@@ -159,11 +162,17 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     def _taken_away(self, partition: Partition, blocks: BlockSet) -> AdamBlocks:
         """Copy the state of `blocks` to where hot state lives, and mark them in the arena."""
+        room: Iterator[torch.Tensor] | None = None
+        if self._settings.keeps_hot_on_host:
+            pages = allocation.host_pages(self._settings.hot_state_bytes(len(blocks)))
+            self._link.page_locks.lock([pages])
+            self.states[partition.index].pages = pages
+            room = iter(pages.split(len(blocks) * self.block_size * _FLOAT_BYTES) if len(blocks) else [pages] * 4)
 
         def moved(rows: torch.Tensor) -> torch.Tensor:
-            if self._settings.keeps_hot_on_host:
-                return get_accelerator().pin_memory(rows)
-            return rows.to(blocks.ids.device)
+            if room is None:
+                return rows.to(blocks.ids.device)
+            return next(room)[: rows.nbytes].view(rows.dtype).view_as(rows).copy_(rows)
 
         ids = blocks.ids.cpu()
         p, m, v = (moved(blocks.take(array)) for array in partition.state)
@@ -175,7 +184,14 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         """Return state and update counts of the hot blocks to the arena."""
         self._write_back(partition)
         partition.per_block.copy_(self._all_updates(partition))
-        self.states[partition.index].hot = None
+        self._forget_hot(self.states[partition.index])
+
+    def _forget_hot(self, state: SelectionState) -> None:
+        """Free the state of the hot blocks, whose copies have ended: all ranks have waited since they were launched."""
+        state.hot = None
+        if state.pages is not None:
+            self._link.page_locks.unlock([state.pages])
+            state.pages = None
 
     @torch.no_grad()
     def _write_back(self, partition: Partition) -> None:
@@ -224,7 +240,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 partition.per_block.copy_(self._all_updates(partition))
             else:
                 partition.per_block.fill_(updates)
-            state.hot = None
+            self._forget_hot(state)
 
     def saved(self) -> list[dict[str, Any]]:
         return [

@@ -113,14 +113,16 @@ class SelectiveSettings:
     def kept_bytes(self, numel: int, weights_bytes: int) -> dict[str, int]:
         """Bytes on the accelerator beside the weights: the hot blocks and their numbers (see `RuleSettings`)."""
         hot = self.hot_blocks(numel)
-        state = 0 if self.keeps_hot_on_host else hot * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
+        state = 0 if self.keeps_hot_on_host else self.hot_state_bytes(hot)
         return {"hot state": state + hot * _ID_BYTES}
 
     def kept_host_bytes(self, numel: int) -> int:
         """Bytes of page-locked host memory outside of the arena: the hot blocks with ``offload``."""
-        if not self.keeps_hot_on_host:
-            return 0
-        return self.hot_blocks(numel) * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
+        return self.hot_state_bytes(self.hot_blocks(numel)) if self.keeps_hot_on_host else 0
+
+    def hot_state_bytes(self, blocks: int) -> int:
+        """Bytes of p, m, v and update counts of so many hot blocks."""
+        return blocks * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
 
     def moved_bytes(self, numel: int) -> int:
         """Bytes of one of p, m and v of the hot blocks, which are copied one after the other."""

@@ -30,6 +30,7 @@ from deepspeed_ext.zenflow.step import rule as rule_module
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
+from deepspeed_ext.zenflow.transfers import streams as streams_module
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_rooms
 from deepspeed_ext.zenflow.transfers.courier import Courier
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
@@ -317,30 +318,32 @@ class RecordedAccelerator:
         return False
 
     def Stream(self) -> MagicMock:  # noqa: N802 (DeepSpeed's name)
-        stream = MagicMock()
-        stream.record_event.side_effect = self._event
-        return stream
+        return MagicMock()
 
     def stream(self, stream: Any) -> Any:
         return nullcontext()
 
-    def _event(self) -> MagicMock:
+    def Event(self, blocking: bool) -> MagicMock:  # noqa: N802
         self.copies += 1
         number = self.copies
         event = MagicMock()
-        event.synchronize.side_effect = lambda: self.order.append(f"waited for {number}")
-        self.order.append(f"copy {number}")
+        event.record.side_effect = lambda stream: self.order.append(f"copy {number}")
+        event.synchronize.side_effect = lambda: self.order.append(f"waited for {number}, {blocking=}")
         return event
 
 
 def test_flat_gradients_do_not_pile_up_behind_the_link() -> None:
     """Beside the gradient on its way there is at most the next one."""
     accelerator = RecordedAccelerator()
-    with patch.object(transfers_module, "get_accelerator", lambda: accelerator):
+    with (
+        patch.object(transfers_module, "get_accelerator", lambda: accelerator),
+        patch.object(streams_module, "get_accelerator", lambda: accelerator),
+    ):
         transfers = Transfers(MagicMock(), [], MagicMock())
         for _ in range(3):
             transfers.take(0, MagicMock(), MagicMock(), MagicMock())
-    assert accelerator.order == ["copy 1", "copy 2", "waited for 1", "copy 3", "waited for 2"]
+    waits = [f"waited for {number}, blocking=True" for number in (1, 2)]
+    assert accelerator.order == ["copy 1", "copy 2", waits[0], "copy 3", waits[1]]
 
 
 def most_kept(kind: str, count: int, numel: int) -> float:

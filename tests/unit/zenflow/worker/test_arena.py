@@ -113,42 +113,96 @@ def test_no_descriptor_replaces_stdin() -> None:
         os.close(stdin)
 
 
-class Runtime:
-    """Of an accelerator; notes what it is asked for."""
+class LockingAccelerator:
+    """Notes what it is asked to page-lock, and locks whole pages alone, as some accelerators do."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
+        self.locked: dict[int, int] = {}
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def pin_memory_alignment(self) -> int:
+        return PAGE
+
+    def register_host_memory(self, address: int, nbytes: int) -> bool:
         self.events.append("lock")
-        return 0
+        self.locked[address] = nbytes
+        return True
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def unregister_host_memory(self, address: int) -> None:
         self.events.append("unlock")
-        return 0
+        del self.locked[address]
 
 
-@pytest.mark.parametrize("first", ["arena", "locks", "together"])
-def test_locked_pages_are_unlocked_before_they_are_unmapped(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever object is deleted first: copies finish, pages are unlocked, then the mapping goes."""
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> LockingAccelerator:
+    """The accelerator of `PageLocks`; it notes too when an arena is unmapped."""
     events: list[str] = []
-    unmap, accelerator = arena_module._unmap, page_locks_module.get_accelerator()
+    unmap, accelerator = arena_module._unmap, LockingAccelerator(events)
 
     def noted_unmap(*args: Any) -> None:
         events.append("unmap")
         unmap(*args)
 
     monkeypatch.setattr(arena_module, "_unmap", noted_unmap)
-    monkeypatch.setattr(page_locks_module, "_host_registry", lambda: Runtime(events))
-    monkeypatch.setattr(accelerator, "synchronize", lambda *_: events.append("wait"))
-    held: dict[str, Any] = {"arena": Arena.create(plan_layout([ArraySpec("a", "float32", 5000)]))}
-    held["locks"] = PageLocks()
-    held["locks"].lock([held["arena"].tensor("a")])
-    if first == "together":
-        held["cycle"] = held
-    else:
-        del held[first]
-        gc.collect()
-    held = {}
+    monkeypatch.setattr(page_locks_module, "_left", [])
+    monkeypatch.setattr(page_locks_module, "get_accelerator", lambda: accelerator)
+    return accelerator
+
+
+def test_locked_pages_are_unlocked_before_they_are_unmapped(accelerator: LockingAccelerator) -> None:
+    arena, locks = Arena.create(plan_layout([ArraySpec("a", "float32", 5000)])), PageLocks()
+    for _ in range(2):
+        locks.lock([arena.tensor("a")])
+    del arena
     gc.collect()
-    assert events == ["lock", "wait", "unlock", "unmap"]
+    assert accelerator.events == ["lock"]
+    locks.unlock()
+    gc.collect()
+    assert accelerator.events == ["lock", "unlock", "unmap"]
+
+
+def test_memory_whose_copies_may_not_have_ended_stays_locked_and_mapped(accelerator: LockingAccelerator) -> None:
+    for leaves in (True, False):  # or nobody calls anything
+        arena, locks = Arena.create(plan_layout([ArraySpec("a", "float32", 5000)])), PageLocks()
+        locks.lock([arena.tensor("a")])
+        if leaves:
+            locks.leave()
+            locks.unlock()
+        del arena, locks
+        gc.collect()
+    assert accelerator.events == ["lock", "lock"]
+
+
+def test_whole_pages_are_locked_where_the_accelerator_wants_them(accelerator: LockingAccelerator) -> None:
+    layout = plan_layout([ArraySpec("a", "float32", MIB), ArraySpec("b", "float32", MIB)])
+    arena, locks = Arena.create(layout), PageLocks()
+    tensors = [arena.tensor("a"), arena.tensor("b")]
+    assert tensors[1].data_ptr() % PAGE
+    locks.lock(tensors)
+    assert all(begin % PAGE == 0 for begin in accelerator.locked)
+    ends = [begin + nbytes for begin, nbytes in accelerator.locked.items()]
+    assert ends == [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+    locks.unlock([tensors[1]])
+    assert list(accelerator.locked) == [tensors[0].data_ptr()]
+    locks.unlock()
+    assert not accelerator.locked
+
+
+def test_an_accelerator_that_cannot_lock_pages_says_so(
+    accelerator: LockingAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(page_locks_module, "warn_once", warnings.append)
+    monkeypatch.setattr(page_locks_module, "can_register_host_memory", lambda: False)
+    monkeypatch.setattr(LockingAccelerator, "device_name", lambda self: "other", raising=False)
+    monkeypatch.setattr(accelerator, "register_host_memory", lambda address, nbytes: False)
+    locks = PageLocks()
+    locks.lock([torch.zeros(5000)])
+    locks.unlock()
+    assert accelerator.events == []
+    (warning,) = warnings
+    assert "20,000 bytes" in warning
+    assert "'other' has no register_host_memory" in warning

@@ -1,0 +1,55 @@
+"""Waits for streams of the accelerator: asleep where the accelerator can, and with a limit where a peer may be gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+from deepspeed_ext.runtime.backend import get_accelerator
+
+__all__ = ["blocking_event", "have_ended", "synchronize"]
+
+_SHARE_ASLEEP = 0.05
+_LONGEST_SLEEP_SECONDS = 0.01
+
+
+def blocking_event() -> Any:
+    """An event on which a thread sleeps instead of spinning, where the accelerator has such."""
+    try:
+        return get_accelerator().Event(blocking=True)
+    except TypeError:
+        return get_accelerator().Event()
+
+
+def synchronize(stream: Any) -> None:
+    """Wait for everything that was launched on `stream` so far."""
+    end = blocking_event()
+    end.record(stream)
+    end.synchronize()
+
+
+def have_ended(streams: Collection[Any], seconds: float) -> bool:
+    """Wait for everything that was launched on `streams` so far, but not for ever: a stream may hold a collective that
+    a peer never launches.
+
+    Args:
+        streams: of the accelerator.
+        seconds: longest wait.
+
+    Returns:
+        Whether all of it is done; False also if the accelerator has failed.
+    """
+    begin, ends = time.monotonic(), []
+    try:
+        for stream in streams:
+            end = blocking_event()
+            end.record(stream)
+            ends.append(end)
+        while not all(end.query() for end in ends):
+            if (passed := time.monotonic() - begin) > seconds:
+                return False
+            time.sleep(min(_SHARE_ASLEEP * passed, _LONGEST_SLEEP_SECONDS))
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""When copies beside the step start, and how much of the trainer's thread they take. Counted in a model of time."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.zenflow.transfers import beside_step as hidden_transfers
+from deepspeed_ext.zenflow.transfers.beside_step import MOST_CHUNKS, HiddenTransfers, allocate_rooms, chunk_numel
+from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
+from deepspeed_ext.zenflow.transfers.device_sizes import chunk_of
+from deepspeed_ext.zenflow.transfers.inside_step import Results
+from tests.simulated.overlap import WIDTH, Layers
+from tests.support.models import on_device
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, zenflow_config
+
+GATHER_US = 1000.0
+
+
+def first_copy_and_last_gather(config: dict[str, Any]) -> tuple[float, float]:
+    """When the gradients of a step begin to leave the device, and when its last collective ends."""
+    from tests.support.simulated_accelerator import simulation
+
+    engine = make_engine(config, model=partial(Layers, 8))
+    rows = on_device(torch.randn(4, WIDTH).bfloat16())
+    for _ in range(3):
+        engine.backward(engine(rows))
+        engine.step()
+    engine.backward(engine(rows))
+    # The gradients take milliseconds, and single values of the host a microsecond.
+    speeds = {"operator_us": 10.0, "collective_us": GATHER_US, "network_gb_per_s": 1e6, "copy_us": 0.0}
+    with simulation.timeline(**speeds, link_gb_per_s=0.01) as spans:
+        engine.step()
+    engine.destroy()
+    copies = [span.begin_us for span in spans if span.lane == "copy down" and span.end_us - span.begin_us >= 100.0]
+    assert copies
+    return min(copies), max(span.end_us for span in spans if span.lane == "communication")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_leave_while_the_new_weights_are_gathered(stage: int) -> None:
+    """At stage 3 DeepSpeed even waits for the device after it has gathered the small parameters."""
+    config = zenflow_config(stage, update_interval=1, hide_transfers=True)
+    config["gradient_clipping"] = 0.0
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 10**6} if stage == 3 else {}
+    config["timers"] = {"throughput": {"enabled": False}}  # it waits for the device in every step
+    found = run_ranks(2, first_copy_and_last_gather, config, device="sim", pool=f"overlap, stage {stage}")
+    for copies_begin, gathers_end in found:
+        assert copies_begin <= gathers_end - GATHER_US / 2
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 256])
+@pytest.mark.parametrize("numel", [1, 10**6, 10**9, 7 * 10**9, 10**12 + 1])
+def test_there_are_at_most_64_whole_chunks(numel: int, block_size: int) -> None:
+    chunk = chunk_numel(numel, block_size)
+    assert chunk % block_size == 0
+    assert -(-numel // chunk) <= MOST_CHUNKS
+    assert chunk >= chunk_of(hidden_transfers.CHUNK_NUMEL, block_size)
+    assert chunk == chunk_of(hidden_transfers.CHUNK_NUMEL, block_size) or (chunk - block_size) * MOST_CHUNKS < numel
+
+
+SCALE = 1 << 14
+"""Chunks and partitions are so much smaller than real ones: the numbers of launches are the same."""
+PARAMETERS = 7 * 10**9
+
+
+def launches(numels: list[int]) -> tuple[int, int]:
+    """Tasks that the trainer's thread launches in one step for copies beside it, and parcels."""
+    from deepspeed.accelerator import get_accelerator
+
+    from tests.support.simulated_accelerator import simulation
+
+    process: Any = SimpleNamespace(
+        newest=0, wait_for=lambda number: None, wait=lambda within: SimpleNamespace(seconds=0)
+    )
+    accelerator, parcels = get_accelerator(), list[Parcel]()
+    pinned = [accelerator.pin_memory(torch.zeros(numel, dtype=torch.bfloat16)) for numel in numels]
+    results = [Results(each, accelerator.pin_memory(torch.zeros(-(-each.numel() // 32)))) for each in pinned]
+    slots = [accelerator.pin_memory(torch.zeros_like(each)) for each in pinned]
+    gradients = [torch.zeros_like(each, device=accelerator.current_device_name()) for each in pinned]
+    send = Courier.send
+
+    def noted(courier: Courier, sent: list[Parcel], process: Any) -> None:
+        parcels.extend(sent)
+        send(courier, sent, process)
+
+    with (
+        patch.object(hidden_transfers, "CHUNK_NUMEL", hidden_transfers.CHUNK_NUMEL // SCALE),
+        patch.object(Courier, "send", noted),
+    ):
+        rooms = allocate_rooms(True, results, torch.bfloat16, RankGroup.alone())
+        assert rooms is not None
+        transfers = HiddenTransfers(process, results, rooms, 32, timeout_seconds=60.0, waiting=stopwatch())
+        free = {"operator_us": 0.0, "memory_gb_per_s": 1e9, "copy_us": 0.0, "link_gb_per_s": 1e9}
+        with simulation.timeline(launch_us=1.0, collective_us=0.0, network_gb_per_s=1e9, **free):
+            for index, gradient in enumerate(gradients):
+                transfers.take(index, gradient, slots[index], transfers.ready())
+            transfers.start()
+            transfers.depart([], publishes=True)
+            count = round(simulation.library.now_us())
+            transfers.wait()
+            before = round(simulation.library.now_us())
+            for index in range(len(numels)):
+                transfers.results(index)
+            count += round(simulation.library.now_us()) - before
+        transfers.close()
+    return count, len(parcels)
+
+
+@pytest.mark.parametrize(
+    ("partitions", "most_launches"),
+    [([PARAMETERS], 160), ([10**9] * 7, 240), ([6 * 10**9, 10**9], 180)],
+    ids=["stage 2", "stage 3, sub-groups of a billion", "two parameter groups"],
+)
+def test_copies_of_7_billion_parameters_take_few_launches(partitions: list[int], most_launches: int) -> None:
+    numels = [numel // SCALE // 32 * 32 for numel in partitions]
+    [(count, parcels)] = run_ranks(1, launches, numels, device="sim")
+    assert parcels <= MOST_CHUNKS + len(partitions)
+    assert 2 * parcels < count <= most_launches
