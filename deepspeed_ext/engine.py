@@ -34,6 +34,7 @@ from deepspeed_ext.construction import builders, built_together
 from deepspeed_ext.gather import all_gather
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.offloading import OffloadingEngine
+from deepspeed_ext.start_report import log_start
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.supported import as_torch_adam, require_group_timeout, require_section, require_shared_folder
 from deepspeed_ext.zenflow.throughput import StreamThroughputTimer
@@ -73,6 +74,7 @@ class Engine(OffloadingEngine):
                 self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                 # Not needed at exit: the optimizer process ends by itself.
                 weakref.finalize(self, _destroy_parts, self.optimizer, self.checkpoint_engine).atexit = False
+            log_start(self._config.zero_config, self.optimizer, self.parameter_gather, self.core_binding)
 
     def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
         return (StreamThroughputTimer if self._has_own_zenflow() else ThroughputTimer)(*args, **kwargs)
@@ -128,8 +130,7 @@ class Engine(OffloadingEngine):
             flattens = isinstance(self.optimizer, ZeroOptimizer)
             for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
                 logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
-            zenflow = settings.zenflow
-            for field in given_of_the_other_rule(zenflow) if zenflow is not None else ():
+            for field in given_of_the_other_rule(settings.zenflow):
                 logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext._agreement import RankGroup, agreed, require_same_plan, together
-from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
@@ -128,9 +127,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._grad_dtype = getattr(torch, gradient_dtype(*names))
         weights_dtype = self._weights(0).dtype
         require_publishable(self._settings, dtype_name(weights_dtype))
-        settings = self._settings
         self.zenflow_adam = start_adam(
-            settings,
+            self._settings,
             self.optimizer,
             self._masters,
             groups,
@@ -140,12 +138,6 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             placement=self._placement,
             local_ranks=local_world_size(),
         )
-        if self.zenflow_adam.ranks.rank == 0:
-            interval = settings.update_interval or "to be measured"
-            how = "every step waits for its own result"
-            if settings.overlapped:
-                how = f"overlapped after {self.zenflow_adam.rule.schedule.warm_up_steps} steps"
-            logger.info(f"ZenFlow: {settings.rule} rule, update_interval {interval}, {how}")
         self._stand_ins = [
             PartitionStandIn(partition.master.data, self._grad_dtype) for partition in self.zenflow_adam.partitions
         ]

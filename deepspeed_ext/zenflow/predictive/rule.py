@@ -237,9 +237,15 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def measurements(self) -> dict[str, float]:
         errors, guard = self._errors, self.schedule.state.guard
-        return {
-            "prediction_error": errors.of_an_update(errors.prediction),
-            "rounding_error": errors.of_an_update(errors.rounding),
+        measured = (
+            {}
+            if not errors.update
+            else {
+                "prediction_error": errors.of_an_update(errors.prediction),
+                "rounding_error": errors.of_an_update(errors.rounding),
+            }
+        )
+        return measured | {
             "guard_synchronous": float(guard.synchronous),
             "guard_trips": float(guard.trips),
         }
