@@ -1,0 +1,46 @@
+"""Lets a run that is interrupted save before it ends: all ranks after the same step, within a bounded time."""
+
+import os
+import signal
+from types import FrameType
+
+GRACE_SECONDS = 60
+"""From the signal to the end of the process, whatever it waits for. Most launchers and schedulers give 30 seconds."""
+
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Interrupts:
+    """Notes SIGINT and SIGTERM inside its block. A second SIGINT ends the process at once, without a traceback.
+
+    Attributes:
+        received: what has come, in words; None: nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+
+    def __enter__(self) -> "Interrupts":
+        for number in NAMES:
+            signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """From here on, a signal ends the process at once: all is saved."""
+        signal.alarm(0)
+        end_at_once()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = NAMES[signal.Signals(number)]
+            signal.alarm(GRACE_SECONDS)  # ends the process even inside a collective whose peer is gone
+        if number == signal.SIGINT:  # SIGTERM may come again: launchers send it after Ctrl-C
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if os.environ.get("RANK", "0") == "0":
+                print("\nCtrl-C: saving after this step. Press it again to end at once, without saving.", flush=True)
+
+
+def end_at_once() -> None:
+    """Let SIGINT and SIGTERM end this process without a traceback."""
+    for number in NAMES:
+        signal.signal(number, signal.SIG_DFL)
