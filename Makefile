@@ -68,7 +68,7 @@ help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 ARGS="--steps 100 --resume")
-	@MADE_BY="make train$(foreach name,MODE RANKS,$(if $(findstring command,$(origin $(name))), $(name)=$($(name))))" \
+	@MADE_BY="$(strip make train $(foreach name,MODE RANKS,$(if $(findstring command,$(origin $(name))),$(name)=$($(name)))))" \
 	python -m tools.launch $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-operators  ## run the tests, a good quarter of an hour on two cores

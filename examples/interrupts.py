@@ -21,14 +21,13 @@ class Interrupts:
         self.received: str | None = None
 
     def __enter__(self) -> "Interrupts":
-        for number in NAMES:
-            signal.signal(number, self._note)
+        self._before = {number: signal.signal(number, self._note) for number in NAMES}
         return self
 
     def __exit__(self, *error: object) -> None:
-        """From here on, a signal ends the process at once: all is saved."""
         signal.alarm(0)
-        end_at_once()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:

@@ -273,13 +273,12 @@ def report_overlap(lines: list[dict[str, float]]) -> None:
     names = ("worker_ms", "wait_ms", "seconds")
     worker, wait, seconds = (statistics.fmean(line[name] for line in overlapped) for name in names)
     print(
-        f"{len(overlapped)} steps overlapped with updates: the optimizer process worked {worker:.1f} ms per step, and the "
-        f"model waited {wait:.1f} ms for it, {wait / seconds / 1e3:.1%} of the step"
+        f"{len(overlapped)} steps overlapped with updates: the optimizer process worked {worker:.1f} ms per step, and "
+        f"the model waited {wait:.1f} ms for it, {wait / seconds / 1e3:.1%} of the step"
     )
     if probed := [line for line in overlapped if "prediction_error" in line]:
-        error, rounding = (
-            statistics.median(line[f"{name}_error"] for line in probed) for name in ("prediction", "rounding")
-        )
+        error = statistics.median(line["prediction_error"] for line in probed)
+        rounding = statistics.median(line["rounding_error"] for line in probed)
         print(f"predicted weights are off by {error:.2f} of an update, {verdict(error, rounding)}")
 
 
@@ -323,7 +322,7 @@ def run(args: argparse.Namespace) -> float | None:
     loss = None
     if stopped_by is not None:
         done = first + len(lines)
-        say(f"stopped by {stopped_by} and saved after step {done}. Continue with:\n    {command('--resume')}")
+        say(f"interrupted by {stopped_by}, saved after step {done}. Continue with:\n    {command('--resume')}")
     else:
         loss = held_out_loss(engine, text, args)
         say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {shown(args.output / f'step{max(first, last)}')}")

@@ -38,6 +38,7 @@ class Job:
             with suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
             return
+        sys.stderr.write("\nending the ranks, which first save if they train; Ctrl-C again ends them at once\n")
         # All but the launcher, which waits for them: it would leave at once.
         with suppress(psutil.NoSuchProcess):
             started = psutil.Process(self._launcher.pid).children(recursive=True)
