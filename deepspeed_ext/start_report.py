@@ -62,7 +62,9 @@ def _zenflow(settings: ZenFlowConfig, adam: OffloadedAdam) -> Iterator[str]:
     interval = schedule.interval or "measured during the first steps"
     yield f"Adam runs in a process of its own, one per rank; update_interval {interval}, {settings.rule} rule"
     if settings.overlapped:
-        yield f"the first {schedule.warm_up_steps} steps wait for their own update; later steps overlap with it"
+        first = schedule.warm_up_steps
+        steps = "the first step waits for its" if first == 1 else f"the first {first} steps wait for their"
+        yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
         yield "every step waits for its own update (overlap_step is off)"
 
