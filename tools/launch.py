@@ -63,6 +63,8 @@ def main() -> None:
         remove_stale_locks(Path(root))
     ranks, *script = sys.argv[1:]
     ranks = str(accelerators or 2) if ranks == "auto" else ranks
+    where = "accelerators" if accelerators else "the CPU: no accelerator was found"
+    sys.stderr.write(f"starting ranks ({ranks}) on {where}\n")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
     sys.exit(Job([*launcher, "--num_accelerators", ranks, *script], environment).wait())
 
