@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 
 GRACE_SECONDS = 60
@@ -36,7 +37,10 @@ class Interrupts:
         if number == signal.SIGINT:  # SIGTERM may come again: launchers send it after Ctrl-C
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
-                print("\nCtrl-C: saving after this step. Press it again to end at once, without saving.", flush=True)
+                with suppress(OSError):
+                    print(
+                        "\nCtrl-C: saving after this step. Press it again to end at once, without saving.", flush=True
+                    )
 
 
 def end_at_once() -> None:

@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -168,6 +169,13 @@ def save(engine: deepspeed.DeepSpeedEngine, step: int, args: argparse.Namespace)
     engine.save_checkpoint(str(args.output), tag=f"step{step}", client_state={"step": step})
 
 
+def say(text: str) -> None:
+    """Print on rank 0. If nobody reads it any more, as after Ctrl-C to ``make train | tee log``, training goes on."""
+    if dist.get_rank() == 0:
+        with suppress(OSError):
+            print(text, flush=True)
+
+
 def overlap_figures(engine: deepspeed.DeepSpeedEngine) -> dict[str, float]:
     """What is measured of the last step's overlap; empty if the optimizer does not run in a separate process."""
     measured = engine.optimizer.measurements() if hasattr(engine.optimizer, "measurements") else {}
@@ -179,9 +187,10 @@ class Progress:
     """Shows the training: on a terminal a bar, otherwise a line every few seconds; on ranks other than 0 nothing."""
 
     def __init__(self, first: int, args: argparse.Namespace, tokens_per_step: int) -> None:
-        self._on_rank_0, self._steps, self._tokens = dist.get_rank() == 0, args.steps, tokens_per_step
-        has_bar = self._on_rank_0 and sys.stderr.isatty()
-        self._bar = tqdm(total=args.steps, initial=first, unit="step", disable=not has_bar)
+        self._steps, self._tokens = args.steps, tokens_per_step
+        self._has_bar = sys.stderr.isatty()
+        no_bar = not self._has_bar or dist.get_rank() != 0
+        self._bar = tqdm(total=args.steps, initial=first, unit="step", disable=no_bar)
         self._due = 0.0
 
     def show(self, line: dict[str, float]) -> None:
@@ -191,9 +200,9 @@ class Progress:
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
         done, now = int(line["step"]) + 1, time.monotonic()
-        if self._on_rank_0 and self._bar.disable and (now >= self._due or done == self._steps):
+        if not self._has_bar and (now >= self._due or done == self._steps):
             self._due = now + LINE_EVERY_SECONDS
-            print(f"step {done}/{self._steps}: {text}", flush=True)
+            say(f"step {done}/{self._steps}: {text}")
 
     def close(self) -> None:
         self._bar.close()
@@ -268,18 +277,18 @@ def report_overlap(lines: list[dict[str, float]]) -> None:
         return
     overlapped = [line for line in lines if "overlap" in line]
     if not overlapped:
-        print("no step overlapped with its update: the first steps never do, and the log says how many these are")
+        say("no step overlapped with its update: the first steps never do, and the log says how many these are")
         return
     names = ("worker_ms", "wait_ms", "seconds")
     worker, wait, seconds = (statistics.fmean(line[name] for line in overlapped) for name in names)
-    print(
+    say(
         f"{len(overlapped)} steps overlapped with updates: the optimizer process worked {worker:.1f} ms per step, and "
         f"the model waited {wait:.1f} ms for it, {wait / seconds / 1e3:.1%} of the step"
     )
     if probed := [line for line in overlapped if "prediction_error" in line]:
         error = statistics.median(line["prediction_error"] for line in probed)
         rounding = statistics.median(line["rounding_error"] for line in probed)
-        print(f"predicted weights are off by {error:.2f} of an update, {verdict(error, rounding)}")
+        say(f"predicted weights are off by {error:.2f} of an update, {verdict(error, rounding)}")
 
 
 def verdict(error: float, rounding: float) -> str:
@@ -293,16 +302,14 @@ def verdict(error: float, rounding: float) -> str:
 def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> None:
     """Print memory and overlap; `engine.optimizer.measurements()` has more."""
     report_overlap(lines)
-    print(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
+    say(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
     if get_accelerator().device_name() != "cpu":
-        print(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
+        say(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
 
 
 def run(args: argparse.Namespace) -> float | None:
     """Train, save, evaluate and sample. Needs the process group. Returns the held-out loss in nats per byte; None if
     the training was interrupted."""
-    is_first_rank = dist.get_rank() == 0
-    say = print if is_first_rank else lambda *_: None
     shape = ModelConfig(dim=args.dim, num_layers=args.layers, num_heads=args.heads, max_seq_len=args.seq_len)
     folder = RunFolder(args.output, {**asdict(shape), "seed": args.seed})
     folder.require_same() if args.resume else folder.require_unused()
@@ -317,7 +324,7 @@ def run(args: argparse.Namespace) -> float | None:
     last = min(args.steps, args.stop_after or args.steps)
     if first >= last:
         say(f"already trained {first} steps; use --steps {first + 100} to continue")
-    metrics = folder.open_metrics(first) if is_first_rank else open(os.devnull, "w")  # noqa: SIM115 (train closes it)
+    metrics = folder.open_metrics(first) if dist.get_rank() == 0 else open(os.devnull, "w")  # noqa: SIM115 (train closes it)
     lines, stopped_by = train(engine, text, first, last, args, metrics)
     loss = None
     if stopped_by is not None:
@@ -326,8 +333,7 @@ def run(args: argparse.Namespace) -> float | None:
     else:
         loss = held_out_loss(engine, text, args)
         say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {shown(args.output / f'step{max(first, last)}')}")
-        if is_first_rank:
-            report(engine, lines)
+        report(engine, lines)
         if args.sample_bytes:
             say(f"a sample:\n{generate(engine, args)}")
     engine.destroy()

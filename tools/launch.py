@@ -38,13 +38,14 @@ class Job:
             with suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
             return
-        sys.stderr.write("\nending the ranks, which first save if they train; Ctrl-C again ends them at once\n")
         # All but the launcher, which waits for them: it would leave at once.
         with suppress(psutil.NoSuchProcess):
             started = psutil.Process(self._launcher.pid).children(recursive=True)
             for process in started or [self._launcher]:
                 with suppress(psutil.NoSuchProcess):
                     process.terminate()
+        with suppress(OSError):  # what reads this output may have ended, too: `make train | tee log`
+            sys.stderr.write("\nending the ranks, which first save if they train; Ctrl-C again ends them at once\n")
 
     def wait(self) -> int:
         """Wait for its end; returns its exit status."""

@@ -69,10 +69,3 @@ def test_who_waits_for_a_killed_build_is_told_the_file(monkeypatch: pytest.Monke
     monkeypatch.setattr(builds.build_locks, "abandoned", lambda: [tmp_path / "slow" / "lock"])
     _, log = load(monkeypatch, lines=2)
     assert f"waiting for {tmp_path / 'slow' / 'lock'}" in log[1]
-
-
-def test_training_without_shared_buffers_compiles_nothing() -> None:
-    from deepspeed_ext import shared_buffers
-
-    with shared_buffers.not_made():
-        assert _upstream.torch_backend_module.build_shm_op() is None
