@@ -17,7 +17,7 @@ from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow import ZenFlowStepping
 from deepspeed_ext.zero_config import ZeroConfig
 
-__all__ = ["log_start", "start_report"]
+__all__ = ["log_start"]
 
 MOST_RANKS = 8
 """Ranks of this host whose cores are listed; `deepspeed-ext plan` lists all."""
@@ -34,13 +34,13 @@ def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | Non
     """
     if dist.get_rank() != 0 or not isinstance(settings, ZeroConfig):
         return
-    if lines := start_report(settings, optimizer, gather, binding):
+    if lines := _report(settings, optimizer, gather, binding):
         ranks = dist.get_world_size()
         title = f"ZeRO stage {int(settings.stage)} on {ranks} rank{'s' if ranks > 1 else ''}, with"
         logger.info("\n".join([title, *lines]))
 
 
-def start_report(
+def _report(
     settings: ZeroConfig, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None
 ) -> list[str]:
     """One line or more for each system that is on."""

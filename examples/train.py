@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -342,7 +342,9 @@ def run(args: argparse.Namespace) -> float | None:
 
 def main() -> None:
     end_at_once()  # on Ctrl-C, until the training begins
-    args = parse_args()
+    is_first = os.environ.get("RANK", "0") == "0"
+    with nullcontext() if is_first else redirect_stderr(None), nullcontext() if is_first else redirect_stdout(None):
+        args = parse_args()  # one rank says what is wrong
     share_cores()
     with shared_buffers.not_made():
         deepspeed.init_distributed()

@@ -54,7 +54,8 @@ class Metrics:
         self._inside.start()
         self.bytes_down, self.bytes_up = 0, 0
         between = self._between.lap()
-        self.device_seconds = _newest(between, self.device_seconds)
+        if self._device:  # before the first step there was none
+            self.device_seconds = _newest(between, self.device_seconds)
         self._device = [*self._device[-_REMEMBERED:], *between]
 
     def end_step(self, synchronous: bool) -> None:
