@@ -185,7 +185,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-python
 	@touch $@
 
 $(VENV)/.stamp-package: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
-	@echo "Installing deepspeed_ext and DeepSpeed into $(VENV)"
+	@echo "Installing deepspeed_ext, whose kernel is compiled, and DeepSpeed into $(VENV) (a minute or two)"
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 

@@ -26,7 +26,7 @@ INTERRUPTED = 130
 class Job:
     """DeepSpeed's launcher and what it starts, in a session of its own: the terminal's signals do not go there."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str] | None) -> None:
         self.signals = 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)

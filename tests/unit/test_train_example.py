@@ -138,6 +138,23 @@ def test_a_signal_to_one_rank_saves_all_after_the_same_step(tmp_path: Path) -> N
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(6))
 
 
+class Unread(io.StringIO):
+    """What `tee` leaves behind when Ctrl-C has ended it, too."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def speaks_to_nobody() -> str:
+    with redirect_stdout(Unread()):
+        example().say("step 1")
+    return "goes on"
+
+
+def test_nobody_needs_to_read_what_a_run_prints() -> None:
+    assert run_ranks(1, speaks_to_nobody) == ["goes on"]
+
+
 def handlers() -> list[str]:
     """What signals do in this process, which other tests use, too."""
     return [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -180,6 +197,22 @@ def test_the_command_that_continues_is_the_one_that_was_given(
     given = ["examples/train.py", "--local_rank=0", "--mode", "zero2", "--steps", "9", "--stop-after", "3"]
     monkeypatch.setattr(sys, "argv", given)
     assert importlib.import_module("folder").command("--resume") == expected
+
+
+def test_a_second_ctrl_c_kills_ranks_that_do_not_end() -> None:
+    ranks = ["bash", "-c", "trap '' TERM; sleep 1000 & echo up; wait; wait"]
+    code = f"import sys; from tools.launch import Job; sys.exit(Job({ranks!r}, None).wait())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout.readline() == "up\n"
+        job.send_signal(signal.SIGINT)
+        assert job.stderr.readline() == "\n"
+        assert "Ctrl-C again ends them at once" in job.stderr.readline()
+        assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        assert job.stdout.read() == ""  # the last process that could write there is gone
+        assert job.wait() == 130
 
 
 def test_ctrl_c_through_the_launcher_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
