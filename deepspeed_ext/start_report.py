@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from deepspeed_ext._logging import logger
-from deepspeed_ext._upstream import dist
+from deepspeed_ext._upstream import dist, get_accelerator
 from deepspeed_ext.affinity.binding import CoreBinding
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
 from deepspeed_ext.gather.all_gather import SingleParameterGather
 from deepspeed_ext.host.cpulist import format_cpulist
 from deepspeed_ext.zenflow.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.worker.hidden_transfers import HiddenTransfers
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.zero.zenflow import ZenFlowStepping
 from deepspeed_ext.zero_config import ZeroConfig
@@ -67,6 +68,9 @@ def _zenflow(settings: ZenFlowConfig, adam: OffloadedAdam) -> Iterator[str]:
         yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
         yield "every step waits for its own update (overlap_step is off)"
+    if not get_accelerator().is_synchronized_device():
+        where = "beside the next" if isinstance(adam.link.transfers, HiddenTransfers) else "inside the"
+        yield f"gradients and results are copied {where} step"
 
 
 def _flattening(plans: Sequence[FlattenPlan]) -> str:

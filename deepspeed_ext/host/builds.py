@@ -24,7 +24,7 @@ def announced(operator: str) -> Iterator[None]:
     is_new = not any(build_locks.operator_folder().glob(f"**/{operator}/*.so"))
     if is_new:
         logger.info(f"compiling DeepSpeed's operator {operator} (once; a minute or more)")
-    reporter = threading.Thread(target=_report, args=(operator, begin, done), name="dsext-builds", daemon=True)
+    reporter = threading.Thread(target=_report, args=(operator, is_new, begin, done), name="dsext-builds", daemon=True)
     reporter.start()
     try:
         yield
@@ -35,13 +35,13 @@ def announced(operator: str) -> Iterator[None]:
         logger.info(f"DeepSpeed's operator {operator} is ready after {time.monotonic() - begin:.0f} s")
 
 
-def _report(operator: str, begin: float, done: threading.Event) -> None:
+def _report(operator: str, is_new: bool, begin: float, done: threading.Event) -> None:
     """Log a sign of life every few seconds until `done`."""
-    pause = FIRST_SECONDS
+    pause, doing = FIRST_SECONDS, "still compiling" if is_new else "checking, and compiling again if it is out of date,"
     while not done.wait(pause):
         pause, took = EVERY_SECONDS, f"{time.monotonic() - begin:.0f} s"
         left = [lock for lock in build_locks.abandoned() if lock.parent.name == operator]
         if left:
             logger.warning(f"waiting for {left[0]} for {took}: a build that was killed has left it. Delete it to go on")
         else:
-            logger.info(f"still compiling DeepSpeed's operator {operator}: {took}")
+            logger.info(f"{doing} DeepSpeed's operator {operator}: {took}")

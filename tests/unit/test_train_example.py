@@ -93,7 +93,8 @@ def test_zenflow_resumes_and_reports_overlap(mode: str, tmp_path: Path) -> None:
     text = (tmp_path / "whole" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert "NaN" not in text
-    assert all(line["worker_ms"] > 0 and line["wait_ms"] >= 0 for line in lines)
+    assert all(line["worker_ms"] > 0 for line in lines)
+    assert lines[-1]["wait_ms"] >= 0
     assert "overlap" not in lines[0]  # the first step waits for its own update
     assert 0 <= lines[-1]["overlap"] <= 1
     assert any(line.get("prediction_error", 0) > 0 for line in lines) == (mode == "zenflow")
