@@ -28,20 +28,27 @@ class Job:
 
     def __init__(self, command: list[str], environment: dict[str, str] | None) -> None:
         self.signals = 0
+        self._launcher: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._stop)
+            signal.signal(number, self._note)
         self._launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+        if self.signals:  # meanwhile
+            self._end()
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1
+        if self._launcher is not None:
+            self._end()
+
+    def _end(self) -> None:
+        assert self._launcher is not None
         if self.signals > 1:
             with suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
             return
         # All but the launcher, which waits for them: it would leave at once.
         with suppress(psutil.NoSuchProcess):
-            started = psutil.Process(self._launcher.pid).children(recursive=True)
-            for process in started or [self._launcher]:
+            for process in psutil.Process(self._launcher.pid).children(recursive=True) or [self._launcher]:
                 with suppress(psutil.NoSuchProcess):
                     process.terminate()
         with suppress(OSError):  # what reads this output may have ended, too: `make train | tee log`
@@ -49,6 +56,7 @@ class Job:
 
     def wait(self) -> int:
         """Wait for its end; returns its exit status."""
+        assert self._launcher is not None
         status = self._launcher.wait()
         return INTERRUPTED if self.signals else status
 
