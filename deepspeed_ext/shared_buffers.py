@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_ext._upstream import no_shared_buffers, swapped
-
 __all__ = ["left_over", "not_made"]
 
 _FOLDER = Path("/dev/shm")
@@ -26,6 +24,8 @@ def not_made() -> Iterator[None]:
 
     Use it for training without tensor parallelism. DeepSpeed's all-reduce for inference on CPUs is torch's afterwards.
     """
+    from deepspeed_ext._upstream import no_shared_buffers, swapped  # `doctor` calls left_over without DeepSpeed
+
     with swapped(no_shared_buffers()):
         yield
 

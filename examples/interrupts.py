@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from contextlib import suppress
 from types import FrameType
 
@@ -22,7 +23,8 @@ class Interrupts:
         self.received: str | None = None
 
     def __enter__(self) -> "Interrupts":
-        self._before = {number: signal.signal(number, self._note) for number in NAMES}
+        in_main = threading.current_thread() is threading.main_thread()  # other threads may set no handlers: Ray's
+        self._before = {number: signal.signal(number, self._note) for number in NAMES if in_main}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,19 @@ def test_a_signal_to_one_rank_saves_all_after_the_same_step(tmp_path: Path) -> N
     _, printed = run_ranks(2, interrupted, folder, "--mode", "zero3", "--resume")[0]
     assert f"resuming {folder} from checkpoint step2, after 2 steps" in printed
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(6))
+
+
+def test_a_run_in_another_thread_goes_on_without_handlers() -> None:
+    """As in Ray Train."""
+    example()
+    interrupts = importlib.import_module("interrupts")
+
+    def received() -> str | None:
+        with interrupts.Interrupts() as entered:
+            return entered.received
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(received).result() is None
 
 
 class Unread(io.StringIO):
