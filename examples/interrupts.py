@@ -39,10 +39,8 @@ class Interrupts:
         if number == signal.SIGINT:  # SIGTERM may come again: launchers send it after Ctrl-C
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
-                with suppress(OSError):
-                    print(
-                        "\nCtrl-C: saving after this step. Press it again to end at once, without saving.", flush=True
-                    )
+                with suppress(OSError):  # not print, which this may have interrupted
+                    os.write(1, b"\nCtrl-C: saving after this step; Ctrl-C again ends at once, without saving\n")
 
 
 def end_at_once() -> None:

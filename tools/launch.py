@@ -52,7 +52,7 @@ class Job:
                 with suppress(psutil.NoSuchProcess):
                     process.terminate()
         with suppress(OSError):  # what reads this output may have ended, too: `make train | tee log`
-            sys.stderr.write("\nending the ranks, which first save if they train; Ctrl-C again ends them at once\n")
+            os.write(2, b"\nending the ranks, which first save if they train; Ctrl-C again ends them at once\n")
 
     def wait(self) -> int:
         """Wait for its end; returns its exit status."""
