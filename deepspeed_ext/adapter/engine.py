@@ -14,6 +14,7 @@ from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.offloading import OffloadingEngine
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.adapter.start_report import log_start
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.undo import undone_on_failure
 from deepspeed_ext.adapter.upstream import (
@@ -76,6 +77,7 @@ class Engine(OffloadingEngine):
                 self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                 # Not needed at exit: the optimizer process ends by itself.
                 weakref.finalize(self, _destroy_parts, self.optimizer, self.checkpoint_engine).atexit = False
+            log_start(self._config.zero_config, self.optimizer, self.parameter_gather, self.core_binding)
 
     def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
         return (StreamThroughputTimer if self._has_own_zenflow() else ThroughputTimer)(*args, **kwargs)
@@ -131,8 +133,7 @@ class Engine(OffloadingEngine):
             flattens = isinstance(self.optimizer, ZeroOptimizer)
             for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
                 logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
-            zenflow = settings.zenflow
-            for field in given_of_the_other_rule(zenflow) if zenflow is not None else ():
+            for field in given_of_the_other_rule(settings.zenflow):
                 logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:

@@ -24,7 +24,6 @@ from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
-from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
 from deepspeed_ext.zenflow.start import start_adam
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -122,9 +121,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._grad_dtype = getattr(torch, gradient_dtype(*names))
         weights_dtype = self._weights(0).dtype
         require_publishable(self._settings, dtype_name(weights_dtype))
-        settings = self._settings
         self.zenflow_adam = start_adam(
-            settings,
+            self._settings,
             self.optimizer,
             self._masters,
             groups,
@@ -134,12 +132,6 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             placement=self._placement,
             local_ranks=local_world_size(),
         )
-        if self.zenflow_adam.ranks.rank == 0:
-            interval = settings.update_interval or "to be measured"
-            how = "every step waits for its own result"
-            if settings.overlapped:
-                how = f"overlapped after {self.zenflow_adam.rule.schedule.warm_up_steps} steps"
-            logger.info(f"ZenFlow: {settings.rule} rule, update_interval {interval}, {how}")
         self._stand_ins = [
             PartitionStandIn(partition.master.data, self._grad_dtype) for partition in self.zenflow_adam.partitions
         ]
