@@ -13,8 +13,8 @@ PYTHON_ORIGIN := $(origin PYTHON)
 # The first supported interpreter that can make virtual environments; PYTHON=/path/to/python3.12 names another.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3,$(if $(call usable,$(name)),$(name))))
 usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 14) and print("yes")' 2>/dev/null))
-# Ranks of `make train`: one an accelerator, or two on a machine without.
-RANKS ?= $(shell $(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)')
+# Ranks of `make train`; auto: one an accelerator, or two on a machine without.
+RANKS ?= auto
 # The interpreter of `make test-gpu` and `make bench-gpu`: PYTHON if it was given, .venv's if there is one, else python3.
 GPU_PYTHON = $(if $(filter-out file undefined,$(PYTHON_ORIGIN)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
 # Of `make bench` and `make bench-gpu`: which parts (all); ARGS is what else `python -m tests.perf.suite` takes.
@@ -70,8 +70,8 @@ help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 ARGS="--steps 100 --resume")
-	@[ -d "$$TORCH_EXTENSIONS_DIR" ] || echo "DeepSpeed compiles an operator first (a minute, once)"
-	deepspeed --log_level warning --num_accelerators $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
+	@MADE_BY="$(strip make train $(foreach name,MODE RANKS,$(if $(findstring command,$(origin $(name))),$(name)=$($(name)))))" \
+	python -m tools.launch $(RANKS) examples/train.py --mode $(MODE) $(ARGS)
 
 test: $(VENV)/.stamp-operators  ## run the tests, a good quarter of an hour on two cores
 	$(PYTEST) --simulated $(ARGS)
@@ -187,7 +187,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-python
 	@touch $@
 
 $(VENV)/.stamp-package: $(VENV)/.stamp-torch setup.py $(NATIVE_SOURCES)
-	@echo "Installing deepspeed_ext and DeepSpeed into $(VENV)"
+	@echo "Installing deepspeed_ext, whose kernel is compiled, and DeepSpeed into $(VENV) (a minute or two)"
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 

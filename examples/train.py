@@ -5,7 +5,8 @@
     deepspeed --num_accelerators 2 examples/train.py --mode zero2
 
 The run is stored in ``outputs/<mode>``: the checkpoint, ``metrics.jsonl`` (one line per optimizer step) and
-``run.json``. A run that is resumed with the same settings gives bitwise the losses of an uninterrupted run.
+``run.json``. A run that is resumed with the same settings gives bitwise the losses of an uninterrupted run. Ctrl-C and
+SIGTERM save it and end; what it prints then continues it.
 """
 
 import argparse
@@ -14,9 +15,11 @@ import math
 import os
 import resource
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,12 +29,15 @@ import deepspeed.comm as dist
 import torch
 from data import ByteText, standard_library_text
 from deepspeed.accelerator import get_accelerator
+from folder import RunFolder, command, shown
+from interrupts import Interrupts, end_at_once
 from model import LanguageModel, ModelConfig, parameter_groups
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import deepspeed_ext
 from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.errors import DeepSpeedExtError
 from deepspeed_ext.runtime import shared_buffers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,12 +53,14 @@ MODES = {
 }
 """Values of ``--mode`` and their files in ``configs/``."""
 
-# DeepSpeed calls a torch function by a name that torch 2.13 deprecates.
-warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+# DeepSpeed calls torch functions by names that torch 2.13 deprecates.
+warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
 
 WARMUP_STEPS = 20
 EVAL_BATCHES = 16
 PROMPT = b"def "
+LINE_EVERY_SECONDS = 5.0
+"""Between two lines about the training where there is no terminal that shows a bar."""
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -125,9 +133,8 @@ def warmup_cosine(total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def build_engine(args: argparse.Namespace, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+def build_engine(args: argparse.Namespace, shape: ModelConfig, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(args.seed)
-    shape = ModelConfig(dim=args.dim, num_layers=args.layers, num_heads=args.heads, max_seq_len=args.seq_len)
     model = LanguageModel(shape)
     initialize = deepspeed.initialize if args.upstream else deepspeed_ext.initialize
     engine, *_ = initialize(
@@ -139,14 +146,14 @@ def build_engine(args: argparse.Namespace, config: dict[str, Any]) -> deepspeed.
     return engine
 
 
-def mean_over_ranks(value: torch.Tensor) -> float:
-    total = value.detach().float()
+def mean_over_ranks(*values: torch.Tensor | float) -> list[float]:
+    total = torch.tensor([float(value) for value in values], device=get_accelerator().current_device_name())
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return (total / dist.get_world_size()).tolist()
 
 
-def train_step(engine: deepspeed.DeepSpeedEngine, text: ByteText, step: int, args: argparse.Namespace) -> float:
-    """One optimizer step; returns the mean loss of its micro-batches over all ranks, in nats per byte."""
+def train_step(engine: deepspeed.DeepSpeedEngine, text: ByteText, step: int, args: argparse.Namespace) -> torch.Tensor:
+    """One optimizer step; returns the mean loss of its micro-batches on this rank, in nats per byte."""
     micro_steps, batch_size = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     losses = []
     for micro_step in range(step * micro_steps, (step + 1) * micro_steps):
@@ -155,56 +162,79 @@ def train_step(engine: deepspeed.DeepSpeedEngine, text: ByteText, step: int, arg
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
-    return mean_over_ranks(torch.stack(losses).mean())
+    return torch.stack(losses).mean()
 
 
 def save(engine: deepspeed.DeepSpeedEngine, step: int, args: argparse.Namespace) -> None:
     engine.save_checkpoint(str(args.output), tag=f"step{step}", client_state={"step": step})
 
 
-def open_metrics(first: int, args: argparse.Namespace) -> TextIO:
-    """Open the metrics file, truncated to the steps before `first`; on ranks other than 0, open a file that discards
-    everything."""
-    if dist.get_rank() != 0:
-        return open(os.devnull, "w")
-    path = args.output / "metrics.jsonl"
-    before = path.read_text().splitlines(keepends=True)[:first] if first else []
-    path.write_text("".join(before))
-    return path.open("a")
+def say(text: str) -> None:
+    """Print on rank 0. If nobody reads it any more, as after Ctrl-C to ``make train | tee log``, training goes on."""
+    if dist.get_rank() == 0:
+        with suppress(OSError):
+            print(text, flush=True)
 
 
 def overlap_figures(engine: deepspeed.DeepSpeedEngine) -> dict[str, float]:
-    """Metrics of the last step's overlap; empty if the optimizer does not run in a separate process."""
+    """What is measured of the last step's overlap; empty if the optimizer does not run in a separate process."""
     measured = engine.optimizer.measurements() if hasattr(engine.optimizer, "measurements") else {}
-    metrics = {name: measured.get(f"zenflow_{name}", math.nan) for name in ("wait_ms", "worker_ms", "prediction_error")}
-    return {name: float(f"{value:.4g}") for name, value in metrics.items() if math.isfinite(value)}
+    names = ("wait_ms", "worker_ms", "overlap", "prediction_error", "rounding_error")
+    return {name: float(f"{measured[key]:.4g}") for name in names if (key := f"zenflow_{name}") in measured}
+
+
+class Progress:
+    """Shows the training: on a terminal a bar, otherwise a line every few seconds; on ranks other than 0 nothing."""
+
+    def __init__(self, first: int, args: argparse.Namespace, tokens_per_step: int) -> None:
+        self._steps, self._tokens = args.steps, tokens_per_step
+        self._has_bar = sys.stderr.isatty()
+        no_bar = not self._has_bar or dist.get_rank() != 0
+        self._bar = tqdm(total=args.steps, initial=first, unit="step", disable=no_bar)
+        self._due = 0.0
+
+    def show(self, line: dict[str, float]) -> None:
+        """Show the metrics of a step."""
+        waited = f", waited {line['wait_ms']:.1f} ms" if "wait_ms" in line else ""
+        text = f"loss {line['loss']:.3f}, {self._tokens / line['seconds']:,.0f} tokens/s{waited}"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update()
+        done, now = int(line["step"]) + 1, time.monotonic()
+        if not self._has_bar and (now >= self._due or done == self._steps):
+            self._due = now + LINE_EVERY_SECONDS
+            say(f"step {done}/{self._steps}: {text}")
+
+    def close(self) -> None:
+        self._bar.close()
 
 
 def train(
-    engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: int, args: argparse.Namespace
-) -> list[dict[str, float]]:
+    engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: int, args: argparse.Namespace, metrics: TextIO
+) -> tuple[list[dict[str, float]], str | None]:
     """Run optimizer steps `first` to `last` - 1; write one line of metrics per step and save every `save_every` steps.
+    If any rank gets a signal, all of them save after the same step and stop.
 
     Returns:
-        The metrics of each step.
+        The metrics of each step, and in words what has stopped the training early; None: nothing has.
     """
-    lines = []
-    tokens_per_step = engine.train_batch_size() * args.seq_len
-    bar = tqdm(range(first, last), total=args.steps, initial=first, unit="step", disable=dist.get_rank() != 0)
-    with open_metrics(first, args) as metrics:
-        for step in bar:
+    lines: list[dict[str, float]] = []
+    progress = Progress(first, args, engine.train_batch_size() * args.seq_len)
+    with Interrupts() as interrupts, metrics:
+        for step in range(first, last):
             start = time.perf_counter()
             loss = train_step(engine, text, step, args)
+            mean_loss, interrupted = mean_over_ranks(loss, interrupts.received is not None)
             seconds = time.perf_counter() - start
-            overlap = overlap_figures(engine)
-            waited = f", waited {overlap['wait_ms']:.1f} ms" if overlap else ""
-            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_step / seconds:,.0f} tokens/s{waited}")
-            lines.append({"step": step, "loss": loss, "seconds": round(seconds, 4), **overlap})
+            lines.append({"step": step, "loss": mean_loss, "seconds": round(seconds, 4), **overlap_figures(engine)})
             metrics.write(json.dumps(lines[-1]) + "\n")
-            if (step + 1) % args.save_every == 0 or step + 1 == last:
+            progress.show(lines[-1])
+            if interrupted or (step + 1) % args.save_every == 0 or step + 1 == last:
                 metrics.flush()
                 save(engine, step + 1, args)
-    return lines
+            if interrupted:
+                break
+        progress.close()
+    return lines, (interrupts.received or "a signal on another rank") if interrupted else None
 
 
 @torch.no_grad()
@@ -216,7 +246,7 @@ def held_out_loss(engine: deepspeed.DeepSpeedEngine, text: ByteText, args: argpa
         batch = text.held_out_batch(index, dist.get_rank(), engine.train_micro_batch_size_per_gpu(), args.seq_len)
         losses.append(engine(*(tensor.to(engine.device) for tensor in batch)))
     engine.train()
-    return mean_over_ranks(torch.stack(losses).mean())
+    return mean_over_ranks(torch.stack(losses).mean())[0]
 
 
 @torch.no_grad()
@@ -233,81 +263,95 @@ def generate(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, temper
     return bytes(tokens).decode(errors="replace")
 
 
-def resume(engine: deepspeed.DeepSpeedEngine, settings: dict[str, Any], args: argparse.Namespace) -> int:
-    """Load the last checkpoint and return the next step. Exits if there is none or if the run had other settings."""
-    run_file = args.output / "run.json"
-    if not run_file.is_file():
-        raise SystemExit(f"--resume: no run in {args.output}; train without --resume first")
-    before = json.loads(run_file.read_text())
-    changed = [f"{name}: was {before.get(name)}, is {now}" for name, now in settings.items() if before.get(name) != now]
-    if changed:
-        raise SystemExit(f"--resume: the run in {args.output} had other settings ({'; '.join(changed)})")
+def resume(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> int:
+    """Load the last checkpoint and return the next step."""
     path, client_state = engine.load_checkpoint(str(args.output))
     if path is None:
-        raise SystemExit(f"--resume: no checkpoint in {args.output}; train without --resume first")
+        raise SystemExit(f"--resume: no checkpoint in {shown(args.output)}; train without --resume first")
     return client_state["step"]
 
 
 def report_overlap(lines: list[dict[str, float]]) -> None:
-    """Print how much of the optimizer's time overlapped with the model, and the error of the prediction."""
-    overlapped = [line for line in lines if line.get("worker_ms")]
-    if not overlapped:
+    """Print how much of the optimizer's time overlapped with the model, and what the prediction's error means."""
+    if not any("worker_ms" in line for line in lines):
         return
-    worker, wait = (statistics.fmean(line[name] for line in overlapped) for name in ("worker_ms", "wait_ms"))
-    step = 1e3 * statistics.fmean(line["seconds"] for line in overlapped)
-    print(
-        f"overlap: the optimizer process worked {worker:.1f} ms per step, and the model waited {wait:.1f} ms for it, "
-        f"{wait / step:.1%} of the step"
+    overlapped = [line for line in lines if "overlap" in line]
+    if not overlapped:
+        say("no step overlapped with its update: the first steps never do, and the log says how many these are")
+        return
+    names = ("worker_ms", "wait_ms", "seconds")
+    worker, wait, seconds = (statistics.fmean(line[name] for line in overlapped) for name in names)
+    say(
+        f"{len(overlapped)} steps overlapped with updates: the optimizer process worked {worker:.1f} ms per step, and "
+        f"the model waited {wait:.1f} ms for it, {wait / seconds / 1e3:.1%} of the step"
     )
-    if errors := [line["prediction_error"] for line in overlapped if "prediction_error" in line]:
-        print(f"prediction error: {statistics.median(errors):.3f} of an update (median)")
+    if probed := [line for line in overlapped if "prediction_error" in line]:
+        error = statistics.median(line["prediction_error"] for line in probed)
+        rounding = statistics.median(line["rounding_error"] for line in probed)
+        say(f"predicted weights are off by {error:.2f} of an update, {verdict(error, rounding)}")
+
+
+def verdict(error: float, rounding: float) -> str:
+    """Judge the error of predicted weights. It is normal near that of rounding weights to their dtype or near a third
+    of an update, whichever is larger; ZenFlow's guard stops at three times that."""
+    excess = error / max(rounding, 1 / 3)
+    found = "which is normal" if excess <= 1.5 else "which is high" if excess <= 3 else "which is too much"
+    return f"{found}: rounding them to their dtype alone makes {rounding:.2f}"
 
 
 def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> None:
-    """Print memory and the optimizer's metrics; the log already shows the start-up."""
+    """Print memory and overlap; `engine.optimizer.measurements()` has more."""
     report_overlap(lines)
-    print(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
+    say(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
     if get_accelerator().device_name() != "cpu":
-        print(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
-    if hasattr(engine.optimizer, "measurements"):
-        print("metrics, as docs/zenflow.md and docs/flattening.md explain them:")
-        print(*(f"  {name}: {value:.4g}" for name, value in engine.optimizer.measurements().items()), sep="\n")
+        say(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
 
 
-def run(args: argparse.Namespace) -> float:
-    """Train, save, evaluate and sample. Needs the process group. Returns the held-out loss in nats per byte."""
-    is_first_rank = dist.get_rank() == 0
-    say = print if is_first_rank else lambda *_: None
+def run(args: argparse.Namespace) -> float | None:
+    """Train, save, evaluate and sample. Needs the process group. Returns the held-out loss in nats per byte; None if
+    the training was interrupted."""
+    shape = ModelConfig(dim=args.dim, num_layers=args.layers, num_heads=args.heads, max_seq_len=args.seq_len)
+    folder = RunFolder(args.output, {**asdict(shape), "seed": args.seed})
+    folder.require_same() if args.resume else folder.require_unused()
     text = standard_library_text()
-    engine = build_engine(args, load_config(args))
-    settings = {**asdict(engine.module.config), "seed": args.seed}
-    say(f"{sum(p.numel() for p in engine.module.parameters()):,} parameters, {len(text.train):,} bytes of text")
+    engine = build_engine(args, shape, load_config(args))
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())  # ZeRO-3 leaves 0 elements here
+    say(f"{numel:,} parameters, {len(text.train):,} bytes of text; the run is stored in {shown(args.output)}")
 
-    first = resume(engine, settings, args) if args.resume else 0
-    if is_first_rank:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "run.json").write_text(json.dumps(settings, indent=2))
+    first = resume(engine, args) if args.resume else 0
+    if args.resume:
+        say(f"resuming {shown(args.output)} from checkpoint step{first}, after {first} steps")
     last = min(args.steps, args.stop_after or args.steps)
     if first >= last:
         say(f"already trained {first} steps; use --steps {first + 100} to continue")
-    lines = train(engine, text, first, last, args)
-
-    loss = held_out_loss(engine, text, args)
-    say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {args.output / f'step{max(first, last)}'}")
-    if is_first_rank:
+    metrics = folder.open_metrics(first) if dist.get_rank() == 0 else open(os.devnull, "w")  # noqa: SIM115 (train closes it)
+    lines, stopped_by = train(engine, text, first, last, args, metrics)
+    loss = None
+    if stopped_by is not None:
+        done = first + len(lines)
+        say(f"interrupted by {stopped_by}, saved after step {done}. Continue with:\n    {command('--resume')}")
+    else:
+        loss = held_out_loss(engine, text, args)
+        say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {shown(args.output / f'step{max(first, last)}')}")
         report(engine, lines)
-    if args.sample_bytes:
-        say(f"a sample:\n{generate(engine, args)}")
+        if args.sample_bytes:
+            say(f"a sample:\n{generate(engine, args)}")
     engine.destroy()
     return loss
 
 
 def main() -> None:
-    args = parse_args()
+    end_at_once()  # on Ctrl-C, until the training begins
+    is_first = os.environ.get("RANK", "0") == "0"
+    with nullcontext() if is_first else redirect_stderr(None), nullcontext() if is_first else redirect_stdout(None):
+        args = parse_args()  # one rank says what is wrong
     share_cores()
     with shared_buffers.not_made():
         deepspeed.init_distributed()
-    run(args)
+    try:
+        run(args)
+    except (DeepSpeedExtError, SystemExit) as error:  # all ranks have it: one prints it
+        raise SystemExit(f"error: {error}" if dist.get_rank() == 0 else 1) from None
     dist.destroy_process_group()
 
 

@@ -85,6 +85,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {"adam_w_mode": ASSIGNED},
     "deepspeed.ops.adam.fused_adam:FusedAdam": {"adam_w_mode": ASSIGNED},
+    "deepspeed.ops.op_builder.builder:OpBuilder": {"jit_load": "(self, verbose)", "name": ASSIGNED},
     "deepspeed.comm.torch": {"build_shm_op": "()"},
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {
         "__init__": "(self, config_params)",

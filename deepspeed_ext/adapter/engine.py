@@ -16,6 +16,7 @@ from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, fields_of, section_in_use
 from deepspeed_ext.adapter.resharding import LoadingRun
 from deepspeed_ext.adapter.saver import Saver
+from deepspeed_ext.adapter.start_report import log_start
 from deepspeed_ext.adapter.step_report import report_step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
@@ -64,6 +65,7 @@ class Engine(DeepSpeedEngine):
                     self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                     # Not needed at exit: the optimizer process ends by itself.
                     weakref.finalize(self, _destroy_parts, self.optimizer, self._parts.saver).atexit = False
+                log_start(self._config.zero_config, self.optimizer, self._parts.gather, self._parts.binding)
             undo.pop_all()
 
     @property

@@ -214,14 +214,15 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
     grouped = can_group(ranks)
     plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
     require_same_plan("the all-gather of single parameters", plan, ranks)
+    level = logging.INFO if plan.leaves_all_to_upstream else logging.DEBUG  # else it is in the start report
     for reason, count in Counter(plan.reasons.values()).items() if dist.get_rank() == 0 else ():
-        log_once(logging.INFO, f"{count} of {len(params)} parameters keep upstream's all-gather: {reason}")
+        log_once(level, f"{count} of {len(params)} parameters keep upstream's all-gather: {reason}")
     if plan.leaves_all_to_upstream:
         return None
     gather = SingleParameterGather(plan, {param.ds_id: param.all_gather_coalesced for param in params}, grouped)
     _set_gather(params, lambda param: gather)
     if dist.get_rank() == 0:
-        logger.info(f"single-parameter all-gather: {plan.describe()}, {'one launch' if grouped else 'async singles'}")
+        logger.debug(f"single-parameter all-gather: {plan.describe()}, {'one launch' if grouped else 'async singles'}")
     return gather
 
 

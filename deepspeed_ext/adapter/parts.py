@@ -153,8 +153,7 @@ class Parts:
         flattens = isinstance(optimizer, ZeroOptimizer)
         for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
             logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
-        zenflow = settings.zenflow
-        for field in given_of_the_other_rule(zenflow) if zenflow is not None else ():
+        for field in given_of_the_other_rule(settings.zenflow):
             logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
 
     # -- while it trains ----------------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             self._flattener = None  # later calls come from checkpoint loading and state offload
             self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
             self.startup.finish()
-            self._log_startup()
+            if dist.get_rank() == 0:
+                logger.debug(f"start-up of the {self.zero_stage_string} optimizer\n{self.startup.table()}")
 
     def flatten_dense_tensors_aligned(
         self,
@@ -129,19 +130,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""
-        return {
-            "startup_seconds": self.startup.seconds,
-            "startup_cpu_seconds": self.startup.cpu_seconds,
-            "startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30,
-            "flatten_seconds": sum(phase.seconds for phase in self.startup.phases if phase.name == "flatten"),
-        }
-
-    def _log_startup(self) -> None:
-        if dist.get_rank() != 0:
-            return
-        for index, plan in enumerate(self.flatten_plans):
-            logger.info(
-                f"parameter group {index}: flat buffer of {plan.facts.buffer_bytes / 2**20:.1f} MiB, "
-                f"tier {plan.tier} ({plan.reason})"
-            )
-        logger.info(f"start-up of the {self.zero_stage_string} optimizer\n{self.startup.table()}")
+        flatten = sum(phase.seconds for phase in self.startup.phases if phase.name == "flatten")
+        times = {"startup_seconds": self.startup.seconds, "flatten_seconds": flatten}
+        if get_accelerator().device_name() == "cpu":  # there it would be this process's whole memory
+            return times
+        return times | {"startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30}

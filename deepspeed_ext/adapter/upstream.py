@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -54,6 +55,7 @@ from deepspeed.utils.timer import ThroughputTimer
 
 from deepspeed_ext.adapter.contract import broken
 from deepspeed_ext.errors import UpstreamError
+from deepspeed_ext.runtime import builds
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import warn_once
 
@@ -77,6 +79,7 @@ __all__ = [
     "ZeROOptimizer",
     "accelerator_branch_only",
     "all_gather_of_partitions",
+    "announced_builds",
     "autocasts_to_fp16",
     "can_register_host_memory",
     "check",
@@ -93,6 +96,7 @@ __all__ = [
     "is_zero_optimizer",
     "loss_scaler",
     "master_of",
+    "no_shared_buffers",
     "optimizer_class",
     "exchange_instead",
     "pins_offload_buffers",
@@ -168,7 +172,8 @@ def entry_swaps(
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
     """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines
-    and the class of its config's ZeRO section, and for an operator that training does not need."""
+    and the class of its config's ZeRO section, for an operator that training does not need, and for the way in which it
+    compiles operators."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -176,7 +181,27 @@ def entry_swaps(
         Swap(deepspeed, "PipelineEngine", pipeline_engine),
         Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config),
         Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
+        announced_builds(),
     ]
+
+
+def no_shared_buffers() -> Swap:
+    """Return a swap that leaves out the operator of DeepSpeed's all-reduce for inference on CPUs."""
+    return Swap(torch_backend_module, "build_shm_op", lambda: None)
+
+
+def announced_builds() -> Swap:
+    """Return a swap for the method by which DeepSpeed compiles an operator or loads what is compiled already: the first
+    rank of this host logs what is compiled and how long that takes, in place of what torch prints on every rank. The
+    error of a failed build has the compiler's output."""
+    jit_load = OpBuilder.jit_load
+
+    @functools.wraps(jit_load)
+    def announced(self: OpBuilder, verbose: bool = True) -> Any:
+        with builds.announced(self.name) if local_rank() == 0 else nullcontext():
+            return jit_load(self, verbose=False)
+
+    return Swap(OpBuilder, "jit_load", announced)
 
 
 def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:

@@ -29,7 +29,6 @@ from deepspeed_ext.checkpoint.saved_state import Section, read_section
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import local_world_size
-from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
 from deepspeed_ext.zenflow.start import start_adam
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -93,8 +92,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
         grad_dtype = getattr(torch, gradient_dtype(*names))
         weights_dtype = self._weights(0).dtype
-        settings = self._start.run.config
-        require_publishable(settings, dtype_name(weights_dtype))
+        require_publishable(self._start.run.config, dtype_name(weights_dtype))
         self.zenflow_adam = start_adam(
             self._start.run,
             self.optimizer,
@@ -107,12 +105,6 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             local_ranks=local_world_size(),
             undo=self._start.undo,
         )
-        if self.zenflow_adam.ranks.rank == 0:
-            interval = settings.update_interval or "to be measured"
-            how = "every step waits for its own result"
-            if settings.overlapped:
-                how = f"overlapped after {self.zenflow_adam.rule.schedule.warm_up_steps} steps"
-            logger.info(f"ZenFlow: {settings.rule} rule, update_interval {interval}, {how}")
         self._step = Step(
             [GradientReceiver(partition.master.data, grad_dtype) for partition in self.zenflow_adam.partitions]
         )

@@ -43,7 +43,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             super().__init__(**data)
         except ValidationError as error:
             if message := self._explain(error):
-                raise ConfigError(message) from error
+                raise ConfigError(message) from None  # it says all that pydantic's says
             raise
         except RecursionError:  # raised by a check of DeepSpeed that prints the value
             raise ConfigError("zero_optimization: a value is nested too deeply for any field: remove it") from None

@@ -163,7 +163,9 @@ OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
 """Fields that only one rule reads."""
 
 
-def given_of_the_other_rule(zenflow: ZenFlowConfig) -> list[str]:
+def given_of_the_other_rule(zenflow: ZenFlowConfig | None) -> list[str]:
     """Names of the fields that the user set but the update rule in use does not read."""
+    if zenflow is None:
+        return []
     other: RuleName = "selective" if zenflow.rule == "predictive" else "predictive"
     return [name for name in type(zenflow).model_fields if name in OF_ONE_RULE[other] & zenflow.model_fields_set]

@@ -120,7 +120,7 @@ class CoreBinding:
         if binding.plan is not None:
             binding._bind_threads(binding.plan, parse_cpulist(report.allowed))
         if binding.plan is not None and binding.agreement.leads_host:
-            logger.info(f"core binding:\n{binding.summary()}")
+            logger.debug(f"core binding:\n{binding.summary()}")
         return binding
 
     @property

@@ -1,8 +1,9 @@
 """Avoids and finds DeepSpeed's buffers in /dev/shm: 69 MB per rank without an accelerator, which are never removed.
 
-DeepSpeed's communication makes ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>`` when it starts,
-if ``LOCAL_SIZE`` says that all ranks are on this host. Only all-reduce for inference and tensor parallelism on CPUs
-uses them. Their names contain no process id, so a buffer counts as left over if no process maps it.
+DeepSpeed's communication compiles an operator when it starts. If ``LOCAL_SIZE`` says that all ranks are on this host,
+the operator makes ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>``. Only all-reduce for
+inference and tensor parallelism on CPUs uses it. The names contain no process id, so a buffer counts as left over if no
+process maps it.
 """
 
 import contextlib
@@ -18,18 +19,15 @@ _PREFIX = "deepspeed_allreduce_buffer_"
 
 @contextlib.contextmanager
 def not_made() -> Iterator[None]:
-    """Start DeepSpeed's communication without these buffers: call ``init_distributed`` inside the block.
+    """Start DeepSpeed's communication without these buffers and without their operator, which takes most of a minute to
+    compile: call ``init_distributed`` inside the block.
 
-    Use it for training without tensor parallelism. DeepSpeed's all-reduce for inference cannot run on CPUs afterwards.
+    Use it for training without tensor parallelism. DeepSpeed's all-reduce for inference on CPUs is torch's afterwards.
     """
-    local_size = os.environ.pop(
-        "LOCAL_SIZE", None
-    )  # this variable causes the buffers; restore it for its other readers
-    try:
+    from deepspeed_ext.adapter.upstream import no_shared_buffers, swapped  # `doctor` calls left_over without DeepSpeed
+
+    with swapped(no_shared_buffers()):
         yield
-    finally:
-        if local_size is not None:
-            os.environ["LOCAL_SIZE"] = local_size
 
 
 def left_over() -> list[Path]:

@@ -1,18 +1,25 @@
-"""The main job: resumes to the bit, equals upstream, and ends with one clear error on a wrong command line."""
+"""The main job: resumes to the bit, equals upstream, saves when it is interrupted, never mixes two runs in a folder,
+and ends with one clear error on a wrong command line."""
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.rules.predictive import schedule
 from tests.support.paths import ROOT
@@ -22,22 +29,20 @@ MODEL = ["--dim", "32", "--layers", "2", "--heads", "2", "--seq-len", "32"]
 SMALL = [*MODEL, "--batch-size", "2", "--grad-accum", "2", "--steps", "6", "--sample-bytes", "8"]
 
 
-def train(folder: str, *flags: str) -> float:
-    """Run the example on this rank; returns the held-out loss."""
+def example() -> Any:
     if str(ROOT / "examples") not in sys.path:
         sys.path.insert(0, str(ROOT / "examples"))
-    import train as example
+    return importlib.import_module("train")
 
-    return example.run(example.parse_args([*SMALL, "--output", folder, *flags]))
+
+def train(folder: str, *flags: str) -> float | None:
+    """Run the example on this rank; returns the held-out loss."""
+    return example().run(example().parse_args([*SMALL, "--output", folder, *flags]))
 
 
 def output_of(*flags: str) -> tuple[str, set[str]]:
-    if str(ROOT / "examples") not in sys.path:
-        sys.path.insert(0, str(ROOT / "examples"))
-    import train as example
-
-    args = example.parse_args([*flags])
-    return args.output.name, set(example.load_config(args)["zero_optimization"])
+    args = example().parse_args([*flags])
+    return args.output.name, set(example().load_config(args)["zero_optimization"])
 
 
 def test_upstream_overwrites_no_other_run() -> None:
@@ -74,7 +79,7 @@ def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path
     assert whole[-1][1] < whole[0][1]
 
 
-def train_overlapped(folder: str, *flags: str) -> float:
+def train_overlapped(folder: str, *flags: str) -> float | None:
     """As `train`, whose six steps would all be synchronous by default."""
     with patch.object(schedule, "WARM_UP_STEPS", 1):
         return train(folder, *flags)
@@ -86,42 +91,174 @@ def test_zenflow_resumes_and_reports_overlap(mode: str, tmp_path: Path) -> None:
     run_ranks(2, train_overlapped, str(tmp_path / "parts"), "--mode", mode, "--stop-after", "3")
     assert run_ranks(2, train_overlapped, str(tmp_path / "parts"), "--mode", mode, "--resume") == held_out
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["worker_ms"] > 0 and line["wait_ms"] >= 0 for line in lines)
+    text = (tmp_path / "whole" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert "NaN" not in text
+    assert all(line["worker_ms"] > 0 for line in lines)
+    assert lines[-1]["wait_ms"] >= 0
+    assert "overlap" not in lines[0]  # the first step waits for its own update
+    assert 0 <= lines[-1]["overlap"] <= 1
     assert any(line.get("prediction_error", 0) > 0 for line in lines) == (mode == "zenflow")
 
 
-def resume_with(folder: str, *flags: str) -> str:
+@pytest.mark.parametrize(
+    ("error", "rounding", "says"),
+    [(3.6, 3.6, "normal"), (0.4, 0.001, "normal"), (0.9, 0.1, "high"), (1.2, 0.1, "too much")],
+)
+def test_the_error_of_the_prediction_has_a_verdict(error: float, rounding: float, says: str) -> None:
+    assert f"which is {says}: rounding them" in example().verdict(error, rounding)
+
+
+def interrupted(folder: str, *flags: str) -> tuple[float | None, str]:
+    """Train, with a signal to the last rank in the second step; returns what the run returns, and what it prints."""
+    train_step = example().train_step
+
+    def signalled(engine: Any, text: Any, step: int, args: Any) -> Any:
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(engine, text, step, args)
+
+    printed = io.StringIO()
+    with patch.object(example(), "train_step", signalled), redirect_stdout(printed):
+        return train(folder, *flags), printed.getvalue()
+
+
+def test_a_signal_to_one_rank_saves_all_after_the_same_step(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    before = run_ranks(2, handlers)
+    (loss, printed), (other_loss, nothing) = run_ranks(2, interrupted, folder, "--mode", "zero3")
+    assert loss is other_loss is None
+    assert "saved after step 2. Continue with:" in printed
+    assert "--resume" in printed.splitlines()[-1]
+    assert not re.search(r"^0 parameters", printed, re.MULTILINE)
+    assert re.search(r"^[1-9][\d,]* parameters", printed, re.MULTILINE)
+    assert nothing == ""
+    assert [step for step, _ in losses(tmp_path / "run")] == [0, 1]
+    assert run_ranks(2, handlers) == before
+    _, printed = run_ranks(2, interrupted, folder, "--mode", "zero3", "--resume")[0]
+    assert f"resuming {folder} from checkpoint step2, after 2 steps" in printed
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(6))
+
+
+def test_a_run_in_another_thread_goes_on_without_handlers() -> None:
+    """As in Ray Train."""
+    example()
+    interrupts = importlib.import_module("interrupts")
+
+    def received() -> str | None:
+        with interrupts.Interrupts() as entered:
+            return entered.received
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(received).result() is None
+
+
+class Unread(io.StringIO):
+    """What `tee` leaves behind when Ctrl-C has ended it, too."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def speaks_to_nobody() -> str:
+    with redirect_stdout(Unread()):
+        example().say("step 1")
+    return "goes on"
+
+
+def test_nobody_needs_to_read_what_a_run_prints() -> None:
+    assert run_ranks(1, speaks_to_nobody) == ["goes on"]
+
+
+def handlers() -> list[str]:
+    """What signals do in this process, which other tests use, too."""
+    return [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def refused(folder: str, *flags: str) -> str:
     with pytest.raises(SystemExit) as stop:
-        train(folder, "--resume", *flags)
+        train(folder, *flags)
     return str(stop.value)
 
 
-def test_resume_without_or_with_another_run(tmp_path: Path) -> None:
-    assert "no run in" in run_ranks(1, resume_with, str(tmp_path))[0]
+def test_a_folder_never_holds_two_runs(tmp_path: Path) -> None:
+    assert "no checkpoint in" in run_ranks(1, refused, str(tmp_path), "--resume")[0]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 99.0}\n')  # of a run that ended before its first save
     run_ranks(1, train, str(tmp_path), "--stop-after", "1")
-    assert "seed: was 0, is 7" in run_ranks(1, resume_with, str(tmp_path), "--seed", "7")[0]
+    assert [loss < 99 for _, loss in losses(tmp_path)] == [True]
+    assert "seed: was 0, is 7" in run_ranks(1, refused, str(tmp_path), "--resume", "--seed", "7")[0]
+    message = run_ranks(1, refused, str(tmp_path))[0]
+    assert f"{tmp_path} holds a run, saved as step1" in message
+    assert f"rm -r {tmp_path}" in message
+    assert "--resume" in message
+    assert [step for step, _ in losses(tmp_path)] == [0]
 
 
-def test_through_the_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("made_by", "expected"),
+    [
+        ("make train MODE=zero2", "make train MODE=zero2 ARGS='--steps 9 --resume'"),
+        (None, "deepspeed --num_accelerators 2 examples/train.py --mode zero2 --steps 9 --resume"),
+    ],
+)
+def test_the_command_that_continues_is_the_one_that_was_given(
+    made_by: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MADE_BY", raising=False)
+    if made_by is not None:
+        monkeypatch.setenv("MADE_BY", made_by)
+    given = ["examples/train.py", "--local_rank=0", "--mode", "zero2", "--steps", "9", "--stop-after", "3"]
+    monkeypatch.setattr(sys, "argv", given)
+    assert importlib.import_module("folder").command("--resume") == expected
+
+
+def test_a_second_ctrl_c_kills_ranks_that_do_not_end() -> None:
+    ranks = ["bash", "-c", "trap '' TERM; sleep 1000 & echo up; wait; wait"]
+    code = f"import sys; from tools.launch import Job; sys.exit(Job({ranks!r}, None).wait())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout.readline() == "up\n"
+        job.send_signal(signal.SIGINT)
+        assert job.stderr.readline() == "\n"
+        assert "Ctrl-C again ends them at once" in job.stderr.readline()
+        assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        assert job.stdout.read() == ""  # the last process that could write there is gone
+        assert job.wait() == 130
+
+
+def test_ctrl_c_through_the_launcher_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    """As `make train` runs it: Ctrl-C reaches the command only, which ends the ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port]
-    command += ["examples/train.py", *SMALL, "--stop-after", "2", "--output", str(tmp_path)]
-    log = tmp_path / "log.txt"
-    with log.open("w") as out:
-        launcher = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MADE_BY": "make train"}
+    environment.pop("DS_ACCELERATOR", None)
+    command = [sys.executable, "-m", "tools.launch", "2", "--master_port", port, "examples/train.py", *SMALL]
+    command += ["--steps", "100000", "--output", str(tmp_path / "run")]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
         try:
-            status = launcher.wait(timeout=200)
+            lines = []
+            for line in job.stdout:
+                lines.append(line)
+                if line.startswith("step 1/"):
+                    job.send_signal(signal.SIGINT)
+            status = job.wait(timeout=200)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-    assert status == 0, log.read_text()
-    assert "held-out loss" in log.read_text()
+            job.terminate()
+    log = "".join(lines)
+    assert status == 130, log
+    assert "saved after step" in log
+    assert "make train ARGS='" in log.splitlines()[-1]
+    assert "Traceback" not in log
+    assert "FutureWarning" not in log
+    assert "Setting accelerator" not in log
+    assert log.count("must share a core") <= 1
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-    assert [step for step, _ in losses(tmp_path)] == [0, 1]
+    saved = (tmp_path / "run" / "latest").read_text()
+    assert saved == f"step{len(losses(tmp_path / 'run'))}"

@@ -93,7 +93,7 @@ def prediction_errors(config: dict[str, Any], steps: int) -> list[tuple[float, f
             engine.backward(engine(tokens.to(get_accelerator().current_device_name())))
             engine.step()
             figures = engine.optimizer.measurements()
-            newest = figures["zenflow_prediction_error"], figures["zenflow_rounding_error"]
+            newest = tuple(figures.get(f"zenflow_{name}_error", math.nan) for name in ("prediction", "rounding"))
             if not math.isnan(newest[0]) and newest not in found[-1:]:
                 found.append(newest)
         engine.destroy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from unittest.mock import patch
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.zenflow.rules.predictive import guard
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule
 from tests.support.compare import allow_fp16
+from tests.support.log import heard
 from tests.support.models import SteepRegression, batches
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
@@ -25,7 +25,6 @@ __all__ = [
     "Run",
     "Steep",
     "guarded_config",
-    "heard",
     "large_errors",
     "probing",
     "run_guarded",
@@ -39,24 +38,6 @@ def probing(every: int, calm: int) -> Iterator[None]:
     """A guard that probes every `every` steps, and stays synchronous for `calm` probes at first."""
     with patch.object(guard, "PROBE_EVERY", every), patch.object(guard, "CALM_PROBES", calm):
         yield
-
-
-@contextmanager
-def heard() -> Iterator[list[tuple[str, str]]]:
-    """What the guard logs meanwhile: level and message."""
-    found: list[tuple[str, str]] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "prediction of the weights" in record.getMessage():
-                found.append((record.levelname, record.getMessage()))
-
-    ear = Ear()
-    logger.addHandler(ear)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(ear)
 
 
 @dataclass(frozen=True)
@@ -89,12 +70,12 @@ def steep_config(stage: int, lr: float = 0.1, **zenflow: Any) -> dict[str, Any]:
 def train_steeply(config: dict[str, Any], steps: int, every: int = 4, calm: int = 100) -> Steep:
     """Body of a rank: train `SteepRegression`."""
     losses, errors = [], []
-    with probing(every, calm), heard() as log:
+    with probing(every, calm), heard("prediction of the weights") as log:
         engine = make_engine(config, model=SteepRegression)
         for batch in SteepRegression.batches(steps, dist.get_rank()):
             losses += train(engine, [batch])
             figures = engine.optimizer.zenflow_adam.measurements()
-            errors.append(figures["zenflow_prediction_error"])
+            errors.append(figures.get("zenflow_prediction_error", math.nan))
         engine.destroy()
     return Steep(losses, errors, figures["zenflow_guard_trips"], figures["zenflow_guard_synchronous"], log)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 
@@ -15,23 +16,24 @@ _SETTLING_STEPS = 2  # the first steps touch memory and warm caches
 
 @dataclass
 class Metrics:
-    """Metrics of the last optimizer step; times in seconds, sizes in bytes.
+    """Metrics of the last optimizer step; times in seconds, sizes in bytes. What is not measured yet is NaN.
 
     On an accelerator with streams, times are those of its stream, and known a step or more later.
     """
 
-    wait_seconds: float = 0.0
+    wait_seconds: float = math.nan
     """Time for which the accelerator waited for the worker, or for copies to or from the arena."""
-    worker_seconds: float = 0.0
+    worker_seconds: float = math.nan
     """Duration of the worker's newest pass, over all partitions."""
-    link_seconds: float = 0.0
+    link_seconds: float = math.nan
     """Time of the copies beside the step, of both directions."""
-    device_seconds: float = 0.0
+    device_seconds: float = math.nan
     """Time from the end of the previous step to the start of this one: forward, backward and everything else."""
-    step_seconds: float = 0.0
+    step_seconds: float = math.nan
     """Time inside the optimizer step, waiting included."""
-    overlap: float = 0.0
-    """Fraction of the worker's and those copies' total time for which the accelerator did not wait; since the start."""
+    overlap: float = math.nan
+    """Fraction of the worker's and those copies' total time for which the accelerator did not wait; of all overlapped
+    steps so far."""
     bytes_down: int = 0
     """Bytes copied from the accelerator to the arena in this step."""
     bytes_up: int = 0
@@ -40,6 +42,7 @@ class Metrics:
     """Runs while the accelerator has to wait."""
     _total_wait: float = 0.0
     _total_hideable: float = 0.0
+    _hideable: float = 0.0
     _worker: list[float] = field(default_factory=list)
     _device: list[float] = field(default_factory=list)
     _between: Stopwatch = field(default_factory=stopwatch)
@@ -51,16 +54,20 @@ class Metrics:
         self._inside.start()
         self.bytes_down, self.bytes_up = 0, 0
         between = self._between.lap()
-        self.device_seconds = _newest(between, self.device_seconds)
+        if self._device:  # before the first step there was none
+            self.device_seconds = _newest(between, self.device_seconds)
         self._device = [*self._device[-_REMEMBERED:], *between]
 
-    def end_step(self) -> None:
-        """Stop timing the optimizer step."""
+    def end_step(self, synchronous: bool) -> None:
+        """Stop timing the optimizer step. A step that is `synchronous` waits for its own update and hides nothing."""
         self._inside.stop()
         self._between.start()
         waits = self.waiting.lap()
         self.wait_seconds = _newest(waits, self.wait_seconds)
-        self._total_wait += sum(waits)
+        if not synchronous:
+            self._total_wait += sum(waits)
+            self._total_hideable += self._hideable
+        self._hideable = 0.0
         self.step_seconds = _newest(self._inside.lap(), self.step_seconds)
         if self._total_hideable > 0:
             self.overlap = max(0.0, 1.0 - self._total_wait / self._total_hideable)
@@ -73,14 +80,15 @@ class Metrics:
             gradients: number of gradients in the submission; 0: it only published again.
         """
         self.worker_seconds = seconds
-        self._total_hideable += seconds
+        self._hideable += seconds
         if gradients:
             self._worker = [*self._worker[-_REMEMBERED:], seconds]
 
     def note_link(self, seconds: float) -> None:
-        """Record the duration of copies beside the step."""
-        self.link_seconds = seconds
-        self._total_hideable += seconds
+        """Record the duration of copies beside the step; 0: there were none."""
+        if seconds:
+            self.link_seconds = seconds
+            self._hideable += seconds
 
     def typical(self) -> tuple[float, float]:
         """Median seconds of the worker's pass and of the accelerator's step, without the first ones."""
@@ -88,8 +96,8 @@ class Metrics:
         return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
 
     def as_dict(self, interval: int) -> dict[str, float]:
-        """The metrics by name, for logs; times in milliseconds, sizes in bytes."""
-        return {
+        """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""
+        figures = {
             "wait_ms": self.wait_seconds * 1e3,
             "worker_ms": self.worker_seconds * 1e3,
             "link_ms": self.link_seconds * 1e3,
@@ -100,6 +108,7 @@ class Metrics:
             "bytes_up": float(self.bytes_up),
             "interval": float(interval),
         }
+        return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
 def _newest(laps: list[float], otherwise: float) -> float:

@@ -157,7 +157,7 @@ class OffloadedAdam:
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still see a step.
                 self._optimizer.step()
                 self._metrics.note_link(self.link.transfers.copying_seconds())
-                self._metrics.end_step()
+                self._metrics.end_step(plan.waits_last)
             self.plan = None
 
     def changed_blocks(self, index: int) -> Any:
@@ -279,7 +279,7 @@ class OffloadedAdam:
         self.link.lock([ArrayKey("g", partition.index, slot) for partition in self.partitions for slot in slots])
 
     def measurements(self) -> dict[str, float]:
-        """Metrics of the last step by name; units are in the names."""
+        """Metrics of the last step by name, without those that are not measured yet; units are in the names."""
         values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
 

@@ -124,7 +124,7 @@ def allocate_rooms(
         )
     if ranks.rank == 0:
         where = "inside of the" if rooms is None else "beside the next"
-        logger.info(f"ZenFlow copies gradients and results {where} step: beside it, {found} (zenflow.hide_transfers)")
+        logger.debug(f"ZenFlow copies gradients and results {where} step: beside it, {found} (zenflow.hide_transfers)")
     return rooms
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
+from deepspeed_ext.adapter import upstream as _upstream
 from deepspeed_ext.runtime import shared_buffers
 from tests.support.ranks import run_ranks
 
@@ -19,12 +16,6 @@ def test_ranks_of_tests_make_none() -> None:
     assert run_ranks(2, mapped_here) == [[], []]
 
 
-def test_local_size_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_SIZE", "4")
+def test_without_them_no_operator_is_compiled() -> None:
     with shared_buffers.not_made():
-        assert "LOCAL_SIZE" not in os.environ
-    assert os.environ["LOCAL_SIZE"] == "4"
-    monkeypatch.delenv("LOCAL_SIZE")
-    with shared_buffers.not_made():
-        assert "LOCAL_SIZE" not in os.environ
-    assert "LOCAL_SIZE" not in os.environ
+        assert _upstream.torch_backend_module.build_shm_op() is None

@@ -1,5 +1,6 @@
 """ZenFlow under the Hugging Face Trainer: resumes in a new process to the bit, and its figures are in the log."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -67,5 +68,7 @@ def test_resumes_in_a_new_process_to_the_bit(ranks: int, stages: dict[int, dict]
         assert [step for step, *_ in curve(whole)] == [1, 2, 3, 4, 5, 6]
         for log in again[name]:
             assert curve(log) == curve(whole)
+        assert not any(math.isnan(value) for log in whole for value in log.values())
+        assert "dsext/zenflow_prediction_error" not in whole[0]  # nothing is predicted yet
         assert whole[3]["dsext/zenflow_worker_ms"] > 0
         assert whole[3]["dsext/zenflow_wait_ms"] >= 0

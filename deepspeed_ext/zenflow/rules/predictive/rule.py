@@ -242,12 +242,13 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def measurements(self) -> dict[str, float]:
         errors, guard = self._errors, self.schedule.state.guard
-        return {
+        figures = {
             "prediction_error": errors.of_an_update(errors.prediction),
             "rounding_error": errors.of_an_update(errors.rounding),
             "guard_synchronous": float(guard.synchronous),
             "guard_trips": float(guard.trips),
         }
+        return {name: value for name, value in figures.items() if not math.isnan(value)}
 
     def write_back(self) -> None:
         self._measure()  # before anybody changes p

@@ -1,0 +1,89 @@
+"""Logs one block when an engine is built: which systems are on, and what each of them has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
+from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
+
+__all__ = ["log_start"]
+
+MOST_RANKS = 8
+"""Ranks of this host whose cores are listed; `deepspeed-ext plan` lists all."""
+
+
+def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None) -> None:
+    """Log on rank 0 what is on in an engine; nothing if the extension was off when its config was read.
+
+    Args:
+        settings: the engine's ``zero_optimization``.
+        optimizer: the engine's, of any class.
+        gather: the gather of single parameters; None: upstream's.
+        binding: this rank's core binding; None: unbound.
+    """
+    if dist.get_rank() != 0 or not isinstance(settings, ZeroConfig):
+        return
+    if lines := _report(settings, optimizer, gather, binding):
+        ranks = dist.get_world_size()
+        title = f"ZeRO stage {int(settings.stage)} on {ranks} rank{'s' if ranks > 1 else ''}, with"
+        logger.info("\n".join([title, *lines]))
+
+
+def _report(
+    settings: ZeroConfig, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None
+) -> list[str]:
+    """One line or more for each system that is on."""
+    parts: list[tuple[str, str]] = []
+    if isinstance(optimizer, ZenFlowStepping) and settings.zenflow is not None:
+        parts += [("ZenFlow", line) for line in _zenflow(settings.zenflow, optimizer.zenflow_adam)]
+    if isinstance(optimizer, ZeroOptimizer) and optimizer.flatten_plans:
+        parts.append(("flattening", _flattening(optimizer.flatten_plans)))
+    if gather is not None:
+        parts.append(("gather", f"{gather.plan.describe()}"))
+    if binding is not None and binding.plan is not None:
+        parts += [("cores", line) for line in _cores(binding)]
+    before = ["", *(name for name, _ in parts)]
+    return [f"  {'' if name == last else name:<12}{line}" for last, (name, line) in zip(before, parts, strict=False)]
+
+
+def _zenflow(settings: ZenFlowConfig, adam: OffloadedAdam) -> Iterator[str]:
+    schedule = adam.rule.schedule
+    interval = schedule.interval or "measured during the first steps"
+    yield f"Adam runs in a process of its own, one per rank; update_interval {interval}, {settings.rule} rule"
+    if settings.overlapped:
+        first = schedule.warm_up_steps
+        steps = "the first step waits for its" if first == 1 else f"the first {first} steps wait for their"
+        yield f"{steps} own update; updates of later steps overlap with the next step"
+    else:
+        yield "every step waits for its own update (overlap_step is off)"
+    if not get_accelerator().is_synchronized_device():
+        where = "beside the next" if isinstance(adam.link.transfers, HiddenTransfers) else "inside the"
+        yield f"gradients and results are copied {where} step"
+
+
+def _flattening(plans: Sequence[FlattenPlan]) -> str:
+    size = sum(plan.facts.buffer_bytes for plan in plans) / 2**20
+    tiers = {plan.tier: plan.reason for plan in plans}
+    how = ", ".join(tier if tier == TIERS[0] else f"{tier} ({reason})" for tier, reason in tiers.items())
+    return f"{size:,.1f} MiB of parameters in {len(plans)} groups, tier {how}"
+
+
+def _cores(binding: CoreBinding) -> Iterator[str]:
+    ranks = binding.agreement.host.ranks if binding.agreement.host is not None else ()
+    for rank in ranks[:MOST_RANKS]:
+        optimizer = f", optimizer on {format_cpulist(rank.optimizer)}" if rank.optimizer else ""
+        yield f"local rank {rank.local_rank}: PyTorch on {format_cpulist(rank.pytorch)}{optimizer}"
+    if len(ranks) > MOST_RANKS:
+        yield f"and {len(ranks) - MOST_RANKS} more ranks; `deepspeed-ext plan` lists all"

@@ -1,0 +1,47 @@
+"""Reports builds of DeepSpeed's operators, which torch compiles in silence: what is compiled, and for how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deepspeed_ext.runtime import build_locks
+from deepspeed_ext.runtime.log import logger
+
+__all__ = ["announced"]
+
+FIRST_SECONDS = 3.0
+"""A load of what is compiled already has ended by then."""
+EVERY_SECONDS = 10.0
+
+
+@contextmanager
+def announced(operator: str) -> Iterator[None]:
+    """Log that `operator` is compiled: before the block if nothing is compiled yet, and while the block takes long."""
+    begin, done = time.monotonic(), threading.Event()
+    is_new = not any(build_locks.operator_folder().glob(f"**/{operator}/*.so"))
+    if is_new:
+        logger.info(f"compiling DeepSpeed's operator {operator} (once; a minute or more)")
+    reporter = threading.Thread(target=_report, args=(operator, is_new, begin, done), name="dsext-builds", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reporter.join()
+    if is_new or time.monotonic() - begin > FIRST_SECONDS:
+        logger.info(f"DeepSpeed's operator {operator} is ready after {time.monotonic() - begin:.0f} s")
+
+
+def _report(operator: str, is_new: bool, begin: float, done: threading.Event) -> None:
+    """Log a sign of life every few seconds until `done`."""
+    pause, doing = FIRST_SECONDS, "still compiling" if is_new else "checking, and compiling again if it is out of date,"
+    while not done.wait(pause):
+        pause, took = EVERY_SECONDS, f"{time.monotonic() - begin:.0f} s"
+        left = [lock for lock in build_locks.abandoned() if lock.parent.name == operator]
+        if left:
+            logger.warning(f"waiting for {left[0]} for {took}: a build that was killed has left it. Delete it to go on")
+        else:
+            logger.info(f"{doing} DeepSpeed's operator {operator}: {took}")
