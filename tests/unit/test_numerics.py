@@ -267,3 +267,10 @@ def test_figures_are_drawn_of_what_is_there(tmp_path: Path) -> None:
     text = drawn[0].read_text()
     plots.draw()
     assert drawn[0].read_text() == text, "the same file for the same rows"
+
+
+def test_a_figure_of_many_rules_has_few_colours() -> None:
+    pages = (ROOT / "docs" / "lab").glob("numerics_*.svg")
+    colours = {page.name: set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1[;\"]", page.read_text())) for page in pages}
+    assert len(colours) > 10
+    assert [name for name, found in colours.items() if not 2 <= len(found - GREYS) <= plots.MOST_COLORS] == []

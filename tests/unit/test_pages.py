@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,14 @@ def test_measured_numbers_of_the_readme_stand_on_the_pages_that_it_links_to() ->
         ratios = {f"{a / b:.2f}" for a in ours for b in theirs if b}
         wrong = [n for n in re.findall(r"\d+\.\d+", cells[2]) if n not in text and n not in ratios]
         assert not wrong, f"{what}: {wrong}"
+
+
+def test_help_of_the_makefile_lists_few_commands_first() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, others = done.stdout.split("\nFor more:\n")
+    assert re.findall(r"^  make ([a-z-]+) ", first, re.MULTILINE) == ["train", "test", "check", "bench", "docs-site"]
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^  make ([a-z-]+) ", first + others, re.MULTILINE)) == targets
 
 
 def test_the_picture_of_the_architecture_is_current_and_names_real_rooms() -> None:
