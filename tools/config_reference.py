@@ -28,7 +28,7 @@ The fields that deepspeed_ext adds to a DeepSpeed config. All of them live under
 The value `"auto"` means the same as leaving the field out, as in DeepSpeed's own sections; under Accelerate and the
 Hugging Face Trainer leave it out, because they refuse an `"auto"` that they do not fill in. An unknown field or an
 impossible value is an error at `initialize` that names the field. Editors can check a config against
-`configs/schema.json`.
+`configs/schema.json` (`deepspeed-ext config schema` prints it).
 """
 ENVIRONMENT = """
 ## Environment variables

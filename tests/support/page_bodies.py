@@ -135,8 +135,7 @@ def _in_readers_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _two_steps_of_a_trainer() -> Iterator[None]:
-    """Two steps, no reports, and ranks of the CPU as examples/hf_trainer.py connects them."""
-    import hf_trainer
+    """Two steps, no reports, and ranks of the CPU."""
     import transformers
 
     arguments = partial(
@@ -145,7 +144,7 @@ def _two_steps_of_a_trainer() -> Iterator[None]:
         per_device_train_batch_size=2,
         report_to="none",
         save_strategy="no",
-        accelerator_config=hf_trainer.accelerator_config(),
+        use_cpu=True,
     )
     with patch.object(transformers, "TrainingArguments", arguments):
         yield

@@ -42,9 +42,7 @@ def tiny_llama() -> Any:
 
 def with_everything(config: str, folder: str) -> dict[str, Any]:
     """Evaluates, generates and saves every second step, with two micro-steps a step; resumes for the second half."""
-    sys.path.insert(0, str(ROOT / "examples"))
     from accelerate.state import AcceleratorState
-    from hf_trainer import accelerator_config
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Generating(TrainerCallback):
@@ -74,7 +72,7 @@ def with_everything(config: str, folder: str) -> dict[str, Any]:
                 save_steps=2,
                 logging_steps=1,
                 report_to="none",
-                accelerator_config=accelerator_config(),
+                use_cpu=True,
             )
             data = {"train_dataset": Windows(), "eval_dataset": Windows()}
             trainer = Trainer(model=tiny_llama(), args=arguments, callbacks=[Generating()], **data)
@@ -106,16 +104,14 @@ def test_evaluation_generation_accumulation_and_resume(stage: int, zenflow: dict
 
 def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
     """Accelerate's own loop: `accumulate`, `backward`, `step`; it tells DeepSpeed where a step ends."""
-    sys.path.insert(0, str(ROOT / "examples"))
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState
-    from hf_trainer import accelerator_config
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator_config()
     deepspeed_ext.enable()
     try:
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=4)
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=4)
         model = tiny_llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         loader = torch.utils.data.DataLoader(Windows(), batch_size=2)
