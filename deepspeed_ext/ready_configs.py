@@ -1,4 +1,4 @@
-"""The ready configs of the folder ``configs``, and the schema for editors, in a checkout and where a wheel is installed."""
+"""The ready configs of the folder ``configs``, and the schema for editors, in a checkout and in a wheel."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def picture() -> str:
 def _lines() -> Iterator[str]:
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="16" role="img" aria-label="Three steps, with ZeRO-Offload and with ZenFlow">'
+        'font-family="sans-serif" font-size="16" role="img" aria-label="Steps with ZeRO-Offload and with ZenFlow">'
     )
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     yield _text(20, 34, "ZeRO-Offload: the accelerator waits for the optimizer on the CPU", "font-weight='bold'")

@@ -10,11 +10,12 @@ from deepspeed_ext.memory.parts import Capacity, MemoryPlan, Phase, Place
 __all__ = ["as_json", "as_text"]
 
 SCHEMA = 1
+UNKNOWN = Capacity()
 _GIB, _MIB = 1 << 30, 1 << 20
 _NAME_WIDTH, _WIDTH = 36, 13
 
 
-def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = Capacity()) -> dict[str, Any]:
+def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> dict[str, Any]:
     """All sizes in bytes; the first plan is the one that was asked for, if any was."""
     first = plans[0]
     return {
@@ -53,7 +54,7 @@ def _plan_json(plan: MemoryPlan, capacity: Capacity) -> dict[str, Any]:
 
 
 def as_text(
-    detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacity = Capacity()
+    detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacity = UNKNOWN
 ) -> str:
     """The report: a header, one plan in detail if given, a table of all `plans`, and whether they fit."""
     first = plans[0]
@@ -68,10 +69,10 @@ def as_text(
 
 def verdict_text(detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], capacity: Capacity) -> str:
     """Whether the plan that was asked for fits, or which do."""
-    if capacity == Capacity():
+    if capacity == UNKNOWN:
         return (
-            "Does it fit? Add --accelerator-gib and --host-gib: the memory of one accelerator and of one host, as numbers, "
-            "or here for this machine's."
+            "Does it fit? Add --accelerator-gib and --host-gib: the memory of one accelerator and of one host, as "
+            "numbers, or here for this machine's."
         )
     if detailed is None:
         count = sum(_fits(plan, capacity) == "yes" for plan in plans)
@@ -106,11 +107,11 @@ def detail_text(plan: MemoryPlan, notes: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.notes, *notes))])
 
 
-def neighbours_text(plans: Sequence[MemoryPlan], capacity: Capacity = Capacity()) -> str:
+def neighbours_text(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> str:
     """One line per plan."""
     unit, name = _unit(plans)
     columns = ["accelerator", "at its peak", "host", "at its peak", "per host"]
-    is_judged = capacity != Capacity()
+    is_judged = capacity != UNKNOWN
     fits = "   fits" if is_judged else ""
     lines = [f"{name} per rank between steps and at the peak", _row("stage, run", columns) + fits]
     for plan in plans:

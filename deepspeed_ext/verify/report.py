@@ -46,9 +46,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_text(
-    path: str, plan: Plan, device: str, checks: Sequence[Check], output: str, warnings: Sequence[str]
-) -> str:
+def as_text(path: str, plan: Plan, device: str, checks: Sequence[Check], output: str, warnings: Sequence[str]) -> str:
     """Describe the report: the run, what differs from the config, a line per check, what the run warned of, and the
     output of a failed rank."""
     lines = [f"{path}: {plan.summary}", f"{plan.ranks} rank(s) on {device}, {plan.steps} steps"]

@@ -160,9 +160,9 @@ make bench-report          # makes this page and its figures from that file
 
 - {made["cpu"]}, {made["cores"]} cores, accelerator: {made["accelerator"]}; {versions}; {dates}, commit {commits}.
 - Load average when a part began: {min(loads):.1f} to {max(loads):.1f}, which includes the part before it.
-- A ratio is ours over the other, of both sides in the same turn (A B A B): below 1 ours is less, which is better but for GB/s.
-  The tables have the median over turns, of several rows the least and the largest median. All rows, with their smallest and
-  largest turn in brackets, are folded below each table.
+- A ratio is ours over the other, of both sides in the same turn (A B A B): below 1 ours is less, which is better
+  but for GB/s. The tables have the median over turns, of several rows the least and the largest median. All rows, with
+  their smallest and largest turn in brackets, are folded below each table.
 - *Threads* are those of one process of either side. Where nothing varies between turns, there is one number.
 - Rows that say so are **simulations**, and no measurement of a device.
 - Times do not carry over to other machines. **Nothing here is a GPU's**; [what will be measured there](lab/gpu.md)."""

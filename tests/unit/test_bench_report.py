@@ -99,7 +99,9 @@ def test_a_terminal_shows_tables_in_columns() -> None:
     ]
 
 
-def test_a_silent_part_shows_life(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_part_shows_life(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("deepspeed_ext.host.progress.LIFE_SECONDS", 0.0)
     monkeypatch.setattr("deepspeed_ext.host.progress.LOOK_SECONDS", 0.0)
     monkeypatch.setattr("tests.perf.part.LOOK_SECONDS", 0.01)
