@@ -99,6 +99,7 @@ __all__ = [
     "stage3_optimizer_class",
     "swapped",
     "throughput_timer",
+    "zero_section_class",
 ]
 
 PartitionedParameter = Any
@@ -172,9 +173,14 @@ def entry_swaps(
         Swap(deepspeed, "DeepSpeedEngine", engine),
         Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
         Swap(deepspeed, "PipelineEngine", pipeline_engine),
-        Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config),
+        zero_section_class(zero_config),
         Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
     ]
+
+
+def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
+    """Return a swap for the class of a config's ZeRO section."""
+    return Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config)
 
 
 def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:

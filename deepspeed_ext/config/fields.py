@@ -9,6 +9,7 @@ unless DeepSpeed's is, because Accelerate refuses an unresolved "auto".
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from deepspeed_ext.cores.core_split import DEFAULT_RESERVED_FRACTION, check_reserved_cores
 
@@ -148,8 +149,8 @@ class ZenFlowConfig(_Section):
     """Longest time that the worker's start, or a wait for it, may take before it is an error. While one rank waits
     for its worker, the others wait for that rank in a collective. So the value must be below the process group's
     timeout (DeepSpeed's default: 600, see ``DEEPSPEED_TIMEOUT``); otherwise the communication library would end the
-    job first, without the reason, and ``initialize`` raises an error. Not given: 240, or half of the group's timeout
-    if that is not above 240."""
+    job first, without the reason, and ``initialize`` raises an error. Half of the group's timeout if that is not above
+    240 and this field is left out."""
 
     pt_reserved_cores: ReservedCores | None = None
     """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction of this rank's cores
@@ -188,8 +189,8 @@ class ZenFlowConfig(_Section):
     share of a hot block's gradient of one step. Computed from mean gradients at the first selection; gives an
     interval of 1 to 8 steps."""
 
-    steps_per_epoch: Steps | None = Field(default=None, exclude=True)
-    """``selective``: set at run time."""
+    steps_per_epoch: SkipJsonSchema[Steps | None] = Field(default=None, exclude=True)
+    """``selective``: set at run time, and not in the reference."""
 
     @property
     def rule(self) -> RuleName:
@@ -253,7 +254,7 @@ class ZeroFields(BaseModel):
 
     stage3_single_param_min_numel: Annotated[int, Field(ge=0, le=2**30)] | None = None
     """With ``stage3_allgather_single_param``: parameters with fewer elements share one collective and its storage;
-    0: none do. Not given: 0 if the backend groups launches (NCCL), otherwise 262144 (measured)."""
+    0: none do. Not given: 0 if the backend groups launches (NCCL), otherwise 262144."""
 
     core_binding: CoreBindingConfig = CoreBindingConfig()
     """Separate the cores of PyTorch from those of the optimizer."""
