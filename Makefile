@@ -19,6 +19,8 @@ RANKS ?= auto
 GPU_PYTHON = $(if $(filter-out file undefined,$(PYTHON_ORIGIN)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
 # Of `make bench` and `make bench-gpu`: which parts (all); ARGS is what else `python -m tests.perf.suite` takes.
 PARTS ?=
+# Of `make docs-site`.
+PORT ?= 8000
 # Of `make bench-gpu`: seconds for all of them.
 BUDGET ?= 570
 # Of `make offline-wheels`: the Python of the machine that they are for.
@@ -66,8 +68,12 @@ NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 .PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-python test-this-python \
 	test-trainers test-package check format soak fuzz bench bench-report bench-gpu wheel offline-wheels docs docs-site clean
 
+# Commands that people need first; `make help` lists them first.
+FIRST := train|test|check|docs-site|bench
+
 help:  ## list the commands
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@list() { sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24 | grep -E $$1 -e '^  make ($(FIRST)) '; }; \
+	echo "To begin with:"; list -s; echo; echo "For more:"; list -v
 
 train: $(VENV)/.stamp-package  ## train the example model (MODE=zero3 RANKS=2 ARGS="--steps 100 --resume")
 	@MADE_BY="$(strip make train $(foreach name,MODE RANKS,$(if $(findstring command,$(origin $(name))),$(name)=$($(name)))))" \
@@ -132,10 +138,10 @@ soak: $(VENV)/.stamp-operators  ## train with faults at random times for SOAK_MI
 fuzz: $(VENV)/.stamp-operators  ## try invented configs, command lines, hosts and files for FUZZ_MINUTES (ARGS="--seed 7 --target trees")
 	python -m tests.fuzz.run --minutes $(FUZZ_MINUTES) $(ARGS)
 
-bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without an accelerator (PARTS="startup gather" ARGS=--resume)
+bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without an accelerator (PARTS="startup gather"; ARGS=--list lists the parts, ARGS=--store keeps the results in benchmarks/cpu.json)
 	python -m tests.perf.suite --on cpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
-bench-report: $(VENV)/.stamp-dev  ## write docs/benchmarks.md and its figures from what `make bench` has measured
+bench-report: $(VENV)/.stamp-dev  ## write docs/benchmarks.md and its figures from what `make bench ARGS=--store` has measured
 	python -m tests.perf.page
 
 bench-gpu:  ## measure all that needs a GPU, without network (PARTS="startup step/1.5b" BUDGET=570)
@@ -152,14 +158,15 @@ offline-wheels: $(VENV)/.stamp-python  ## collect what a machine without network
 	@$(PIP) packaging
 	python -m tools.wheels --python-version $(PYTHON_VERSION) $(ARGS)
 
-docs: $(VENV)/.stamp-dev  ## write the config reference, the table of rooms and the picture of the architecture
+docs: $(VENV)/.stamp-dev  ## write the config reference, the table of rooms and the pictures
 	python -m tools.config_reference
 	python -m tools.architecture
 	python -m tools.architecture_picture
+	python -m tools.front_picture
 
-docs-site: $(VENV)/.stamp-dev  ## build the manual as a site in outputs/site, and serve it on port 8000 until Ctrl-C
+docs-site: $(VENV)/.stamp-dev  ## build the manual as a site in outputs/site, and serve it until Ctrl-C (PORT=8000)
 	NO_MKDOCS_2_WARNING=1 mkdocs build
-	python -m http.server --bind 127.0.0.1 --directory outputs/site 8000
+	@python -m tools.serve_site $(PORT)
 
 clean:  ## remove .venv, build products and outputs
 	rm -rf $(VENV) .venv-offline .venv-torch-* .venv-python-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

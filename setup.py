@@ -7,6 +7,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "__init__.py").read_text(), re.MULTILINE)[1]
@@ -30,6 +31,19 @@ class BuildKernel(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         """Return the library's path, relative to the packages."""
         return "/".join(fullname.split(".")) + ".so"
+
+
+class WithConfigs(build_py):
+    """Puts the ready configs, which are beside the package, into it (deepspeed_ext/commands/ready_configs.py)."""
+
+    def run(self) -> None:
+        """Copy the package, then the configs."""
+        super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib, "deepspeed_ext", "configs")
+            self.mkpath(str(folder))
+            for path in (ROOT / "configs").glob("*.json"):
+                self.copy_file(str(path), str(folder / path.name))
 
 
 class PlatformWheel(bdist_wheel):
@@ -57,7 +71,7 @@ setup(
     packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
     package_data={"deepspeed_ext": ["py.typed", "zenflow/kernel/*.cpp", "zenflow/kernel/*.h"]},
     ext_modules=[NATIVE_KERNEL],
-    cmdclass={"build_ext": BuildKernel, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_ext": BuildKernel, "build_py": WithConfigs, "bdist_wheel": PlatformWheel},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",

@@ -9,11 +9,9 @@ Trainer's logs.
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import torch.distributed as dist
-from accelerate import PartialState
 from data import standard_library_text
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
@@ -27,13 +25,14 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.utils import is_torch_bf16_gpu_available
 
 import deepspeed_ext
 from deepspeed_ext.integrations.transformers import log_measurements
 from deepspeed_ext.runtime import shared_buffers
 
 ROOT = Path(__file__).resolve().parent.parent
+ON_CPU = get_accelerator().device_name() == "cpu"
+"""Says `use_cpu` of `TrainingArguments`: without it, Accelerate treats CPU ranks as separate runs."""
 
 
 class ByteWindows(Dataset):
@@ -84,34 +83,26 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def accelerator_config() -> dict[str, bool]:
-    """Connect the ranks if there is no accelerator; otherwise Accelerate would treat each rank as a separate run."""
-    if get_accelerator().device_name() != "cpu" or "LOCAL_RANK" not in os.environ:
-        return {}
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    with shared_buffers.not_made():  # this starts DeepSpeed's communication
-        PartialState(backend="gloo")
-    return {"use_configured_state": True}
-
-
 def build_trainer(args: argparse.Namespace) -> Trainer:
-    training_args = TrainingArguments(
-        output_dir=str(args.output),
-        deepspeed=str(args.config),
-        max_steps=args.steps,
-        per_device_train_batch_size=args.batch_size,
-        gradient_accumulation_steps=args.grad_accum,
-        learning_rate=3e-3,
-        warmup_steps=10,
-        lr_scheduler_type="cosine",
-        weight_decay=0.1,
-        bf16=is_torch_bf16_gpu_available(),  # the Trainer refuses bf16 under DeepSpeed on a CPU
-        logging_steps=args.log_every,
-        logging_first_step=True,
-        save_steps=args.steps,
-        report_to="none",
-        accelerator_config=accelerator_config(),
-    )
+    settings = {
+        "output_dir": str(args.output),
+        "deepspeed": str(args.config),
+        "max_steps": args.steps,
+        "per_device_train_batch_size": args.batch_size,
+        "gradient_accumulation_steps": args.grad_accum,
+        "learning_rate": 3e-3,
+        "warmup_steps": 10,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+        "bf16": True,
+        "use_cpu": ON_CPU,
+        "logging_steps": args.log_every,
+        "logging_first_step": True,
+        "save_steps": args.steps,
+        "report_to": "none",
+    }
+    with shared_buffers.not_made():  # this starts DeepSpeed's communication
+        training_args = TrainingArguments(**settings)
     text = standard_library_text()
     config = LlamaConfig(
         vocab_size=256,

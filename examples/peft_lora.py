@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hf_trainer import ROOT, ByteWindows, accelerator_config, standard_library_text
+from hf_trainer import ON_CPU, ROOT, ByteWindows, standard_library_text
 from peft import LoraConfig, get_peft_model
 from tiny import llama
 from transformers import Trainer, TrainingArguments
@@ -11,6 +11,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 import deepspeed_ext
 from deepspeed_ext.integrations.transformers import log_measurements
+from deepspeed_ext.runtime import shared_buffers
 
 
 def train(output: Path, resume: bool = False, **changes: Any) -> Trainer:
@@ -21,11 +22,12 @@ def train(output: Path, resume: bool = False, **changes: Any) -> Trainer:
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-2,
         "logging_steps": 1,
-        "bf16": is_torch_bf16_gpu_available(),  # the Trainer refuses bf16 under DeepSpeed on a CPU
+        "bf16": is_torch_bf16_gpu_available(),
         "report_to": "none",
-        "accelerator_config": accelerator_config(),
+        "use_cpu": ON_CPU,
     }
-    args = TrainingArguments(output_dir=str(output), **(settings | changes))
+    with shared_buffers.not_made():  # this starts DeepSpeed's communication
+        args = TrainingArguments(output_dir=str(output), **(settings | changes))
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
     # At stage 3 every parameter must have one dtype, and the base model may have 16 bit.
     model = get_peft_model(llama(), adapters, autocast_adapter_dtype=False)

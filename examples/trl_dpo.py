@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from hf_trainer import ROOT, accelerator_config
+from hf_trainer import ON_CPU, ROOT
 from tiny import byte_tokenizer, llama, texts
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import DPOConfig, DPOTrainer
 
 import deepspeed_ext
 from deepspeed_ext.integrations.transformers import log_measurements
+from deepspeed_ext.runtime import shared_buffers
 
 
 def train(output: Path, resume: bool = False, **changes: Any) -> DPOTrainer:
@@ -21,11 +22,12 @@ def train(output: Path, resume: bool = False, **changes: Any) -> DPOTrainer:
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-3,
         "logging_steps": 1,
-        "bf16": is_torch_bf16_gpu_available(),  # the Trainer refuses bf16 under DeepSpeed on a CPU
+        "bf16": is_torch_bf16_gpu_available(),
         "report_to": "none",
-        "accelerator_config": accelerator_config(),
+        "use_cpu": ON_CPU,
     }
-    args = DPOConfig(output_dir=str(output), **(settings | changes))
+    with shared_buffers.not_made():  # this starts DeepSpeed's communication
+        args = DPOConfig(output_dir=str(output), **(settings | changes))
     pieces = texts(512, 63)  # what the source says is better than the same backwards
     rows = [{"prompt": piece[:32], "chosen": piece[32:], "rejected": piece[:31:-1]} for piece in pieces]
     model, reference = llama(), llama()

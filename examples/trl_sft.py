@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from hf_trainer import ROOT, accelerator_config
+from hf_trainer import ON_CPU, ROOT
 from tiny import byte_tokenizer, llama, texts
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig, SFTTrainer
 
 import deepspeed_ext
 from deepspeed_ext.integrations.transformers import log_measurements
+from deepspeed_ext.runtime import shared_buffers
 
 
 def train(output: Path, resume: bool = False, **changes: Any) -> SFTTrainer:
@@ -22,11 +23,12 @@ def train(output: Path, resume: bool = False, **changes: Any) -> SFTTrainer:
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "max_length": 64,
-        "bf16": is_torch_bf16_gpu_available(),  # the Trainer refuses bf16 under DeepSpeed on a CPU
+        "bf16": is_torch_bf16_gpu_available(),
         "report_to": "none",
-        "accelerator_config": accelerator_config(),
+        "use_cpu": ON_CPU,
     }
-    args = SFTConfig(output_dir=str(output), **(settings | changes))
+    with shared_buffers.not_made():  # this starts DeepSpeed's communication
+        args = SFTConfig(output_dir=str(output), **(settings | changes))
     data = Dataset.from_dict({"text": texts(512, 63)})
     trainer = SFTTrainer(model=llama(), args=args, train_dataset=data, processing_class=byte_tokenizer())
     log_measurements(trainer)

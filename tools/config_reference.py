@@ -28,7 +28,7 @@ The fields that deepspeed_ext adds to a DeepSpeed config. All of them live under
 The value `"auto"` means the same as leaving the field out, as in DeepSpeed's own sections; under Accelerate and the
 Hugging Face Trainer leave it out, because they refuse an `"auto"` that they do not fill in. An unknown field or an
 impossible value is an error at `initialize` that names the field. Editors can check a config against
-`configs/schema.json`.
+`configs/schema.json` (`deepspeed-ext config schema` prints it).
 """
 ENVIRONMENT = """
 ## Environment variables
@@ -43,13 +43,15 @@ ENVIRONMENT = """
 | `CXX` | compiler of the native kernel, with arguments if you like |
 | `DEEPSPEED_TIMEOUT` | DeepSpeed's: the process group's timeout in minutes |
 """
+NOT_GIVEN = "Not given:"
+"""Begins the sentence of a field's text that says what happens without it."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "bool", "integer": "int", "number": "float", "string": "str", "object": "object", "null": "none"}
 
 
 def json_schema() -> str:
     """A JSON schema for a whole DeepSpeed config that knows our fields and lets all of DeepSpeed's pass."""
-    fields = ZeroFields.model_json_schema()
+    fields = _schema()
     definitions = fields.pop("$defs", {})
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -63,8 +65,19 @@ def json_schema() -> str:
 
 def markdown() -> str:
     """The reference: one table for `zero_optimization`, one for each section in it, and the environment variables."""
-    schema = ZeroFields.model_json_schema()
+    schema = _schema()
     return INTRODUCTION + "".join(_section(SECTION, schema, schema.get("$defs", {}))) + ENVIRONMENT
+
+
+def _schema() -> dict[str, Any]:
+    """The models' schema. A field whose text says what happens if it is not given has no default beside that."""
+    schema = ZeroFields.model_json_schema()
+    for section in (schema, *schema.get("$defs", {}).values()):
+        for field in section.get("properties", {}).values():
+            field["description"] = " ".join(field.get("description", "").split())
+            if NOT_GIVEN in field["description"]:
+                field.pop("default", None)
+    return schema
 
 
 def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
@@ -80,7 +93,7 @@ def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) ->
             inner.append((f"{path}.{name}", target))
         anchor = f"{path}{name}".replace(".", "")
         kind = f"[section](#{anchor})" if target is not None else _type(field)
-        default = "" if target is not None else f"<br>default: {_default(field)}"
+        default = "" if target is not None else f"<br>{_default(field)}"
         yield f"| `{name}`<br>{kind}{default} | {_one_line(field)} |\n"
     for inner_path, target in inner:
         yield from _section(inner_path, target, definitions)
@@ -103,16 +116,25 @@ def _type(field: dict[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
     if field.get("type") == "array":
         return f"list of {_type(field.get('items', {}))}"
-    bounds = [f"{sign} {field[key]:g}" for key, sign in BOUNDS.items() if key in field]
+    bounds = [f"{sign} {_number(field[key])}" for key, sign in BOUNDS.items() if key in field]
     return " ".join([TYPES.get(field.get("type", ""), "any"), " and ".join(bounds)]).strip()
 
 
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
+
+
 def _default(field: dict[str, Any]) -> str:
-    return "none" if field.get("default") is None else f"`{json.dumps(field['default'])}`"
+    """What happens without the field, or where its text says that."""
+    if "default" in field:
+        return f"default: `{json.dumps(field['default'])}`"
+    without = field["description"].partition(NOT_GIVEN)[2].partition(". ")[0]
+    return "default: measured" if "measured" in without.split() else "default: see *Not given*"
 
 
 def _one_line(described: dict[str, Any]) -> str:
-    return " ".join(described.get("description", "").split()).replace("``", "`")
+    text = " ".join(described.get("description", "").split()).replace("``", "`")
+    return text.replace(NOT_GIVEN, f"*{NOT_GIVEN.rstrip(':')}*:")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 - The navigation is read from docs/README.md and docs/lab/README.md, which list the pages; a page that neither lists is
   an error.
 - Pages link to files outside docs/. Each of them becomes a page with its text, so every link works without network.
+- A click on a picture opens it in full.
 - A page that would load anything from another host is an error.
 """
 
@@ -26,6 +27,7 @@ OUTSIDE = "repository"
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 LISTED = re.compile(r"^(?:- |\| )\[([^\]]+)\]\(([^)#\s]+)\)", re.MULTILINE)
+PICTURE = re.compile(r"<img\b[^>]*\bsrc=\"(?P<src>[^\":]+)\"[^>]*>")
 FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*>")
 
 
@@ -104,6 +106,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         new = f"]({os.path.relpath(site_uri(path), folder or '.')}{link[2] or ''})"
         markdown = markdown[: link.start()] + new + markdown[link.end() :]
     return markdown
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return PICTURE.sub(r'<a class="figure" href="\g<src>" title="Open the picture in full">\g<0></a>', html)
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:

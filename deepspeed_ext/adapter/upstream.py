@@ -56,7 +56,7 @@ from deepspeed.utils.timer import ThroughputTimer
 from deepspeed_ext.adapter.contract import broken
 from deepspeed_ext.errors import UpstreamError
 from deepspeed_ext.runtime import builds
-from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.backend import get_accelerator, local_rank
 from deepspeed_ext.runtime.log import warn_once
 
 __all__ = [
@@ -105,6 +105,7 @@ __all__ = [
     "stage3_optimizer_class",
     "swapped",
     "throughput_timer",
+    "zero_section_class",
 ]
 
 PartitionedParameter = Any
@@ -179,7 +180,7 @@ def entry_swaps(
         Swap(deepspeed, "DeepSpeedEngine", engine),
         Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
         Swap(deepspeed, "PipelineEngine", pipeline_engine),
-        Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config),
+        zero_section_class(zero_config),
         Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
         announced_builds(),
     ]
@@ -202,6 +203,11 @@ def announced_builds() -> Swap:
             return jit_load(self, verbose=False)
 
     return Swap(OpBuilder, "jit_load", announced)
+
+
+def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
+    """Return a swap for the class of a config's ZeRO section."""
+    return Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config)
 
 
 def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""The command line: ``deepspeed-ext doctor, plan, tune, verify, run``.
+"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, run``.
 
 Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """
@@ -27,7 +27,9 @@ MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16,
 MAX_JOB_RANKS = 1 << 20
 MAX_VERIFY_STEPS, MAX_SECONDS = 1000, 24 * 3600
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
-OF_MEMORY = {"params", "ranks", "ranks_per_host", "config", "dtype", "largest_param"}
+OF_MEMORY = {
+    *("params", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
+}
 """Arguments of ``plan`` that belong to only one of its two plans."""
 
 
@@ -64,8 +66,9 @@ def _report_error(arguments: argparse.Namespace, error: Exception, status: int) 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="doctor | plan | tune | verify | run")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="doctor | config | plan | tune | verify | run")
     _add_doctor(commands)
+    _add_config(commands)
     _add_plan(commands)
     _add_tune(commands)
     _add_verify(commands)
@@ -79,6 +82,12 @@ def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(command=_doctor)
+
+
+def _add_config(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    config = commands.add_parser("config", help="list the ready configs, or print one of them", allow_abbrev=False)
+    config.add_argument("name", metavar="NAME", nargs="?", help="of a config, or schema [list them]")
+    config.set_defaults(command=_config)
 
 
 def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -126,6 +135,13 @@ def _add_memory(plan: _Parser) -> None:
     plan.add_argument(
         "--largest-param", metavar="L", type=_numel, help="with --memory: elements of the largest parameter [estimated]"
     )
+    for place in ("accelerator", "host"):
+        plan.add_argument(
+            f"--{place}-gib",
+            metavar="G",
+            type=_gib,
+            help=f"with --memory: memory of one {place}, to say whether the run fits; here: this machine's",
+        )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -217,6 +233,15 @@ def _numel(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _gib(text: str) -> float | str:
+    from deepspeed_ext.commands.memory.command import parse_gib
+
+    try:
+        return parse_gib(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _reserved_cores(text: str) -> int | float:
     from deepspeed_ext.config import check_reserved_cores
 
@@ -251,6 +276,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
         checks = doctor.examine()
     print(json.dumps(doctor.as_json(checks), indent=2) if arguments.json else doctor.as_text(checks))
     return EXIT_PROBLEM if any(check.status == "problem" for check in checks) else 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from deepspeed_ext.commands.ready_configs import config_text, listing
+
+    print(listing() if arguments.name is None else config_text(arguments.name).rstrip())
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -87,8 +87,8 @@ class ZenFlowConfig(ConfigSection):
     """Longest time that the worker's start, or a wait for it, may take before it is an error. While one rank waits
     for its worker, the others wait for that rank in a collective. So the value must be below the process group's
     timeout (DeepSpeed's default: 600, see ``DEEPSPEED_TIMEOUT``); otherwise the communication library would end the
-    job first, without the reason, and ``initialize`` raises an error. Not given: 240, or half of the group's timeout
-    if that is not above 240."""
+    job first, without the reason, and ``initialize`` raises an error. Half of the group's timeout if that is not above
+    240 and this field is left out."""
 
     pt_reserved_cores: ReservedCores | None = None
     """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction of this rank's cores

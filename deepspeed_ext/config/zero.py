@@ -38,7 +38,7 @@ class ZeroFields(BaseModel):
 
     stage3_single_param_min_numel: Annotated[int, Field(ge=0, le=2**30)] | None = None
     """With ``stage3_allgather_single_param``: parameters with fewer elements share one collective and its storage;
-    0: none do. Not given: 0 if the backend groups launches (NCCL), otherwise 262144 (measured)."""
+    0: none do. Not given: 0 if the backend groups launches (NCCL), otherwise 262144."""
 
     core_binding: CoreBindingConfig = CoreBindingConfig()
     """Separate the cores of PyTorch from those of the optimizer."""

@@ -19,6 +19,8 @@ except ImportError as error:
         "install them with: pip install 'deepspeed-ext[transformers]'"
     ) from error
 
+from deepspeed_ext.runtime.log import warn_once
+
 __all__ = ["MeasurementsCallback", "log_measurements"]
 
 PREFIX = "dsext/"
@@ -35,7 +37,7 @@ def log_measurements(trainer: Trainer) -> None:
 class MeasurementsCallback(TrainerCallback):
     """Adds the optimizer's ``measurements()`` to a log, except values that have not changed since the last log.
 
-    Does nothing if the optimizer is not one of ours.
+    If the optimizer is not one of ours, it says so in the log of rank 0, once, and adds nothing.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,14 @@ class MeasurementsCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        values = {PREFIX + name: value for name, value in _measurements(optimizer).items()}
+        measured = _measurements(optimizer)
+        if measured is None and state.is_world_process_zero:
+            warn_once(
+                "log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext. Call "
+                "deepspeed_ext.enable() before TrainingArguments, and give them a DeepSpeed config with ZeRO stage 1 "
+                "or 2, or stage 3 with ZenFlow"
+            )
+        values = {PREFIX + name: value for name, value in (measured or {}).items()}
         changed = {name: value for name, value in values.items() if self._logged.get(name) != value}
         self._logged.update(changed)
         if logs is not None:
@@ -59,10 +68,11 @@ class MeasurementsCallback(TrainerCallback):
             state.log_history[-1].update(changed)
 
 
-def _measurements(optimizer: Any) -> dict[str, float]:
-    """Return the measurements of the optimizer inside Accelerate's wrappers; empty if it has none."""
+def _measurements(optimizer: Any) -> dict[str, float] | None:
+    """Return the measurements of the optimizer inside Accelerate's wrappers; None if it has none."""
     while optimizer is not None:
         if hasattr(optimizer, "measurements"):
-            return optimizer.measurements()
+            found: dict[str, float] = optimizer.measurements()
+            return found
         optimizer = getattr(optimizer, "optimizer", None)
-    return {}
+    return None

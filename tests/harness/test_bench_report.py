@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def arguments(*words: str) -> Any:
 def test_a_crash_fails_after_the_rest_and_loses_no_result(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad, last = measuring("good", "write({'a': 1})"), measuring("bad", "1 / 0"), measuring("last", "pass")
     assert suite.measure([good, bad, last], arguments()) == 1
-    assert "| ours | theirs | s | 1.00 (0.500 to 1.50) |" in capsys.readouterr().out
+    assert "1.00 (0.500 to 1.50)  ours  theirs         s " in capsys.readouterr().out
     kept = json.loads(out.read_text())
     assert [row["state"] for row in kept["rows"]] == ["done", "failed", "done"]
     assert "ZeroDivisionError" in kept["rows"][1]["output"]
@@ -77,6 +78,35 @@ def test_another_run_keeps_what_it_does_not_measure(out: Path) -> None:
     assert [row["part"] for row in kept["rows"]] == ["one", "two"]
     assert kept["settings"]["results"]["kept"]["rows"] == [{"a": 1}]
     assert suite.measure([measuring("one", "1 / 0")], arguments("--resume")) == 0, "it is done"
+
+
+def test_measurements_go_to_an_ignored_folder_unless_they_are_to_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    assert suite.record_of(arguments()).path == report.ROOT / "outputs" / "bench" / "cpu.json"
+    assert suite.record_of(arguments("--store")).path == cpu_parts.KEPT
+
+
+def test_what_has_no_meaning_is_not_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--on", "cpu", "--toy", "--store"]) == 2
+    assert suite.main(["--on", "gpu", "--store"]) == 2
+    assert capsys.readouterr().err.count("--store") == 2
+
+
+def test_a_terminal_shows_tables_in_columns() -> None:
+    markdown = "before\n| part | s |\n| --- | --- |\n| long name | 1 |\n| b |  |\n\nafter"
+    assert report.for_terminal(markdown).splitlines() == [
+        *("before", "part       s", "---------  -", "long name  1", "b", "", "after")
+    ]
+
+
+def test_a_silent_part_shows_life(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deepspeed_ext.runtime.progress.LIFE_SECONDS", 0.0)
+    monkeypatch.setattr("deepspeed_ext.runtime.progress.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("tests.perf.part.LOOK_SECONDS", 0.01)
+    assert suite.measure([measuring("quiet", "pass")], arguments()) == 0
+    assert "\nquiet ... 0 s\n" in capsys.readouterr().out
 
 
 def test_the_parts_fit_into_half_an_hour() -> None:
@@ -115,6 +145,29 @@ def test_the_figures_are_those_of_the_measurements() -> None:
         assert page.digest(RESULTS[name]["comparisons"]) in page.figure_of(name).read_text(), "run `make bench-report`"
 
 
+def test_no_label_of_a_figure_comes_twice_in_a_panel() -> None:
+    for name in RESULTS:
+        comparisons = RESULTS[name].get("comparisons", [])
+        found = page.panels(comparisons)
+        assert sum(map(len, found.values())) == sum(one["ratio"] is not None for one in comparisons)
+        for rows in found.values():
+            labels = [label for label, _ in rows]
+            assert len(labels) == len(set(labels)), name
+
+
+def test_figures_have_the_titles_of_their_sections() -> None:
+    for name in RESULTS:
+        if page.is_drawn(RESULTS[name].get("comparisons", [])):
+            assert f">{page.SECTIONS[name].title}</text>" in page.figure_of(name).read_text()
+
+
+def test_the_ratio_comes_first_and_long_tables_are_folded() -> None:
+    shown = re.sub(r"<details.*?</details>", "", page.PAGE.read_text(), flags=re.DOTALL)
+    tables = [line for line in shown.splitlines() if line.startswith("| ")]
+    assert {line for line in tables if " ratio " in line} == {"| ratio | what | compared with |"}
+    assert len(tables) < 100
+
+
 def test_every_part_is_on_the_page_and_none_has_failed() -> None:
     assert {row["state"] for row in KEPT["rows"]} <= {"done", "left out"}
     text = page.PAGE.read_text()
@@ -125,8 +178,8 @@ def test_every_part_is_on_the_page_and_none_has_failed() -> None:
 def test_simulations_are_marked() -> None:
     one = compare("a step", "another", "ms", [1.0], [2.0], (1, 1), "a sleep of 5 ms")
     kept = {**KEPT, "settings": {"results": {"save": {**RESULTS["startup"], "comparisons": [asdict(one)]}}}}
-    summary, row = [line for line in page.markdown(kept).splitlines() if " | another | ms | " in line]
-    assert summary == "| Saving | another | ms | 1 | 0.500 | yes |"
-    assert row == "| a step | another | ms | 0.500 | 1.00 | 2.00 | 1 | a sleep of 5 ms |"
+    summary, row = [line for line in page.markdown(kept).splitlines() if line.startswith("| 0.500 | ")]
+    assert summary == "| 0.500 | ms (simulation) | another |"
+    assert row == "| 0.500 | a step | another | ms | 1.00 | 2.00 | 1 | a sleep of 5 ms |"
     simulated = {name: RESULTS[name]["comparisons"] for name in SIMULATED if name in RESULTS}
     assert [name for name, found in simulated.items() if not all(one["simulation"] for one in found)] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from tests.perf.numerics.tasks import TASKS
 from tests.perf.numerics.through_deepspeed import run_engine
 from tests.perf.numerics.training import Training, bounds_of, clip_factor
 from tests.perf.sides import Side
+from tests.support.paths import ROOT
+
+GREYS = {"#000000", "#cccccc"}
+"""Of frames, and of the rules that have no colour of their own."""
 
 STEPS = 30
 RATE = 5e-3
@@ -267,3 +272,10 @@ def test_figures_are_drawn_of_what_is_there(tmp_path: Path) -> None:
     text = drawn[0].read_text()
     plots.draw()
     assert drawn[0].read_text() == text, "the same file for the same rows"
+
+
+def test_a_figure_of_many_rules_has_few_colours() -> None:
+    figures = list((ROOT / "docs" / "lab").glob("numerics_*.svg"))
+    colours = {path.name: set(re.findall(r"stroke: (#[0-9a-f]{6})", path.read_text())) - GREYS for path in figures}
+    assert len(colours) > 10
+    assert [name for name, found in colours.items() if not 2 <= len(found) <= plots.MOST_COLORS] == []

@@ -14,6 +14,8 @@ from tests.support.paths import ROOT
 from tools import config_reference
 
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.json") if path != config_reference.SCHEMA_FILE)
+SET_AT_RUN_TIME = {"steps_per_epoch"}
+"""Fields that are no user's."""
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.md")])
 
 
@@ -26,8 +28,23 @@ def test_reference_explains_every_field() -> None:
     reference = config_reference.markdown()
     for model in models(ZeroFields):
         for name, field in model.model_fields.items():
-            assert f"| `{name}`<br>" in reference
+            assert (f"| `{name}`<br>" in reference) == (name not in SET_AT_RUN_TIME)
             assert field.description, f"{model.__name__}.{name} has no docstring"
+
+
+def test_reference_says_once_what_happens_without_a_field() -> None:
+    lines = [line for line in config_reference.markdown().splitlines() if line.startswith("| `") and "<br>" in line]
+    fields = [line for line in lines if "[section](" not in line]
+    assert not [line for line in fields if "default: none" in line]
+    assert not [line for line in fields if "default: `" in line and "not given*:" in line.lower()]
+    assert [line for line in fields if line.startswith("| `update_interval`") and "default: measured" in line]
+
+
+def test_schema_gives_no_default_that_the_text_contradicts() -> None:
+    schema = json.loads(config_reference.json_schema())
+    zenflow = schema["$defs"]["ZenFlowConfig"]["properties"]
+    assert "default" not in zenflow["full_warm_up_rounds"]
+    assert not SET_AT_RUN_TIME & set(zenflow)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pydantic import BaseModel
 
 from deepspeed_ext.config import CoreBindingConfig, ZenFlowConfig, ZeroFields
 from tests.support import pages
-from tests.support.page_bodies import run_page
+from tests.support.page_bodies import refusal_without_extension, run_page
 from tests.support.pages import Block
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, an
 NOT_RUN = {
     ("docs/lab/openmp_threads.md", "pip install --no-deps --target /tmp/tpc threadpoolctl"): "builds a second OpenMP",
     ("docs/lab/openmp_threads.md", 'operators = [ctypes.CDLL("libregion.so"), '): "needs the second OpenMP above",
+    ("docs/trainers.md", "from accelerate import Accelerator"): "tests/unit/zenflow/test_accelerate.py runs it",
     ("docs/lab/simulated_defects.md", "git worktree add ../older 5d571ae"): "makes a checkout beside this one",
 }
 """Page and begin of the first line -> why nothing executes the block. Launchers' recipes: tests/launchers."""
@@ -112,7 +114,7 @@ def test_fields_of_systems_are_those_of_the_config() -> None:
     of_sections = {"zenflow", "core_binding"}
     flat = [*fields_of("flattening"), *fields_of("single_param_gather")]
     assert sorted(flat) == sorted(set(names(ZeroFields)) - of_sections)
-    assert sorted(fields_of("zenflow")) == sorted(names(ZenFlowConfig))
+    assert sorted(fields_of("zenflow")) == sorted(set(names(ZenFlowConfig)) - {"steps_per_epoch"})  # not a user's
     shared = {"pt_reserved_cores", "pt_reserved_cores_perc"}
     assert sorted(fields_of("core_binding")) == sorted({*names(CoreBindingConfig), *shared, *of_sections})
 
@@ -131,6 +133,10 @@ def messages_of_the_package() -> str:
     return "\n".join(found)
 
 
+OF_OTHERS = {"Zenflow must be used with cpu offload", "Extra inputs are not permitted"}
+"""Quoted messages of DeepSpeed and pydantic, which those see who have not enabled the extension."""
+
+
 def test_messages_that_pages_quote_are_those_of_the_package() -> None:
     messages = messages_of_the_package()
     sections = [
@@ -138,7 +144,14 @@ def test_messages_that_pages_quote_are_those_of_the_package() -> None:
     ]
     quotes = pages.quoted("\n".join([(ROOT / "docs/troubleshooting.md").read_text(), *sections]))
     assert len(quotes) > 40
-    assert [quote for quote in quotes if quote not in messages] == []
+    assert {quote for quote in quotes if quote not in messages} == OF_OTHERS
+
+
+def test_messages_of_others_are_those_that_a_run_without_the_extension_gets() -> None:
+    sections = ({"stage": 2, "zenflow": {}}, {"stage": 2, "flatten_tier": "host"})
+    for section, message in zip(sections, sorted(OF_OTHERS, reverse=True), strict=True):
+        (found,) = run_ranks(1, refusal_without_extension, section, pool="pages")
+        assert message in found
 
 
 def test_measured_numbers_of_the_readme_stand_on_the_pages_that_it_links_to() -> None:
@@ -154,6 +167,14 @@ def test_measured_numbers_of_the_readme_stand_on_the_pages_that_it_links_to() ->
         ratios = {f"{a / b:.2f}" for a in ours for b in theirs if b}
         wrong = [n for n in re.findall(r"\d+\.\d+", cells[2]) if n not in text and n not in ratios]
         assert not wrong, f"{what}: {wrong}"
+
+
+def test_help_of_the_makefile_lists_few_commands_first() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, others = done.stdout.split("\nFor more:\n")
+    assert re.findall(r"^  make ([a-z-]+) ", first, re.MULTILINE) == ["train", "test", "check", "bench", "docs-site"]
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^  make ([a-z-]+) ", first + others, re.MULTILINE)) == targets
 
 
 def test_the_picture_of_the_architecture_is_current_and_names_real_rooms() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import socket
+
 import pytest
 
 from tests.support.paths import ROOT
+from tools import architecture, front_picture, serve_site
 
 site = pytest.importorskip("tools.manual_site", reason="MkDocs is not installed: the extra `docs` has it")
 
@@ -57,3 +61,27 @@ def test_links_to_files_are_found_and_links_to_hosts_are_not() -> None:
 )
 def test_what_a_browser_would_load_from_another_host_is_found(tag: str, is_foreign: bool) -> None:
     assert (site.FOREIGN.search(tag) is not None) == is_foreign
+
+
+def test_a_click_on_a_picture_opens_it() -> None:
+    html = site.on_page_content('<p><img alt="a" src="lab/x.svg" /></p>', page=None, config=None, files=None)
+    assert '<a class="figure" href="lab/x.svg"' in html
+    assert html.endswith('><img alt="a" src="lab/x.svg" /></a></p>')
+
+
+def test_the_front_picture_is_current_and_names_nothing_of_the_code() -> None:
+    text = front_picture.picture()
+    assert front_picture.PICTURE.read_text() == text, "run `make docs`"
+    assert f"]({front_picture.PICTURE.name})" in (ROOT / "docs" / "README.md").read_text()
+    words = {word for line in re.findall(r">([^<]+)</text>", text) for word in line.split()}
+    assert len(words) > 10
+    assert not words & set(architecture.rooms())
+
+
+def test_a_second_server_of_the_site_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve_site.main(port) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: port {port} is in use")
+    assert f"make docs-site PORT={port + 1}" in line

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ SECTIONS: dict[str, Section] = {
 def markdown(kept: dict[str, Any]) -> str:
     """The page."""
     results = {name: found for name in SECTIONS if (found := kept["settings"]["results"].get(name))}
-    blocks = [_head(kept, results), f"## The parts\n\n{_states(kept)}", f"## Summary\n\n{_summary(results)}"]
+    blocks = [_head(kept, results), _folded("The parts, and how long each took", _states(kept))]
     blocks += [_section(SECTIONS[name], name, result) for name, result in results.items()]
     return "\n\n".join(blocks) + "\n"
 
@@ -152,35 +153,40 @@ def _head(kept: dict[str, Any], results: dict[str, Any]) -> str:
 deepspeed_ext compared with DeepSpeed and other rivals, as far as a machine without an accelerator can measure it:
 
 ```bash
-make bench          # measures, and writes benchmarks/cpu.json
-make bench-report   # makes this page and its figures from that file
+make bench                 # measures, into outputs/bench/cpu.json
+make bench ARGS=--store    # measures into benchmarks/cpu.json, which is tracked
+make bench-report          # makes this page and its figures from that file
 ```
 
 - {made["cpu"]}, {made["cores"]} cores, accelerator: {made["accelerator"]}; {versions}; {dates}, commit {commits}.
 - Load average when a part began: {min(loads):.1f} to {max(loads):.1f}, which includes the part before it.
-- Variants take turns (A B A B); a ratio is that of both sides in the same turn. Cells hold the median over turns, with
-  smallest and largest in brackets. Below 1 ours is less, which is better but for GB/s.
+- A ratio is ours over the other, of both sides in the same turn (A B A B): below 1 ours is less, which is better
+  but for GB/s. The tables have the median over turns, of several rows the least and the largest median. All rows, with
+  their smallest and largest turn in brackets, are folded below each table.
 - *Threads* are those of one process of either side. Where nothing varies between turns, there is one number.
-- Rows with an entry under *simulated* are **simulations**, and no measurement of a device.
+- Rows that say so are **simulations**, and no measurement of a device.
 - Times do not carry over to other machines. **Nothing here is a GPU's**; [what will be measured there](lab/gpu.md)."""
 
 
-def _summary(results: dict[str, Any]) -> str:
-    """A row for each rival and quantity of a section: the least and the largest of the median ratios."""
-    found: dict[tuple[str, str, str], Rows] = {}
-    for name, result in results.items():
-        for one in result.get("comparisons", []):
-            if one["ratio"] is not None:
-                found.setdefault((SECTIONS[name].title, one["rival"], one["quantity"]), []).append(one)
+def _folded(title: str, *blocks: str) -> str:
+    """Blocks that are shown on a click, on the site and where the Markdown is shown as it is."""
+    inner = "\n\n".join(blocks)
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{inner}\n\n</details>'
+
+
+def _summary(comparisons: Rows) -> str:
+    """A row for each rival and quantity: the least and the largest of the median ratios."""
+    found: dict[tuple[str, str, bool], list[float]] = {}
+    for one in comparisons:
+        if one["ratio"] is not None:
+            key = one["quantity"], one["rival"], bool(one["simulation"])
+            found.setdefault(key, []).append(one["ratio"]["median"])
     rows = []
-    for (title, rival, quantity), comparisons in found.items():
-        medians = sorted(one["ratio"]["median"] for one in comparisons)
-        ends = list(dict.fromkeys(map(report.number, (medians[0], medians[-1]))))
-        is_simulated = any(one["simulation"] for one in comparisons)
-        row = {"section": title, "compared with": rival, "what": quantity, "rows": str(len(comparisons))}
-        rows.append(row | {"ratio": " to ".join(ends), "simulation": "yes" if is_simulated else ""})
-    text = "Median ratios, ours over the other; of several rows the smallest and the largest. Spreads are below."
-    return f"{text}\n\n{report.table(rows, dict.fromkeys(rows[0], str))}"
+    for (quantity, rival, simulated), medians in found.items():
+        ends = dict.fromkeys(map(report.number, (min(medians), max(medians))))
+        row = {"ratio": " to ".join(ends), "what": quantity + (" (simulation)" if simulated else "")}
+        rows.append(row | {"compared with": rival})
+    return report.table(rows, dict.fromkeys(rows[0], str)) if rows else ""
 
 
 def _section(section: Section, name: str, result: dict[str, Any]) -> str:
@@ -189,22 +195,25 @@ def _section(section: Section, name: str, result: dict[str, Any]) -> str:
     blocks = [f"## {section.title}", section.text + (" **A simulation** where a row says so." if simulated else "")]
     if section.lab:
         blocks[-1] += f" More in the [lab](lab/{section.lab})."
+    blocks += list(filter(None, [_summary(comparisons)]))
+    if is_drawn(comparisons):
+        blocks.append(f"![{section.title}: ratios with their smallest and largest]({figure_of(name).name})")
+    return "\n\n".join([*blocks, _folded("All numbers, and the command", *_details(section, result))])
+
+
+def _details(section: Section, result: dict[str, Any]) -> Iterator[str]:
+    comparisons = result.get("comparisons", [])
     if "provenance" in result:
         made = result["provenance"]
-        blocks.append(
-            f"{made['date']}, commit {made['commit']}, load average at the start {made['load_at_start']:.1f}."
-        )
-        blocks.append(f"```bash\n{made['command']}\n```")
+        yield f"{made['date']}, commit {made['commit']}, load average at the start {made['load_at_start']:.1f}."
+        yield f"```bash\n{made['command']}\n```"
     else:
-        blocks.append("```bash\ndeepspeed-ext tune --quick\n```")
+        yield "```bash\ndeepspeed-ext tune --quick\n```"
     if comparisons:
-        blocks.append(report.comparison_table(comparisons))
+        yield report.comparison_table(comparisons)
     if section.details is not None:
         rows = section.details(result)
-        blocks.append(report.table(rows, dict.fromkeys(rows[0], report.shown)))
-    if is_drawn(comparisons):
-        blocks.append(f"![Ratios of the table above, with their smallest and largest]({figure_of(name).name})")
-    return "\n\n".join(blocks)
+        yield report.table(rows, dict.fromkeys(rows[0], report.shown))
 
 
 def _states(kept: dict[str, Any]) -> str:
@@ -234,34 +243,58 @@ def digest(comparisons: Sequence[dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(comparisons, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def panels(comparisons: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """What a figure shows: under each title, what is compared and by which label; no label comes twice under one."""
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for one in comparisons:
+        if one["ratio"] is not None:
+            title = one["quantity"] + (f"\nsimulated: {one['simulation']}" if one["simulation"] else "")
+            found.setdefault(title, []).append((f"{one['subject']} / {one['rival']}", one))
+    return {title: list(_distinct(rows)) for title, rows in found.items()}
+
+
+def _distinct(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    labels = Counter(label for label, _ in rows)
+    for label, one in rows:
+        yield (label if labels[label] == 1 else f"{label}, {one['threads']} thread(s)"), one
+
+
 def draw(name: str, comparisons: Sequence[dict[str, Any]]) -> None:
-    """Draw the ratios with their spread, one a line; simulations are hollow."""
+    """Draw the ratios with their spread, a panel for each quantity: side by side if they compare the same, so that each
+    label stands once; simulations are hollow."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    shown = [one for one in comparisons if one["ratio"] is not None]
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 7}):
-        figure = Figure(figsize=(10, 0.8 + 0.22 * len(shown)), layout="constrained")
-        axes = figure.subplots()
-        for at, one in enumerate(reversed(shown)):
-            ratio, color = one["ratio"], "C1" if one["simulation"] else "C0"
-            axes.plot((ratio["min"], ratio["max"]), (at, at), color=color, linewidth=1.5)
-            axes.plot(
-                ratio["median"],
-                at,
-                "o",
-                color=color,
-                markersize=4,
-                markerfacecolor="white" if one["simulation"] else color,
-            )
-        labels = [f"{one['subject']} / {one['rival']}: {one['quantity']}" for one in reversed(shown)]
-        axes.set_yticks(range(len(shown)), labels)
-        axes.axvline(1.0, color="black", linewidth=0.7)
-        axes.set_xlabel("ours / other, median with smallest and largest of the turns; hollow: a simulation")
-        axes.set_xlim(left=0)
-        axes.grid(axis="x", alpha=0.3)
+    shown = panels(comparisons)
+    counts = [len(rows) for rows in shown.values()]
+    beside = len({tuple(label for label, _ in rows) for rows in shown.values()}) == 1
+    shape = (1, len(shown)) if beside else (len(shown), 1)
+    heights = counts[:1] if beside else counts
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9}):
+        figure = Figure(figsize=(10, 1.0 + sum(0.24 * count + 0.6 for count in heights)), layout="constrained")
+        figure.suptitle(SECTIONS[name].title.replace("`", ""), fontweight="bold")
+        ratios = [count + 0.5 for count in heights]
+        grid = figure.subplots(*shape, sharex=not beside, sharey=beside, squeeze=False, height_ratios=ratios)
+        for axes, (title, rows) in zip(grid.flat, shown.items(), strict=True):
+            _draw_panel(axes, title, rows)
+        hollow = "; hollow: a simulation" if any(one["simulation"] for one in comparisons) else ""
+        figure.supxlabel(f"ours / other: median, and smallest to largest of the turns{hollow}", fontsize=9)
         metadata = {"Date": None, "Creator": None, "Description": digest(comparisons)}
         figure.savefig(figure_of(name), format="svg", metadata=metadata)
+
+
+def _draw_panel(axes: Any, title: str, rows: list[tuple[str, dict[str, Any]]]) -> None:
+    for at, (_, one) in enumerate(reversed(rows)):
+        ratio, color = one["ratio"], "C1" if one["simulation"] else "C0"
+        inside = "white" if one["simulation"] else color
+        axes.plot((ratio["min"], ratio["max"]), (at, at), color=color, linewidth=1.5)
+        axes.plot(ratio["median"], at, "o", color=color, markersize=5, markerfacecolor=inside)
+    axes.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)])
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set_xlim(left=0)
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.axvline(1.0, color="black", linewidth=0.7)
+    axes.grid(axis="x", alpha=0.3)
 
 
 def main() -> None:

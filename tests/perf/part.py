@@ -8,11 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
+from deepspeed_ext.runtime.progress import Progress
 from tests.perf import report
 
 SHOWN_LINES = 40
+LOOK_SECONDS = 0.5
+"""How often it is looked what a silent part does."""
 OUT = "{out}"
 
 
@@ -85,11 +90,14 @@ def run(part: Part, device: str, toy: bool, limit: float) -> Outcome:
         text=True,
         errors="replace",
     )
+    progress = Progress(part.name, lambda: [process.pid], partial(print, flush=True))
+    output, state = "", "overran"
     try:
-        output, state = process.communicate(timeout=limit)[0], ""
-    except subprocess.TimeoutExpired:
-        state = "overran"
-        output = ""
+        while time.monotonic() - begin < limit:
+            with suppress(subprocess.TimeoutExpired):
+                output, state = process.communicate(timeout=min(LOOK_SECONDS, limit))[0], ""
+                break
+            progress.look()
     finally:
         _end_group(process.pid)  # its ranks and their workers end with their parents, and this makes sure of it
     if state:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,10 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
         sides = (one["threads"], one["rival_threads"])
         rows.append(
             {
+                "ratio": one["ratio"],
                 "ours": one["subject"],
                 "compared with": one["rival"],
                 "what": one["quantity"],
-                "ratio": one["ratio"],
                 "ours, measured": one["ours"],
                 "the other": one["theirs"],
                 "threads": sides[0] if sides[0] == sides[1] else f"{sides[0]}; other {sides[1]}",
@@ -127,6 +128,23 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
             }
         )
     return table(rows, dict.fromkeys(rows[0], shown)) if rows else ""
+
+
+def for_terminal(text: str) -> str:
+    """`text` with the cells of its Markdown tables in columns, as a terminal shows them best."""
+    lines, table_lines = list[str](), list[list[str]]()
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            table_lines += [] if set(line) <= set("|- ") else [cells]
+            continue
+        if table_lines:
+            widths = [max(map(len, column)) for column in zip_longest(*table_lines, fillvalue="")]
+            table_lines.insert(1, ["-" * width for width in widths])
+            lines += ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table_lines]
+            table_lines = []
+        lines.append(line)
+    return "\n".join(lines[:-1])
 
 
 def provenance() -> dict[str, Any]:

@@ -29,6 +29,8 @@ from tests.support.rehearsed_ranks import rehearsed_ranks
 RANKS = (8, 64, 1024, 8192)
 REPEATS = 5
 SLOW_SECONDS = 2.0
+ROWS = (("start",), ("before a run", "each step", "each selection"), ("load", "save, load"), ("error",))
+"""Rows of the figure: the systems of these times of a run."""
 
 
 @dataclass(frozen=True)
@@ -100,24 +102,31 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2g}"
 
 
-def plot(found: dict[str, list[Measured]], path: Path) -> None:
-    """Draw seconds and bytes over the number of ranks."""
+def plot(found: dict[str, list[Measured]], whens: dict[str, str], path: Path) -> None:
+    """Draw seconds and bytes over the number of ranks: a row for each time of a run, with few lines in each."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, (name, row) in enumerate(found.items()):
-        style = {"marker": "osv^Dx"[number % 6], "markersize": 4, "linewidth": 1, "color": f"C{number % 10}"}
-        ranks = [each.ranks for each in row]
-        left.plot(ranks, [max(each.seconds, 1e-6) for each in row], label=name, **style)
-        right.plot(ranks, [max(each.received, 1) for each in row], **style)
-    left.set(title="seconds of one rank", xscale="log", yscale="log", xlabel="ranks")
-    right.set(title="bytes that arrive at one rank", xscale="log", yscale="log", xlabel="ranks")
-    for axes in (left, right):
-        axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=7)
+    times = {row: [name for name in found if whens[name] in row] for row in ROWS}
+    times = {row: names for row, names in times.items() if names}
+    figure = Figure(figsize=(11, 2.7 * len(times) + 0.5), layout="constrained")
+    grid = figure.subplots(len(times), 2, sharex=True, squeeze=False)
+    for (left, right), (row, names) in zip(grid, times.items(), strict=True):
+        for number, name in enumerate(names):
+            style = {"marker": "osv^Dx"[number % 6], "markersize": 4, "linewidth": 1, "color": f"C{number}"}
+            ranks = [each.ranks for each in found[name]]
+            left.plot(ranks, [max(each.seconds, 1e-6) for each in found[name]], **style)
+            right.plot(ranks, [max(each.received, 1) for each in found[name]], label=name, **style)
+        when = ", ".join(dict.fromkeys(", ".join(row).split(", ")))
+        left.set_title(f"{when}: seconds of one rank", loc="left", fontsize=9)
+        right.set_title(f"{when}: bytes that arrive", loc="left", fontsize=9)
+        right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7)
+        for axes in (left, right):
+            axes.set(xscale="log", yscale="log")
+            axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+    for axes in grid[-1]:
+        axes.set_xlabel("ranks")
     figure.suptitle("A rehearsal: one real rank, all other ranks made up", fontsize=10)
     figure.savefig(path, format=path.suffix.removeprefix("."), metadata={"Date": None})
 
@@ -135,7 +144,7 @@ def main() -> None:
     whens = {system.name: system.when for system in systems}
     print(table(found, whens))
     if arguments.plot:
-        plot(found, arguments.plot)
+        plot(found, whens, arguments.plot)
     rows = [{"what": name, "when": whens[name], **asdict(each)} for name, row in found.items() for each in row]
     settings = {"ranks": arguments.ranks, "simulation": "one real rank, all others made up"}
     print(f"\nwritten to {report.write('scale', settings, rows)}")

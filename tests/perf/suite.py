@@ -1,13 +1,14 @@
 """All that a machine can measure, in parts that cannot harm each other: `make bench` and `make bench-gpu`.
 
     python -m tests.perf.suite [--on gpu|cpu] [--parts startup step/1.5b ...] [--budget SECONDS] [--list] [--resume]
-                               [--device accelerator|cpu] [--toy]
+                               [--store] [--device accelerator|cpu] [--toy]
 
 Each part is a benchmark in a process of its own with a time limit of its own. Whatever becomes of it, the next one
 runs; when the budget is spent the rest is left out, and said so. A name picks a part and all below it (``step/1.5b``).
 After every part, everything so far is in one file: outcomes, the ends of outputs and the results; what it held of other
-parts stays. Of ``--on gpu`` it is ``gpu.json`` beside the parts' own files, in ``outputs/bench`` or in the folder that
-the variable OUT names. Of ``--on cpu`` it is ``benchmarks/cpu.json``, from which `make bench-report` makes a page.
+parts stays. It is ``gpu.json`` or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the folder that
+the variable OUT names. With ``--on cpu --store`` it is ``benchmarks/cpu.json``, which is tracked, and from which
+`make bench-report` makes a page.
 ``--resume`` leaves out what is done in that file at this commit. ``--toy`` runs every part at sizes of no meaning.
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -74,12 +74,11 @@ def _read(path: Path) -> Any:
 
 def record_of(args: argparse.Namespace) -> Record:
     """Where a run with these arguments keeps what it measures."""
-    elsewhere = args.on == "gpu" or args.toy or os.environ.get("OUT")
-    return Record(report.path_of(args.on) if elsewhere else KEPT)
+    return Record(KEPT if args.store else report.path_of(args.on))
 
 
 def summary(record: Record, chosen: Sequence[Part], toy: bool) -> str:
-    """Ours beside its rivals, the step tables of an accelerator, and last, what became of each part."""
+    """Ours beside its rivals, the step tables of an accelerator, and last, what became of each part, in Markdown."""
     names = dict.fromkeys(part.result_of(toy) for part in chosen)
     results = {name: record.results[name] for name in names if record.results.get(name)}
     comparisons = [one for result in results.values() for one in result.get("comparisons", [])]
@@ -97,6 +96,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=0, help="seconds for everything (default: no limit)")
     parser.add_argument("--list", action="store_true", help="only list the parts and their limits")
     parser.add_argument("--resume", action="store_true", help="leave out what is done at this commit")
+    parser.add_argument("--store", action="store_true", help="of --on cpu: keep the results in benchmarks/cpu.json")
     parser.add_argument("--toy", action="store_true", help="sizes of no meaning, to try the suite itself")
     parser.add_argument("--device", choices=("cpu", "accelerator"), help="of --on gpu (default accelerator)")
     return parser
@@ -117,8 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     chosen = [part for part in parts if not args.parts or part.is_in(args.parts)]
     if args.list:
-        print(report.table([vars(part) for part in chosen], {"name": "", "usual": ".0f", "limit": ".0f"}))
+        rows = [{"part": p.name, "usual seconds": p.usual, "limit": p.limit} for p in chosen]
+        print(report.for_terminal(report.table(rows, {"part": "", "usual seconds": ".0f", "limit": ".0f"})))
         return 0
+    if args.store and (args.on != "cpu" or args.toy):
+        print("error: --store keeps real measurements of --on cpu; leave --toy out", file=sys.stderr)
+        return 2
     if args.device == "accelerator" and not torch.accelerator.is_available():
         print(
             f"error: torch {torch.__version__} of {sys.executable} sees no accelerator, and these are measurements of "
@@ -150,12 +154,13 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
             outcome.commit = commit
             if outcome.state == "overran" and left < part.limit:
                 outcome.state = "left out"  # the budget ended it, not its own limit
-            print(f"{outcome.output}\n{part.name}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
+            output = report.for_terminal(outcome.output)
+            print(f"{output}\n{part.name}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
             if args.on == "cpu" and not outcome.is_bad:
                 outcome.output = ""  # its results say the same, and the file is committed
         result = "" if outcome.state == "left out" else part.result_of(args.toy)
         record.add(outcome, result, vars(args), begin)
-    print(summary(record, chosen, args.toy))
+    print(report.for_terminal(summary(record, chosen, args.toy)))
     print(f"\nwritten to {record.path}")
     return int(any(not record.is_done(part, commit) for part in chosen))
 

@@ -45,8 +45,10 @@ FIELDS = {
 }
 COMMANDS = {
     "": "--help --version",
+    "config": "--help name",
     "doctor": "--help --json",
-    "plan": "--allowed --config --dtype --gpu-node --help --json --largest-param --memory --optimizer-cores --params"
+    "plan": "--accelerator-gib --allowed"
+    " --config --dtype --gpu-node --help --host-gib --json --largest-param --memory --optimizer-cores --params"
     " --pt-reserved-cores --ranks --ranks-per-host --root --svg",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",

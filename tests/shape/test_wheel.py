@@ -31,6 +31,7 @@ def build_wheel(folder: Path, **environment: str) -> zipfile.ZipFile:
     """The wheel of a copy of the package whose kernel is one empty function."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "configs", folder / "configs")
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.cpp")
     shutil.copytree(ROOT / "deepspeed_ext", folder / "deepspeed_ext", ignore=ignored)
     (folder / "deepspeed_ext/zenflow/worker/kernel/stub.cpp").write_text('extern "C" void stub() {}\n')
@@ -55,7 +56,9 @@ def test_one_wheel_of_a_platform_is_for_every_python(tmp_path: Path) -> None:
     assert tag(wheel) == f"py3-none-{PLATFORM}"
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = {str(path.relative_to(tmp_path)) for path in (tmp_path / "deepspeed_ext").rglob("*") if path.is_file()}
-    assert files == {*package, LIBRARY}
+    configs = {f"deepspeed_ext/configs/{path.name}" for path in (ROOT / "configs").glob("*.json")}
+    assert files == {*package, *configs, LIBRARY}
+    assert len(configs) > 5
 
 
 def test_without_a_compiler_the_wheel_is_for_every_platform(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
@@ -55,6 +56,19 @@ def run_page(page: str, texts: list[str], folder: str) -> int:
                 _train(names["engine"])
         _end_engine(names)
         return made + ("trainer" in names)
+
+
+def refusal_without_extension(zero: dict[str, Any]) -> str:
+    """What stock DeepSpeed says to a config with this ``zero_optimization`` section."""
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    deepspeed_ext.disable()
+    try:
+        model = torch.nn.Linear(2, 2)
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 def _model_names(tiny: Any) -> dict[str, Any]:
@@ -121,8 +135,7 @@ def _in_readers_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _two_steps_of_a_trainer() -> Iterator[None]:
-    """Two steps, no reports, and ranks of the CPU as examples/hf_trainer.py connects them."""
-    import hf_trainer
+    """Two steps, no reports, and ranks of the CPU."""
     import transformers
 
     arguments = partial(
@@ -131,7 +144,7 @@ def _two_steps_of_a_trainer() -> Iterator[None]:
         per_device_train_batch_size=2,
         report_to="none",
         save_strategy="no",
-        accelerator_config=hf_trainer.accelerator_config(),
+        use_cpu=True,
     )
     with patch.object(transformers, "TrainingArguments", arguments):
         yield

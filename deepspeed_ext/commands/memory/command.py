@@ -8,16 +8,20 @@ import json
 import re
 from typing import Any
 
+from deepspeed_ext.commands.memory.parts import Capacity
 from deepspeed_ext.commands.memory.plan import neighbours, plan_memory, usual_setups
 from deepspeed_ext.commands.memory.report import as_json, as_text
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.host_memory import total_host_bytes
 from deepspeed_ext.runtime.log import quoted
 
-__all__ = ["parse_numel", "run_from_cli"]
+__all__ = ["parse_gib", "parse_numel", "run_from_cli"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST_PARAMS = 10**15
+HERE = "here"
+"""In place of GiB: this machine's."""
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -49,9 +53,40 @@ def run_from_cli(arguments: Any) -> str:
         raise ConfigError(f"--ranks-per-host {ranks.per_host} is more than --ranks {ranks.count}")
     setups = usual_setups(Setup()) if setup is None else neighbours(setup)
     plans = [plan_memory(model, ranks, each) for each in setups]
+    capacity = Capacity(
+        _accelerator_bytes() if arguments.accelerator_gib == HERE else _bytes(arguments.accelerator_gib),
+        total_host_bytes() if arguments.host_gib == HERE else _bytes(arguments.host_gib),
+    )
     if arguments.json:
-        return json.dumps(as_json(plans))
-    return as_text(None if setup is None else plans[0], plans, notes)
+        return json.dumps(as_json(plans, capacity))
+    return as_text(None if setup is None else plans[0], plans, notes, capacity)
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * (1 << 30))
+
+
+def _accelerator_bytes() -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        from deepspeed_ext.runtime.backend import get_accelerator
+
+        accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        raise ConfigError("--accelerator-gib here: this machine has no accelerator; give its GiB as a number")
+    return int(accelerator.total_memory())
+
+
+def parse_gib(text: str) -> float | str:
+    """Read GiB of memory, or `HERE`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text == HERE:
+        return text
+    if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
+        return float(text)
+    raise ValueError(f"expected GiB, such as 80 or 15.5, or {HERE}, got {quoted(text)}")
 
 
 def _read(arguments: Any) -> tuple[Model, Ranks, Setup | None, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 
-__all__ = ["MemoryPlan", "Part", "Phase", "Place", "largest"]
+__all__ = ["Capacity", "MemoryPlan", "Part", "Phase", "Place", "largest"]
 
 
 class Place(enum.Enum):
@@ -90,3 +90,17 @@ class MemoryPlan:
     def host_peak(self) -> int:
         """Most host bytes of all ranks of the first host over all phases."""
         return max(self.on_host(phase) for phase in Phase)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What there is: bytes of one accelerator and of one host; None: not known."""
+
+    accelerator: int | None = None
+    host: int | None = None
+
+    def left(self, plan: MemoryPlan) -> dict[Place, int]:
+        """Bytes that a plan leaves at its peak of what is known; below 0 it does not fit."""
+        given = {Place.ACCELERATOR: self.accelerator, Place.HOST: self.host}
+        needed = {Place.ACCELERATOR: plan.peak(Place.ACCELERATOR), Place.HOST: plan.host_peak()}
+        return {place: nbytes - needed[place] for place, nbytes in given.items() if nbytes is not None}

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
+from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Phase, Place
 
 __all__ = ["as_json", "as_text"]
 
 SCHEMA = 1
+UNKNOWN = Capacity()
 _GIB, _MIB = 1 << 30, 1 << 20
 _NAME_WIDTH, _WIDTH = 36, 13
 
 
-def as_json(plans: Sequence[MemoryPlan]) -> dict[str, Any]:
+def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> dict[str, Any]:
     """All sizes in bytes; the first plan is the one that was asked for, if any was."""
     first = plans[0]
     return {
@@ -25,11 +26,11 @@ def as_json(plans: Sequence[MemoryPlan]) -> dict[str, Any]:
         "ranks": first.ranks.count,
         "ranks_per_host": first.ranks.per_host,
         "activations_included": False,
-        "plans": [_plan_json(plan) for plan in plans],
+        "plans": [_plan_json(plan, capacity) for plan in plans],
     }
 
 
-def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
+def _plan_json(plan: MemoryPlan, capacity: Capacity) -> dict[str, Any]:
     parts = {
         place.value: {phase.value: {part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in Phase}
         for place in Place
@@ -47,20 +48,47 @@ def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
             "host": plan.peak(Place.HOST),
             "per_host": plan.host_peak(),
         },
+        "left_bytes": {place.value: nbytes for place, nbytes in capacity.left(plan).items()},
         "notes": list(plan.notes),
     }
 
 
-def as_text(detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], notes: Sequence[str]) -> str:
-    """The report: a header, one plan in detail if given, and a table of all `plans`."""
+def as_text(
+    detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacity = UNKNOWN
+) -> str:
+    """The report: a header, one plan in detail if given, a table of all `plans`, and whether they fit."""
     first = plans[0]
     header = (
         f"{first.model.params:,} parameters in {first.model.dtype} (the largest has {first.model.largest:,}), "
         f"{first.ranks.count} rank(s), {first.ranks.per_host} per host.\n"
         "Not included: activations, which are the model's, libraries, and fragmentation of the allocator."
     )
-    sections = [header, *([] if detailed is None else [detail_text(detailed, notes)]), neighbours_text(plans)]
-    return "\n\n".join(sections)
+    sections = [header, *([] if detailed is None else [detail_text(detailed, notes)]), neighbours_text(plans, capacity)]
+    return "\n\n".join([*sections, verdict_text(detailed, plans, capacity)])
+
+
+def verdict_text(detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], capacity: Capacity) -> str:
+    """Whether the plan that was asked for fits, or which do."""
+    if capacity == UNKNOWN:
+        return (
+            "Does it fit? Add --accelerator-gib and --host-gib: the memory of one accelerator and of one host, as "
+            "numbers, or here for this machine's."
+        )
+    if detailed is None:
+        count = sum(_fits(plan, capacity) == "yes" for plan in plans)
+        return f"{count} of these {len(plans)} runs fit; activations come on top."
+    left = capacity.left(detailed)
+    amounts = [
+        f"{abs(nbytes) / _GIB:,.2f} GiB {'are left on' if nbytes >= 0 else 'are missing on'} the {place.value}"
+        for place, nbytes in left.items()
+    ]
+    on_top = ", before activations" if Place.ACCELERATOR in left else ""
+    return f"{'It fits' if _fits(detailed, capacity) == 'yes' else 'It does not fit'}{on_top}: {', '.join(amounts)}."
+
+
+def _fits(plan: MemoryPlan, capacity: Capacity) -> str:
+    short = [place.value for place, nbytes in capacity.left(plan).items() if nbytes < 0]
+    return f"no: {', '.join(short)}" if short else "yes"
 
 
 def detail_text(plan: MemoryPlan, notes: Sequence[str] = ()) -> str:
@@ -79,11 +107,13 @@ def detail_text(plan: MemoryPlan, notes: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.notes, *notes))])
 
 
-def neighbours_text(plans: Sequence[MemoryPlan]) -> str:
+def neighbours_text(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> str:
     """One line per plan."""
     unit, name = _unit(plans)
     columns = ["accelerator", "at its peak", "host", "at its peak", "per host"]
-    lines = [f"{name} per rank between steps and at the peak", _row("stage, run", columns)]
+    is_judged = capacity != UNKNOWN
+    fits = "   fits" if is_judged else ""
+    lines = [f"{name} per rank between steps and at the peak", _row("stage, run", columns) + fits]
     for plan in plans:
         amounts = [
             plan.nbytes(Place.ACCELERATOR, Phase.BETWEEN),
@@ -92,7 +122,8 @@ def neighbours_text(plans: Sequence[MemoryPlan]) -> str:
             plan.peak(Place.HOST),
             plan.host_peak(),
         ]
-        lines.append(_row(f"{plan.setup.stage}, {plan.setup.name}", [_amount(nbytes, unit) for nbytes in amounts]))
+        row = _row(f"{plan.setup.stage}, {plan.setup.name}", [_amount(nbytes, unit) for nbytes in amounts])
+        lines.append(f"{row}   {_fits(plan, capacity)}" if is_judged else row)
     return "\n".join(lines)
 
 

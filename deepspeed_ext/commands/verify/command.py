@@ -20,27 +20,29 @@ from deepspeed_ext.commands.verify.config import Plan, plan_check
 from deepspeed_ext.commands.verify.figures import Failure, Found, merge
 from deepspeed_ext.commands.verify.processes import START_RANK, Ended, Ranks
 from deepspeed_ext.commands.verify.rank import CHECKPOINT, PLAN, result_file
+from deepspeed_ext.commands.verify.refusal import is_refusal, require_readable, require_section_readable
 from deepspeed_ext.config.file import read_json
 from deepspeed_ext.cores import accelerators
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.progress import Progress
 
 __all__ = ["Outcome", "run_from_cli", "verify"]
 
 RANKS_WITHOUT_ACCELERATOR = 2
+DOES = {"train": "training", "resume": "resuming"}
 NEEDED_BYTES, FULL_BYTES = 64 << 20, 1 << 20
 """Of the temporary folder's disk: needed before a check begins, and below which a failure is no fault of the config."""
-REFUSED = {"ValueError", "TypeError", "KeyError", "AssertionError", "NotImplementedError", "DeepSpeedConfigError"}
-"""Kinds of exceptions with which DeepSpeed and this package refuse a config."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check says, and the output of a rank that failed."""
+    """What a check says, the output of a rank that failed, and the warnings of the ranks."""
 
     plan: Plan
     checks: list[Check]
     output: str
+    warnings: tuple[str, ...] = ()
 
 
 def run_from_cli(arguments: Any) -> tuple[str, bool]:
@@ -58,7 +60,7 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
         how = {"steps": arguments.steps, "upstream": arguments.upstream, "limit_seconds": arguments.timeout}
         outcome = verify(config, ranks, **how, leave=leave)
     device = "an accelerator each" if count else "the CPU"
-    facts = (arguments.config, outcome.plan, device, outcome.checks, outcome.output)
+    facts = (arguments.config, outcome.plan, device, outcome.checks, outcome.output, outcome.warnings)
     text = json.dumps(report.as_json(*facts), indent=2) if arguments.json else report.as_text(*facts)
     return text, report.passed(outcome.checks)
 
@@ -121,10 +123,13 @@ def verify(
         ConfigError: the config contradicts itself, or DeepSpeed refuses it.
         OSError: there is no room for a checkpoint of the small model.
     """
+    if not upstream:
+        require_section_readable(config)
     with tempfile.TemporaryDirectory(prefix="deepspeed-ext-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _require_room(folder, NEEDED_BYTES)
         plan = plan_check(config, ranks, steps, upstream, name)
+        require_readable(plan.config, upstream)
         (folder / PLAN).write_text(json.dumps(asdict(plan)))
         logger.info("verify: training %d steps as plain AdamW and as the config says, on %d ranks", plan.steps, ranks)
         found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds, leave)
@@ -137,7 +142,8 @@ def verify(
         if not report.passed(checks):
             _require_room(folder, FULL_BYTES)
     output = ended.output or (after.output if after is not None else "")
-    return Outcome(plan, checks, output if not report.passed(checks) else "")
+    warnings = tuple(dict.fromkeys((*ended.warnings, *(after.warnings if after is not None else ()))))
+    return Outcome(plan, checks, output if not report.passed(checks) else "", warnings)
 
 
 def _require_room(folder: Path, needed: int) -> None:
@@ -148,8 +154,14 @@ def _require_room(folder: Path, needed: int) -> None:
 
 
 def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], None]) -> tuple[Found, Ended]:
+    progress = Progress(f"verify: {DOES[ranks.phase]}", lambda: ranks.pids, logger.info)
+
+    def while_they_run() -> None:
+        leave()
+        progress.look()
+
     with ranks:
-        ended = ranks.wait(limit_seconds, leave)
+        ended = ranks.wait(limit_seconds, while_they_run)
     files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
     found = merge([Found.read(file) for file in files])
     if not ended.why and found.failure is None and found.death is None:  # after a worker's death all may happen
@@ -161,5 +173,5 @@ def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], N
 def _require_accepted(found: Found) -> None:
     """Raise `ConfigError` if ``deepspeed.initialize`` refused the config."""
     failure: Failure | None = found.failure
-    if failure is not None and failure.stage in ("plain", "initialize") and REFUSED & set(failure.kinds):
+    if failure is not None and failure.stage in ("plain", "initialize") and is_refusal(failure):
         raise ConfigError(f"this config cannot train: {failure}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -31,6 +32,8 @@ DEATH_SECONDS = 60.0
 END_SECONDS = 10.0
 """For a process that was killed, on a busy machine."""
 TAIL_CHARACTERS = 2000
+WARNING = re.compile(r"\[WARNING\] \[deepspeed_ext\] (.*)")
+"""A line of this package's logger."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ class Ended:
         statuses: exit status of each rank; None: it was killed.
         why: why the ranks were killed; empty if they were not.
         output: the last lines of a rank that failed.
+        warnings: of this package, on any rank.
     """
 
     statuses: tuple[int | None, ...]
     why: str
     output: str
+    warnings: tuple[str, ...] = ()
 
 
 class Ranks:
@@ -86,7 +91,7 @@ class Ranks:
         environment.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
         environment.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count)))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-        return environment | {PARENT: str(os.getpid()), MARK: self._mark}
+        return environment | {PARENT: str(os.getpid()), MARK: self._mark, "DSEXT_LOG_LEVEL": "INFO"}
 
     def __enter__(self) -> Ranks:
         return self
@@ -118,6 +123,11 @@ class Ranks:
                     found.append(process.pid)
         return found
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [process.pid for process in self._processes]
+
     def wait(self, limit_seconds: float, leave: Callable[[], None]) -> Ended:
         """Wait until all ranks have ended, or have taken too long, or `leave` raises."""
         begin = time.monotonic()
@@ -133,9 +143,16 @@ class Ranks:
                 killed = True
                 limits[now + DEATH_SECONDS] = f"the ranks had not ended {DEATH_SECONDS:.0f} s after a worker's death"
             if over := [why for limit, why in limits.items() if now > limit]:
-                return Ended(tuple(statuses), over[0], self._output(statuses))
+                return Ended(tuple(statuses), over[0], self._output(statuses), self._warnings())
             time.sleep(0.05)
-        return Ended(tuple(statuses), "", self._output(statuses))
+        return Ended(tuple(statuses), "", self._output(statuses), self._warnings())
+
+    def _warnings(self) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        for log in self._logs:
+            with suppress(OSError):
+                found |= dict.fromkeys(WARNING.findall(log.read_text(errors="replace")))
+        return tuple(found)
 
     def _output(self, statuses: list[int | None]) -> str:
         wrong = next((rank for rank, status in enumerate(statuses) if status), None)

@@ -11,6 +11,9 @@ from tests.perf.numerics.rules import REFERENCE
 from tests.perf.numerics.table import page
 from tests.perf.numerics.training import SECONDS_EVERY
 
+NAMED = (REFERENCE, "ours-1", "ours-2", "ours-4", "delay")
+"""Rules with a colour of their own where a figure has more than `MOST_COLORS`; the others are grey behind them."""
+MOST_COLORS = 7
 THINNED = 5
 """Every how many steps a figure has a point; the losses are smoothed over more."""
 
@@ -43,16 +46,20 @@ def draw() -> list[Path]:
         if REFERENCE not in results or len(results) < 2:
             continue
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+        quiet = [rule for rule in results if rule not in NAMED] if len(results) > MOST_COLORS else []
         for rule, result in results.items():
+            style = {"color": "0.8", "zorder": 1} if rule in quiet else {"label": rule}
             losses = result["losses"]
             smooth = _smooth(losses)
             first = len(losses) - len(smooth) + 1
             steps = range(first, len(losses) + 1)[::THINNED]
-            (line,) = axes[0].plot(steps, smooth[::THINNED], label=rule, linewidth=1)
+            (line,) = axes[0].plot(steps, smooth[::THINNED], linewidth=1, **style)
             ends = range(SECONDS_EVERY, len(losses) + 1, SECONDS_EVERY)
             if result.get("clock") == "CPU":
                 points = [(second, smooth[end - first]) for second, end in zip(result["seconds"], ends, strict=True)]
-                axes[1].plot(*zip(*points, strict=True), linewidth=1, color=line.get_color())
+                axes[1].plot(*zip(*points, strict=True), linewidth=1, color=line.get_color(), zorder=line.get_zorder())
+        if quiet:
+            axes[0].plot([], [], color="0.8", label=f"{len(quiet)} other rules, in the tables")
         axes[0].set(xlabel="step", ylabel=f"loss, mean of {WINDOW} steps", title=f"{task}, {setting}, seed 0")
         axes[1].set(xlabel="second of one CPU", title="every rule on one thread, one after the other")
         axes[0].legend(fontsize=8)

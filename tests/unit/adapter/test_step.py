@@ -123,7 +123,8 @@ def new_step() -> Step:
 
 
 def test_a_step_passes_through_its_phases() -> None:
-    step, seen = new_step(), []
+    step = new_step()
+    seen: list[object] = []
     with step.of_engine():
         seen.append(step.phase)
         with step.of_optimizer():

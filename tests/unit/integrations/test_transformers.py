@@ -53,12 +53,16 @@ def test_mistake_in_our_fields_is_one_clear_error(tmp_path: Path) -> None:
         assert "flatten_tier" in message
 
 
-def test_callback_logs_what_is_new() -> None:
+def test_callback_logs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed_ext.integrations.transformers import MeasurementsCallback
 
     figures = {"startup_seconds": 2.0, "wait_seconds": 0.5}
     wrapped = SimpleNamespace(optimizer=SimpleNamespace(measurements=lambda: figures))
-    callback, state = MeasurementsCallback(), SimpleNamespace(log_history=[{"loss": 3.0, "step": 1}])
+    said: list[str] = []
+    monkeypatch.setattr("deepspeed_ext.runtime.log._logged", set())
+    monkeypatch.setattr("deepspeed_ext.runtime.log.logger.log", lambda level, message: said.append(message))
+    history = [{"loss": 3.0, "step": 1}]
+    callback, state = MeasurementsCallback(), SimpleNamespace(log_history=history, is_world_process_zero=True)
     logs = {"loss": 3.0}
     callback.on_log(None, state, None, logs=logs, optimizer=wrapped)  # type: ignore[arg-type]
     assert logs == {"loss": 3.0, "dsext/startup_seconds": 2.0, "dsext/wait_seconds": 0.5}
@@ -69,8 +73,12 @@ def test_callback_logs_what_is_new() -> None:
     callback.on_log(None, state, None, logs=logs, optimizer=wrapped)  # type: ignore[arg-type]
     assert logs == {"loss": 2.0, "dsext/wait_seconds": 0.25}
 
-    callback.on_log(None, state, None, logs=logs, optimizer=SimpleNamespace(optimizer=None))  # type: ignore[arg-type]
+    assert said == []
+    for _ in range(2):
+        callback.on_log(None, state, None, logs=logs, optimizer=SimpleNamespace(optimizer=None))  # type: ignore[arg-type]
     assert logs == {"loss": 2.0, "dsext/wait_seconds": 0.25}
+    (once,) = said
+    assert once.startswith("log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext")
 
 
 def test_missing_extra_is_named() -> None:

@@ -1,6 +1,8 @@
 """ZenFlow in the loops of the Hugging Face Trainer and of Accelerate: evaluation, generation, boundaries of steps."""
 
-import sys
+import json
+import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,9 +44,7 @@ def tiny_llama() -> Any:
 
 def with_everything(config: str, folder: str) -> dict[str, Any]:
     """Evaluates, generates and saves every second step, with two micro-steps a step; resumes for the second half."""
-    sys.path.insert(0, str(ROOT / "examples"))
     from accelerate.state import AcceleratorState
-    from hf_trainer import accelerator_config
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Generating(TrainerCallback):
@@ -74,7 +74,7 @@ def with_everything(config: str, folder: str) -> dict[str, Any]:
                 save_steps=2,
                 logging_steps=1,
                 report_to="none",
-                accelerator_config=accelerator_config(),
+                use_cpu=True,
             )
             data = {"train_dataset": Windows(), "eval_dataset": Windows()}
             trainer = Trainer(model=tiny_llama(), args=arguments, callbacks=[Generating()], **data)
@@ -104,15 +104,21 @@ def test_evaluation_generation_accumulation_and_resume(stage: int, zenflow: dict
     assert found["lengths"] == [7] * 4
 
 
-def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
-    """Accelerate's own loop: `accumulate`, `backward`, `step`; it tells DeepSpeed where a step ends."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from accelerate import Accelerator, DeepSpeedPlugin
+def connect_cpu_ranks() -> None:
+    """Accelerate treats CPU ranks under DeepSpeed as separate runs unless its state is made beforehand."""
+    from accelerate import PartialState
     from accelerate.state import AcceleratorState
-    from hf_trainer import accelerator_config
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator_config()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+
+
+def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
+    """Accelerate's own loop: `accumulate`, `backward`, `step`; it tells DeepSpeed where a step ends."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    connect_cpu_ranks()
     deepspeed_ext.enable()
     try:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=4)
@@ -147,3 +153,36 @@ def test_accelerate_sets_the_boundaries(zenflow: dict) -> None:
     assert found["updates"] == 6
     assert found["steps"] == [n // 4 for n in range(1, 25)]
     assert found["losses"][-1] < found["losses"][0]
+
+
+def loop_of_the_page(text: str, config: str) -> dict[str, Any]:
+    """Run the loop as ``accelerate launch`` would with a YAML that names `config`."""
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = config
+    connect_cpu_ranks()
+    loader = torch.utils.data.DataLoader(Windows(), batch_size=2)
+    names: dict[str, Any] = {"deepspeed_ext": deepspeed_ext, "torch": torch, "model": tiny_llama(), "loader": loader}
+    try:
+        exec(text, names)
+    finally:
+        deepspeed_ext.disable()
+        del os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
+    engine = names["model"]
+    found = {"updates": engine.optimizer.zenflow_adam.updates, "steps": engine.global_steps}
+    engine.destroy()
+    return found
+
+
+def test_what_the_page_says_about_accelerate_trains(tmp_path: Path) -> None:
+    """Its YAML, its config without an optimizer, and its loop: eight micro-steps, four a step."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    section = (ROOT / "docs" / "trainers.md").read_text().split("\n## Accelerate\n")[1].split("\n## ")[0]
+    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))
+    assert set(blocks) == {"yaml", "json", "python"}
+    (tmp_path / "accelerate.yaml").write_text(blocks["yaml"])
+    found = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert found.distributed_type == "DEEPSPEED"
+    (tmp_path / found.deepspeed_config["deepspeed_config_file"]).write_text(blocks["json"])
+    assert "optimizer" not in json.loads(blocks["json"])
+    (outcome,) = run_ranks(1, loop_of_the_page, blocks["python"], str(tmp_path / "ds.json"))
+    assert outcome == {"updates": 2, "steps": 2}

@@ -277,11 +277,11 @@ def test_ranks_are_merged_to_means_and_to_the_worst() -> None:
 
 def test_the_report_names_changes_and_every_check() -> None:
     checks = list(verdicts(plan(), good(norms=[math.inf] * STEPS)).values())
-    text = report.as_text("ds.json", plan(), "the CPU", checks, "rank 0: a traceback")
+    text = report.as_text("ds.json", plan(), "the CPU", checks, "rank 0: a traceback", ())
     assert all(f"{check.status:<7}  {check.name}" in text for check in checks)
     assert all(change in text for change in plan().changes)
     assert "1 of 6 checks failed" in text
     assert "a traceback" in text
-    values = report.as_json("ds.json", plan(), "the CPU", checks, "")
+    values = report.as_json("ds.json", plan(), "the CPU", checks, "", ())
     assert values["passed"] is False
     assert json.loads(json.dumps(values, allow_nan=False))["checks"][0]["status"] == "PASS"

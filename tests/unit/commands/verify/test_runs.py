@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.commands.verify import command, processes
+from deepspeed_ext.commands.verify import command, processes, report
 from deepspeed_ext.commands.verify.checks import Check
+from deepspeed_ext.errors import ConfigError
 from tests.support.paths import ROOT
 from tests.support.verify_faults import DROPPED, KINDS, Fault
 from tests.support.verify_runs import ForkedRanks, left_behind
@@ -125,16 +123,46 @@ def test_a_config_that_cannot_be_read_is_one_line_and_status_2(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_config_that_deepspeed_refuses_is_one_line_and_status_2(tmp_path: Path) -> None:
+REFUSED = {
+    "flatten_teir is not a field (its value was 'host'); did you mean 'flatten_tier'?": {"flatten_teir": "host"},
+    "zenflow.update_interval = 'two': Input should be a valid integer": {"zenflow": {"update_interval": "two"}},
+    "zenflow.update_interval = 0: Input should be greater than": {"zenflow": {"update_interval": 0}},
+    "zero_optimization.overlap_comm = 'often': Input should be a valid boolean": {"overlap_comm": "often"},
+}
+
+
+@pytest.mark.parametrize(("text", "fields"), REFUSED.items(), ids=[*map(str, range(len(REFUSED)))])
+def test_a_config_that_initialize_refuses_is_refused_before_anything_starts(
+    text: str,
+    fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(processes.Ranks, "_process", None)
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(zenflow_config(2) | {"zero_optimization": {"stage": 2, "flatten_teir": "host"}}))
-    arguments = [sys.executable, "-m", "deepspeed_ext.commands.main", "verify", "--config", str(path), "--ranks", "1"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stdout
-    progress, error = done.stderr.splitlines()
-    assert "verify: training" in progress
-    assert "flatten_teir" in error
+    path.write_text(json.dumps(zenflow_config(2) | {"zero_optimization": {"stage": 2, **fields}}))
+    assert cli_status("--config", str(path), "--ranks", "1") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert text in error
+    assert "errors.pydantic.dev" not in error
+
+
+def test_what_deepspeed_alone_refuses_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"DeepSpeedBF16Config\.enabled = 'perhaps': Input should be a valid boolean"):
+        command.verify(zenflow_config(2) | {"bf16": {"enabled": "perhaps"}}, 1, start="no module")
+
+
+def test_warnings_of_the_run_are_reported() -> None:
+    config = zenflow_config(1)
+    config["zero_optimization"] = {"stage": 1, "stage3_allgather_single_param": True}
+    outcome = command.verify(config, 1, steps=4, limit_seconds=240.0, start=Fault().as_json(), kind=ForkedRanks)
+    (warning,) = outcome.warnings
+    assert warning.startswith("zero_optimization.stage3_allgather_single_param has no effect: this run uses ZeRO stage")
+    assert f"warning: {warning}\nnothing failed, 1 warning(s)" in report.as_text(
+        "ds.json", outcome.plan, "the CPU", outcome.checks, outcome.output, outcome.warnings
+    )
 
 
 def test_ranks_that_do_not_end_are_ended() -> None:

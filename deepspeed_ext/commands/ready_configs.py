@@ -1,0 +1,36 @@
+"""The ready configs of the folder ``configs``, and the schema for editors, in a checkout and in a wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.log import quoted
+
+__all__ = ["config_text", "listing"]
+
+PACKAGE = Path(__file__).resolve().parent
+FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+"""A wheel has them inside of the package (setup.py)."""
+
+
+def listing() -> str:
+    """The folder, and the names that `config_text` knows."""
+    return "\n".join([f"in {FOLDER}:", *(f"  {path.stem}" for path in _files())])
+
+
+def config_text(name: str) -> str:
+    """The content of a config, by the name of its file with or without ``.json``.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    found = {path.stem: path for path in _files()}
+    path = found.get(name.removesuffix(".json"))
+    if path is None:
+        raise ConfigError(f"expected one of {', '.join(found)}, got {quoted(name)}")
+    return path.read_text()
+
+
+def _files() -> list[Path]:
+    return sorted(FOLDER.glob("*.json"))
