@@ -9,6 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -34,6 +35,8 @@ _ARRAYS = {  # of the model's size, and how often each is loaded and stored
     "sums_of_squares": {"like": (1, 0)},
 }
 
+_TYPES = {"addresses": "i64", "lengths": "i64", "firsts": "i64", "sums": "fp64", "found": "fp64"}
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -47,11 +50,11 @@ class Variant:
     def of(cls, kernel: str, dtypes: dict[str, str], block: int = 32, aligned: bool = True) -> Variant:
         """The variant that `launch` takes: dtypes by array, such as ``{"weights": "bf16"}``; others are fp32."""
         if kernel == "sums_of_squares":
-            constants = dict(PART=launch.PART_NUMEL, TILE=launch.TILE_NUMEL)
+            constants: dict[str, Any] = dict(launch.NORM_PART)
         elif kernel == "norms":
-            constants = dict(TILE=launch.NORMS_TILE)
+            constants = dict(launch.NORM_SUM)
         else:
-            constants = launch.shape_constants(kernel, block) | {"ALIGNED": aligned}
+            constants = launch.shape_constants(kernel, block, aligned)
         if kernel == "predict":
             constants["DRIFTS"] = "drift" in dtypes
         return cls(kernel, tuple(dtypes.items()), tuple(constants.items()))
@@ -69,7 +72,6 @@ class Variant:
     def source(self) -> ASTSource:
         """What Triton compiles if nothing is specialized."""
         function, dtypes, constants = getattr(device, self.kernel), dict(self.dtypes), dict(self.constants)
-        fp32 = ("addresses", "lengths", "firsts")
         signature: dict[str, str] = {}
         for parameter in function.params:
             if parameter.name in constants:
@@ -77,7 +79,7 @@ class Variant:
             elif parameter.annotation_type:
                 signature[parameter.name] = parameter.annotation_type
             else:
-                default = "i64" if parameter.name in fp32 else "fp64" if parameter.name in ("sums", "found") else "fp32"
+                default = _TYPES.get(parameter.name, "fp32")
                 signature[parameter.name] = f"*{dtypes.get(parameter.name, default)}"
         if self.kernel == "predict" and "drift" not in dtypes:
             signature["drift"] = signature["published"]
@@ -91,12 +93,14 @@ class Compiled:
     Attributes:
         assembly: PTX, or the assembly of AMD.
         seconds: that Triton took, ptxas included.
+        ir: LLVM's, before it is made assembly.
         registers: of a thread.
         spilled: bytes of a thread's registers that spilled (of AMD: registers).
         loads, stores: bytes of each access to global memory, in order.
     """
 
     assembly: str
+    ir: str
     seconds: float
     registers: int
     spilled: int
@@ -105,26 +109,28 @@ class Compiled:
 
     @property
     def fused(self) -> list[str]:
-        """Multiply-adds of floating-point numbers that round once."""
-        return re.findall(r"\bfma\.\S*f\d\S*|\bv_(?:pk_)?(?:fma|fmac|mad|mac)\w*f\d\w*", self.assembly)
+        """What rounds a product and a sum of fp32 once, or lets the assembler do so. AMD divides and takes roots with
+        such instructions, so there LLVM's code is looked at, which has divisions as they are."""
+        if "amdhsa" in self.ir:
+            return re.findall(r"llvm\.fma\S*|llvm\.fmuladd\S*|f(?:mul|add|sub) (?:contract|fast|reassoc)", self.ir)
+        return re.findall(r"\bfma\.\S*f32\S*|\b(?:mul|add|sub)\.(?:ftz\.)?f32\b", self.assembly)
 
 
 def compiled(variant: Variant, target: str) -> Compiled:
     """Compile a variant for a target, as `launch` would on such a device."""
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache, _environment(TRITON_CACHE_DIR=cache):
-        options = dict(num_warps=launch.WARPS, enable_fp_fusion=False)
-        made = triton.compile(variant.source(), target=TARGETS[target], options=options)
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, TRITON_CACHE_DIR=cache):
+        made = triton.compile(variant.source(), target=TARGETS[target], options=dict(launch.OPTIONS))
     seconds = time.perf_counter() - begin
     if "ptx" in made.asm:
         registers, spilled = _ptxas(made.asm["ptx"], TARGETS[target].arch)
-        return Compiled(made.asm["ptx"], seconds, registers, spilled, *_ptx_accesses(made.asm["ptx"]))
+        return Compiled(made.asm["ptx"], made.asm["llir"], seconds, registers, spilled, *_ptx_accesses(made.asm["ptx"]))
     text = made.asm["amdgcn"]
     registers, spilled = (
         int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # type: ignore[index]
         for name in ("vgpr_count", "vgpr_spill_count")
     )
-    return Compiled(text, seconds, registers, spilled, *_amd_accesses(text))
+    return Compiled(text, made.asm["llir"], seconds, registers, spilled, *_amd_accesses(text))
 
 
 def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
@@ -157,19 +163,3 @@ def _amd_accesses(text: str) -> tuple[list[int], list[int]]:
         return [sizes.get(name, 1 if "byte" in name else 2) for name in names]
 
     return widths("load"), widths("store")
-
-
-class _environment:  # noqa: N801 (a context manager used as a function)
-    def __init__(self, **values: str) -> None:
-        self._values = values
-
-    def __enter__(self) -> None:
-        self._before = {name: os.environ.get(name) for name in self._values}
-        os.environ.update(self._values)
-
-    def __exit__(self, *args: object) -> None:
-        for name, value in self._before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

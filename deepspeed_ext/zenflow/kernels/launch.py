@@ -19,7 +19,21 @@ from deepspeed_ext.zenflow.device_sizes import ACCELERATOR_CHUNK_NUMEL, LARGEST_
 from deepspeed_ext.zenflow.kernels import definition
 from deepspeed_ext.zenflow.kernels.definition import HotConstants
 
-__all__ = ["Variant", "give_up", "hot_step", "missing", "move", "norms", "predict", "serves", "variants"]
+__all__ = [
+    "NORM_PART",
+    "NORM_SUM",
+    "OPTIONS",
+    "Variant",
+    "give_up",
+    "hot_step",
+    "missing",
+    "move",
+    "norms",
+    "predict",
+    "serves",
+    "shape_constants",
+    "variants",
+]
 
 Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
 """A kernel, the dtypes of its arrays and its constants: what it is compiled for."""
@@ -30,8 +44,8 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
 _TILE_NUMEL = {"predict": 2048, "move": 2048, "hot_step": 1024}
-_NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
-_NORM_SUM = {"TILE": 256}
+NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
+NORM_SUM = {"TILE": 256}
 
 _variants: set[Variant] = set()
 _given_up: dict[str, str] = {}
@@ -58,6 +72,12 @@ def _found(device_type: str) -> ModuleType | str:
     except Exception as error:  # whatever a driver of another vendor raises
         return f"Triton finds no device: {str(error).strip().partition(chr(10))[0]}"
     return device if served == device_type else f"Triton serves {served}, not {device_type}"
+
+
+def _kernels(device_type: str) -> ModuleType:
+    found = _found(device_type)
+    assert isinstance(found, ModuleType), found
+    return found
 
 
 def missing(device: torch.device) -> str | None:
@@ -104,8 +124,7 @@ def _run(
 ) -> None:
     """Launch a kernel on the current stream, and tell autograd what it writes."""
     device = arrays[0].device
-    module = _found(device.type)
-    assert isinstance(module, ModuleType), module
+    module = _kernels(device.type)
     _variants.add((kernel, tuple(a.dtype for a in arrays), tuple(constants.items())))
     with get_accelerator().device(device.index):
         getattr(module, kernel)[(programs,)](*arrays, *rest, **constants, **OPTIONS)
@@ -205,7 +224,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         1-D fp64 [len(tensors)], on the device.
     """
-    device, count, part = tensors[0].device, len(tensors), _NORM_PART["PART"]
+    device, count, part = tensors[0].device, len(tensors), NORM_PART["PART"]
     addresses, lengths, firsts, programs = [], [], [], 0
     for tensor in tensors:
         addresses.append(tensor.data_ptr())
@@ -217,6 +236,6 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     sums = torch.empty(programs, dtype=torch.float64, device=device)
     found = torch.empty(count, dtype=torch.float64, device=device)
     like = tensors[0].detach()
-    _run("sums_of_squares", [sums, *table, like], [count], programs, _NORM_PART, [])
-    _run("norms", [found, sums, table[2]], [count, programs], count, _NORM_SUM, [])
+    _run("sums_of_squares", [sums, *table, like], [count], programs, NORM_PART, [])
+    _run("norms", [found, sums, table[2]], [count, programs], count, NORM_SUM, [])
     return found

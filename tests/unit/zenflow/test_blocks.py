@@ -11,7 +11,6 @@ from deepspeed_ext.zenflow.blocks import AdamBlocks, BlockSet, BlocksOfRanks
 from deepspeed_ext.zenflow.kernel import AdamStep
 from deepspeed_ext.zenflow.selective.selection import scores, select
 from deepspeed_ext.zenflow.selective.settings import hot_blocks, most_hot_blocks
-from tests.support.same import assert_same
 from tests.support.thread_ranks import run_together
 
 
