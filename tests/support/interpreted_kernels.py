@@ -129,7 +129,7 @@ def main(cases: int, seed: int) -> None:
                 ):
                     where = (found != wanted).nonzero()[:3].tolist()
                     sys.exit(f"{kernel.__name__} of case {number}, {case}: differs at {where}")
-    print(f"{cases} cases, {len(launch.variants())} variants")
+    sys.stdout.write(f"{cases} cases, {len(launch.variants())} variants\n")
 
 
 if __name__ == "__main__":
