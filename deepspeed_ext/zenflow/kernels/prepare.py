@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from deepspeed_ext._logging import logger, warn_once
-from deepspeed_ext._upstream import get_accelerator
 from deepspeed_ext.zenflow.device_sizes import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.kernels.definition import HotConstants
@@ -37,7 +36,6 @@ def prepare(device: torch.device, block_size: int, calls: Iterable[Callable[[], 
         try:
             for call in calls:
                 call()
-            get_accelerator().synchronize()
             seconds, count = time.perf_counter() - begin, len(launch.variants())
             logger.debug(f"ZenFlow's kernels for {device} were ready after {seconds:.2f} s: {count} variants")
         except (MemoryError, torch.OutOfMemoryError):

@@ -55,14 +55,11 @@ class _Grid:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The CPU as a device with kernels."""
     module = Recorded()
-    accelerator = SimpleNamespace(
-        device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor, synchronize=lambda: None
-    )
+    accelerator = SimpleNamespace(device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor)
     monkeypatch.setattr(launch, "_kernels", lambda device_type: module)
     monkeypatch.setattr(launch, "missing", lambda device: None)
     monkeypatch.setattr(launch, "_variants", set())
     monkeypatch.setattr(launch, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(prepare, "get_accelerator", lambda: accelerator)
     return module
 
 
