@@ -178,7 +178,8 @@ def hot_step(
         first, second = (
             c[part.begin // block_size : part.end // block_size, None] for c in (correction1, correction2_sqrt)
         )
-        _step_rows(*map(part.of, (p, m, v, grad)), first, second, constants, part.temporary(0), part.temporary(1))
+        rows = (part.of(p), part.of(m), part.of(v), part.of(grad))
+        _step_rows(*rows, first, second, constants, part.temporary(0), part.temporary(1))
 
 
 def _step_rows(

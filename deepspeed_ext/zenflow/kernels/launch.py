@@ -62,7 +62,7 @@ def _found(device_type: str) -> ModuleType | str:
     if device_type == "cpu":
         return "kernels are for accelerators"
     try:
-        from triton.runtime import driver
+        from triton.runtime import driver  # type: ignore[import-untyped]
 
         from deepspeed_ext.zenflow.kernels import device
     except ImportError as error:
@@ -212,7 +212,8 @@ def hot_step(
         if served:
             _run_on_blocks("hot_step", arrays, corrections, astuple(constants), block_size, {}, arrays[:3])
         else:
-            definition.hot_step(*arrays, *corrections, constants, block_size)
+            p1, m1, v1, g1 = arrays
+            definition.hot_step(p1, m1, v1, g1, *corrections, constants, block_size)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

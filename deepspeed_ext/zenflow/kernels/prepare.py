@@ -88,10 +88,10 @@ def hot_steps(device: torch.device, block_size: int, grad: torch.dtype) -> Itera
         grad: dtype of the gradients.
     """
     blocks = max(1, _NUMEL // block_size)
-    state = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
+    p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
     grads = torch.zeros(blocks, block_size, dtype=grad, device=device)
     updates = torch.ones(blocks, dtype=torch.int32, device=device)
-    yield lambda: launch.hot_step(*state.unbind(), grads, updates, _CONSTANTS)
+    yield lambda: launch.hot_step(p, m, v, grads, updates, _CONSTANTS)
 
 
 def norms(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Callable[[], object]]:
