@@ -62,7 +62,7 @@ def _found(device_type: str) -> ModuleType | str:
     if device_type == "cpu":
         return "kernels are for accelerators"
     try:
-        from triton.runtime import driver  # type: ignore[import-untyped]
+        from triton.runtime import driver
 
         from deepspeed_ext.zenflow.kernels import device
     except ImportError as error:
