@@ -84,6 +84,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
+            "triton>=3.2; sys_platform == 'linux'",
             "ruff",
             "mypy",
             "types-psutil",
