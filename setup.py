@@ -98,6 +98,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
+            "triton>=3.2; sys_platform == 'linux'",
             "ruff",
             "mypy",
             "types-psutil",

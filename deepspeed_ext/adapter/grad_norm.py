@@ -10,6 +10,7 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 
 from deepspeed_ext.adapter.upstream import counted_alike
 from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow import kernels
 
 __all__ = ["fused_l2_norms", "l2_norm", "stand_ins"]
 
@@ -53,7 +54,11 @@ def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     norms: dict[int, torch.Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors}:  # one dtype at a time: mixed dtypes are not fused
         indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        found = torch._foreach_norm([tensors[index].detach() for index in indices], 2, dtype=torch.float64)
+        same = [tensors[index].detach() for index in indices]
+        if kernels.serves(1, *same):
+            found = list(kernels.norms(same).unbind())
+        else:
+            found = list(torch._foreach_norm(same, 2, dtype=torch.float64))
         norms.update(zip(indices, found, strict=True))
     return [norms[index] for index in range(len(tensors))]
 
@@ -83,4 +88,5 @@ def stand_ins(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[
 
 def _fuses(device: torch.device) -> bool:
     """Whether `fused_l2_norms` is fused on `device`; elsewhere it is a loop with an fp64 copy of each gradient."""
-    return device.type != "cpu" and _device_has_foreach_support(device) and get_accelerator().is_fp64_supported()
+    has_kernel = kernels.missing(device) is None or _device_has_foreach_support(device)
+    return device.type != "cpu" and has_kernel and get_accelerator().is_fp64_supported()

@@ -128,6 +128,24 @@ def check_accelerator() -> Check:
     return _ok("accelerator", f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each")
 
 
+def check_device_kernels() -> Check:
+    import torch
+
+    from deepspeed_ext.runtime.backend import get_accelerator
+    from deepspeed_ext.zenflow import kernels
+
+    if get_accelerator().device_name() == "cpu":
+        return _ok("device kernels", "not used: training runs on the CPU")
+    reason = kernels.missing(torch.device(get_accelerator().current_device_name()))
+    if reason is None:
+        return _ok("device kernels", "Triton serves the accelerator")
+    return _warning(
+        "device kernels",
+        f"ZenFlow computes in torch operations on the accelerator: {reason}",
+        "install the Triton that your torch asks for (torch's builds for GPUs bring it); results are the same, slower",
+    )
+
+
 def check_backends() -> Check:
     import torch.distributed as dist
 
@@ -328,6 +346,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_torch,
     check_deepspeed,
     check_accelerator,
+    check_device_kernels,
     check_backends,
     check_compiler,
     check_adam_kernel,

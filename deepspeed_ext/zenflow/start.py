@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
+from deepspeed_ext.zenflow.kernels import prepare
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
@@ -68,9 +70,9 @@ def start_adam(
     agreed = (fields, epoch, list(groups))
     require_same_plan("ZenFlow", agreed, ranks)
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
+    publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
 
     def start_worker(settings: RuleSettings) -> tuple[list[Partition], WorkerLink]:
-        publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
         specs = arena_specs(settings, [master.numel() for master in masters], publish_dtype, dtype_name(grad_dtype))
         link = WorkerLink(
             specs,
@@ -91,13 +93,36 @@ def start_adam(
     rule: UpdateRule[Any]
     if config.rule == "selective":
         selective = SelectiveSettings.of(config, run.steps_per_epoch)
+        _prepare_kernels(selective, weights(0), publish_dtype, grad_dtype, warns=ranks.rank == 0)
         partitions, link = start_worker(selective)
         rule = SelectiveRule(selective, partitions, link, ranks, hyperparameters, metrics)
     else:
         predictive = PredictiveSettings.of(config)
+        _prepare_kernels(predictive, weights(0), publish_dtype, grad_dtype, warns=ranks.rank == 0)
         partitions, link = start_worker(predictive)
         rule = PredictiveRule(predictive, partitions, link, ranks, metrics)
     return OffloadedAdam(rule, partitions, link, optimizer, hyperparameters, ranks, metrics)
+
+
+def _prepare_kernels(
+    settings: PredictiveSettings | SelectiveSettings,
+    weights: torch.Tensor,
+    publish_dtype: str,
+    grad_dtype: torch.dtype,
+    *,
+    warns: bool,
+) -> None:
+    """Compile what a step will launch, so that it neither compiles nor needs other memory."""
+    device, block_size = weights.device, settings.block_size
+    norms = prepare.norms(device, {weights.dtype, grad_dtype})
+    if isinstance(settings, SelectiveSettings):
+        calls: Iterable[Callable[[], object]] = prepare.hot_steps(device, block_size, grad_dtype)
+    elif settings.overlapped:
+        published = getattr(torch, publish_dtype)
+        calls = prepare.estimates(device, block_size, weights.dtype, published, grad_dtype, settings.with_drift)
+    else:
+        calls = ()
+    prepare.prepare(device, block_size, chain(norms, calls), warns=warns)
 
 
 def _partition(

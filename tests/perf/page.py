@@ -108,7 +108,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "save": Section("Saving", "How long does training stand still for a checkpoint?", "async_save.md"),
     "estimate": Section(
-        "Elementwise arithmetic", "What does compiling it bring where the CPU computes it?", "zenflow_estimate.md"
+        "Elementwise arithmetic", "How long does it take where the CPU computes it?", "zenflow_estimate.md"
     ),
     "binding": Section("Core binding", "What does binding change, beside other ways to bind?", "core_binding.md"),
     "tune": Section(

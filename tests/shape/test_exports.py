@@ -9,6 +9,10 @@ from tools.architecture import PACKAGE, ROOT, module_name
 
 USED_OTHERWISE = {
     "deepspeed_ext.integrations.transformers.log_measurements",  # by users
+    *(  # by name, where Triton is there
+        f"deepspeed_ext.zenflow.kernels.device.{kernel}"
+        for kernel in ("hot_step", "move", "norms", "predict", "sums_of_squares")
+    ),
     "deepspeed_ext.zenflow.worker.main.main",  # by the name of its module
 }
 

@@ -6,18 +6,14 @@ shapes play no role: selecting blocks reaches the same loss as selecting columns
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-import deepspeed_ext.runtime.first_calls  # noqa: F401
-from deepspeed_ext.zenflow.compiled import COMPILED_FROM_NUMEL, compiled
+from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 
 __all__ = ["AdamBlocks", "BlockSet", "BlocksOfRanks", "step_blocks"]
-
-Number = float | torch.Tensor
 
 _CHUNK_BLOCKS = 1 << 14
 
@@ -147,79 +143,25 @@ class AdamBlocks:
         state_device, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
         updates.add_(1)
-        times = updates[:, None].float()
-        correction1, correction2 = (_bias_correction(times, beta) for beta in (step.beta1, step.beta2))
-        run = compiled(step_rows) if grad.numel() >= COMPILED_FROM_NUMEL else step_rows
-        run(
-            *(p, m, v, grad, correction1, correction2.sqrt_(), grad_scale),
-            *(step.lr, 1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps),
-            step.weight_decay if step.weight_decay and not step.decoupled else None,
-            1.0 - step.lr * step.weight_decay if step.weight_decay and step.decoupled else None,
-        )
+        kernels.hot_step(p, m, v, grad, updates, _constants(grad_scale, step))
         if state_device != device:
             for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
                 own.copy_(new, non_blocking=True)
         return p
 
 
-def step_rows(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
-    correction1: torch.Tensor,
-    correction2_sqrt: torch.Tensor,
-    grad_scale: Number,
-    lr: Number,
-    weight1: Number,
-    beta2: Number,
-    weight2: Number,
-    eps: Number,
-    l2: Number | None,
-    decay: Number | None,
-) -> None:
-    """Take one Adam step of p, m, v in place: the arithmetic of `AdamBlocks.step`, which `compiled` makes one pass.
-
-    Compiled, the last bit of p, m and v may differ, because torch's own operations round a product and a sum once.
-
-    Args:
-        p, m, v: fp32 [k, block_size].
-        grad: [k, block_size], any float dtype.
-        correction1, correction2_sqrt: 1 - beta1^t and sqrt(1 - beta2^t) of each block, fp32 [k, 1].
-        grad_scale: multiplies the gradient.
-        lr, beta2, eps: Adam's.
-        weight1, weight2: 1 - beta1 and 1 - beta2.
-        l2: weight decay that is added to the gradient; None: none.
-        decay: factor of p under decoupled weight decay; None: none.
-    """
-    g = grad.float() * grad_scale
-    if l2 is not None:
-        g.add_(p * l2)
-    m.lerp_(g, weight1)
-    _add_product(v.mul_(beta2), g, g, weight2)
-    if decay is not None:
-        p.mul_(decay)
-    denominator = v.sqrt().div_(correction2_sqrt).add_(eps)
-    _add_quotient(p, m / correction1, denominator, -lr)
-
-
-def _bias_correction(times: torch.Tensor, beta: float) -> torch.Tensor:
-    """``1 - beta ** times``, by expm1: for small exponents the difference would lose digits to cancellation in fp32."""
-    return -torch.expm1(times * math.log(beta)) if beta else torch.ones_like(times)
-
-
-def _add_product(target: torch.Tensor, one: torch.Tensor, other: torch.Tensor, factor: Number) -> None:
-    if isinstance(factor, float):
-        target.addcmul_(one, other, value=factor)
-    else:
-        target.addcmul_(one * factor, other)
-
-
-def _add_quotient(target: torch.Tensor, above: torch.Tensor, below: torch.Tensor, factor: Number) -> None:
-    if isinstance(factor, float):
-        target.addcdiv_(above, below, value=factor)
-    else:
-        target.addcdiv_(above * factor, below)
+def _constants(grad_scale: float, step: AdamStep) -> kernels.HotConstants:
+    return kernels.HotConstants(
+        grad_scale=grad_scale,
+        lr=step.lr,
+        beta1=step.beta1,
+        weight1=1.0 - step.beta1,
+        beta2=step.beta2,
+        weight2=1.0 - step.beta2,
+        eps=step.eps,
+        l2=0.0 if step.decoupled else step.weight_decay,
+        decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
+    )
 
 
 @torch.no_grad()

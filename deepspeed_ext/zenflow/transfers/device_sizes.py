@@ -9,13 +9,13 @@ from typing import Any
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["ACCELERATOR_CHUNK_NUMEL", "COMPILED_FROM_NUMEL", "chunk_of", "dtype_name", "room_bytes"]
+__all__ = ["ACCELERATOR_CHUNK_NUMEL", "LARGEST_KERNEL_BLOCK", "chunk_of", "dtype_name", "room_bytes"]
 
-COMPILED_FROM_NUMEL = 1 << 22
-"""Fewest elements that are worth the seconds that `torch.compile` takes. What is compiled needs no temporaries."""
+LARGEST_KERNEL_BLOCK = 256
+"""Elements of the largest block for which there is a device kernel; larger ones are computed as torch operations."""
 
 ACCELERATOR_CHUNK_NUMEL = 1 << 24
-"""Elements that the estimate computes at once on an accelerator if it is not compiled, before rounding to blocks."""
+"""Elements that are computed at once on an accelerator without a kernel, before rounding to blocks."""
 
 
 def chunk_of(chunk_numel: int, block_size: int) -> int:

@@ -41,20 +41,14 @@ so errors do not accumulate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
-from deepspeed_ext.zenflow.compiled import COMPILED_FROM_NUMEL, compiled
-from deepspeed_ext.zenflow.rules.predictive import elementwise
-from deepspeed_ext.zenflow.rules.predictive.elementwise import CLAMP
-from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow import kernels
+from deepspeed_ext.zenflow.kernels import CLAMP
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 
 __all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"]
-
-_CHUNK_NUMEL = {"cpu": 1 << 18}
 
 
 def _correction(beta: float, t: int) -> float:
@@ -123,8 +117,8 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
 class Estimator:
     """Computes weights from the published y and the gradients in flight.
 
-    Large partitions are one compiled pass if all of it is on one device. Others are processed in chunks, which keeps
-    temporaries small. On the CPU, results depend neither on that nor on the number of threads.
+    On an accelerator it is one kernel if all arrays are there, otherwise torch operations in chunks (see
+    `deepspeed_ext.zenflow.kernels`). Results are the same to the bit.
 
     Attributes:
         inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
@@ -169,8 +163,8 @@ class Estimator:
             move_coefficient: see the function of this name.
             drift_coefficient: see the function of this name.
         """
-        tensors = (weights, drift, grad)
-        self._in_chunks(elementwise.move, tensors, grad_scale, move_coefficient, drift_coefficient)
+        numbers = (grad_scale, move_coefficient, drift_coefficient)
+        kernels.move(weights, drift, grad, self.inverse, *numbers, self._block_size)
 
     @torch.no_grad()
     def predict(
@@ -191,32 +185,5 @@ class Estimator:
             grad_scale: c.
             coefficient: what q is multiplied with.
         """
-        self._in_chunks(elementwise.predict, (weights, published, drift, grad), grad_scale, coefficient)
-
-    def _in_chunks(
-        self,
-        function: Callable[..., None],
-        tensors: tuple[torch.Tensor | None, ...],
-        *numbers: float,
-    ) -> None:
-        """Call `function` with parts of `tensors` as rows of whole blocks; the last of `tensors` is the gradient."""
-        grad, block = tensors[-1], self._block_size
-        assert grad is not None
-        n = grad.numel()
-        whole = n // block * block
-        compiles = n >= COMPILED_FROM_NUMEL and all(
-            t is None or (t.device == grad.device and t.is_contiguous()) for t in tensors
-        )
-
-        def run(function: Callable[..., None], begin: int, end: int, row: int) -> None:
-            rows = (None if t is None else t[begin:end].view(-1, row) for t in tensors)
-            function(*rows, self.inverse[begin // block : -(-end // block)], *numbers)
-
-        if compiles:
-            run(compiled(function), 0, whole, block)
-        else:
-            chunk = chunk_of(_CHUNK_NUMEL.get(grad.device.type, ACCELERATOR_CHUNK_NUMEL), block)
-            for begin in range(0, whole, chunk):
-                run(function, begin, min(begin + chunk, whole), block)
-        if whole < n:
-            run(function, whole, n, n - whole)
+        numbers = (grad_scale, coefficient)
+        kernels.predict(weights, published, drift, grad, self.inverse, *numbers, self._block_size)

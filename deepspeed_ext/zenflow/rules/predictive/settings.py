@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
-from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, COMPILED_FROM_NUMEL, chunk_of
+from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["LONGEST_MEASURED", "PredictiveSettings"]
 
@@ -58,6 +58,11 @@ class PredictiveSettings:
         """Whether D is kept: the interval is, or may become, longer than one step."""
         return self.overlapped and self.update_interval != 1
 
+    @property
+    def with_drift(self) -> tuple[bool, ...]:
+        """Whether estimates use D: all, none, or, as long as the interval is not measured, some."""
+        return (True, False) if self.overlapped and self.update_interval is None else (self.drifts,)
+
     def kept_bytes(self, numel: int, weights_bytes: int) -> dict[str, int]:
         """Bytes on the accelerator beside the weights: 1 / d_b of each block, and D (see `RuleSettings`)."""
         if not self.overlapped:
@@ -86,16 +91,14 @@ class PredictiveSettings:
         return 0
 
     def step_bytes(self, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool) -> int:
-        """Bytes of temporaries of `estimator.Estimator.predict` (see `RuleSettings`).
+        """Bytes of temporaries of `estimator.Estimator.predict` as torch operations (see `RuleSettings`).
 
-        The gradient in fp32, then with D also y in fp32 and their difference. It has no temporaries if it is compiled,
-        for which y must be on the accelerator.
+        The gradient in fp32, with D also y in fp32, of one chunk. A kernel has none; whether there is one is not known
+        before the run.
         """
-        if not self.overlapped or (in_place and numel >= COMPILED_FROM_NUMEL):
+        if not self.overlapped:
             return 0
         chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
         arrived = 0 if in_place else chunk * arrived_bytes
-        if not self.drifts:
-            return _FLOAT_BYTES * chunk + max(arrived, _FLOAT_BYTES * -(-chunk // self.block_size))
-        converted = 0 if arrived_bytes == _FLOAT_BYTES else _FLOAT_BYTES * chunk
-        return 2 * _FLOAT_BYTES * chunk + arrived + converted
+        factor = _FLOAT_BYTES * -(-chunk // self.block_size)
+        return (2 if self.drifts else 1) * _FLOAT_BYTES * chunk + max(arrived, factor)

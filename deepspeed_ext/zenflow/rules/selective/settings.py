@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.zenflow.transfers.device_sizes import COMPILED_FROM_NUMEL
+from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
@@ -143,12 +143,13 @@ class SelectiveSettings:
     def step_bytes(self, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool) -> int:
         """Bytes of temporaries of `blocks.AdamBlocks.step` and the new hot weights (see `RuleSettings`).
 
-        Beside the gradient of the hot blocks there is state that lives on the host, and, unless compiled, the
-        gradient, the denominator and a quotient in fp32.
+        Beside the gradient of the hot blocks there is state that lives on the host, and two temporaries in fp32 of one
+        chunk, which a kernel does not need. Whether there is one is not known before the run.
         """
         hot = self.hot_blocks(numel) * self.block_size
-        temporaries = 0 if hot >= COMPILED_FROM_NUMEL else _STATE_BYTES
-        return hot * (weights_bytes + temporaries + (_STATE_BYTES if self.keeps_hot_on_host else 0))
+        chunk = min(hot, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
+        temporaries = 2 * _ARRAY_BYTES * chunk + 3 * _ARRAY_BYTES * (chunk // self.block_size)
+        return hot * (weights_bytes + (_STATE_BYTES if self.keeps_hot_on_host else 0)) + temporaries
 
     def steps_between_selections(self, interval: int) -> int:
         """Optimizer steps between two selections of hot blocks.

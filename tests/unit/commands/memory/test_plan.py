@@ -97,7 +97,7 @@ def test_bytes_are_whole_and_never_negative_and_parts_add_up(setup: Setup, dtype
 @settings(deadline=None, max_examples=150)
 @given(setup=setups(), dtype=DTYPES, params=PARAMS, more=st.integers(1, 10**9), ranks=st.integers(1, 16))
 def test_more_parameters_never_take_less(setup: Setup, dtype: str, params: int, more: int, ranks: int) -> None:
-    """Except for what is compiled from 4 Mi elements on and for the positions of arrays within pages."""
+    """Except for the positions of arrays within pages."""
     few = plan_memory(Model(params, 1, dtype), Ranks(ranks, ranks), setup)
     many = plan_memory(Model(params + more, 1, dtype), Ranks(ranks, ranks), setup)
     for phase in (Phase.START, Phase.BETWEEN, Phase.BACKWARD, Phase.SAVE):

@@ -7,12 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.compiled import compiled
-from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet, BlocksOfRanks, step_rows
+from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet, BlocksOfRanks
 from deepspeed_ext.zenflow.rules.selective.selection import scores, select
 from deepspeed_ext.zenflow.rules.selective.settings import hot_blocks, most_hot_blocks
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from tests.support.same import assert_same
 from tests.support.thread_ranks import run_together
 
 
@@ -175,35 +173,3 @@ def test_steps_are_torchs_with_an_update_count_for_each_block(decoupled: bool) -
     assert state.updates.tolist() == [5, 8, 505]
     for name, actual in (("p", state.p), ("exp_avg", state.m), ("exp_avg_sq", state.v)):
         torch.testing.assert_close(actual, stacked(name), rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_the_compiled_step_is_equal_to_the_bit_of_weights(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last bits of p, m and v may differ; the 16-bit weights do not. Neither another number of blocks nor other
-    constants compile anew."""
-    generator = torch.Generator().manual_seed(0)
-    count, block_size = 40, 32
-    grads = torch.randn(3, count, block_size, generator=generator).bfloat16() * 1e-2
-
-    def steps(count: int) -> list[torch.Tensor]:
-        blocks = BlockSet(torch.arange(count), count * block_size, block_size)
-        start = torch.randn(count, block_size, generator=torch.Generator().manual_seed(1))
-        m, v = torch.zeros(2, count, block_size)
-        state = AdamBlocks(blocks, start, m, v, torch.arange(count, dtype=torch.int32))
-        for number, grad in enumerate(grads):
-            step = AdamStep(1e-2 / (number + 1), 0.9, 0.95, 1e-8, 0.1, decoupled, 1, 1.0)
-            state.step(grad[:count], 0.3 + number, step)
-        return [state.p, state.m, state.v]
-
-    separate = steps(count)
-    monkeypatch.setattr("deepspeed_ext.zenflow.rules.blocks.COMPILED_FROM_NUMEL", 1)
-    compiled.cache_clear()
-    in_one_pass = steps(count)
-    assert compiled(step_rows)._compiled is not None
-    assert not compiled(step_rows)._failed
-    torch.testing.assert_close(in_one_pass, separate, rtol=2**-21, atol=1e-9)
-    assert_same(separate[0].bfloat16(), in_one_pass[0].bfloat16(), "weights")
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    steps(count - 7)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    compiled.cache_clear()

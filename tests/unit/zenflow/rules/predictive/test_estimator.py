@@ -5,14 +5,10 @@
 
 import math
 from dataclasses import replace
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.compiled import compiled
-from deepspeed_ext.zenflow.rules.predictive import elementwise, estimator
 from deepspeed_ext.zenflow.rules.predictive.estimator import (
     Estimator,
     drift_coefficient,
@@ -23,7 +19,6 @@ from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, 
 from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array
 from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel
 from tests.support.kernels import DTYPES, KERNELS, array, make_kernel
-from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 10_000, 1.0)
@@ -102,7 +97,7 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
     means[3] = 0.0  # a block that has never had a gradient: division by eps
     whole, cut = [torch.zeros(n), torch.zeros(n)], [torch.zeros(n), torch.zeros(n)]
     Estimator(means, block, 1.0, 1e-8).move(whole[0], whole[1], grad, 1.0, 1.0, 2.0)
-    monkeypatch.setattr("deepspeed_ext.zenflow.rules.predictive.estimator._CHUNK_NUMEL", {"cpu": 100})
+    monkeypatch.setattr("deepspeed_ext.zenflow.kernels.definition._CHUNK_NUMEL", {"cpu": 100})
     Estimator(means, block, 1.0, 1e-8).move(cut[0], cut[1], grad, 1.0, 1.0, 2.0)
     assert_same(whole, cut, "weights, drift")
     assert whole[0].abs().max() == 4.5
@@ -128,71 +123,6 @@ class Estimation:
         assert self.drift is not None
         self.estimator.move(self.weights, self.drift, self.grad, 0.7, 2e-3, 3e-3)
         return [self.weights, self.drift]
-
-
-def compile_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile small partitions too, and anew."""
-    monkeypatch.setattr(estimator, "COMPILED_FROM_NUMEL", 320)
-    compiled.cache_clear()
-
-
-def test_compiled_estimates_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole blocks are compiled, part of one is not. Neither another size nor another factor compiles anew, and
-    autograd is told of every change."""
-
-    def estimate() -> list[torch.Tensor]:
-        estimation = Estimation(3 * 320 + 64 + 45, 32, "float16", "bfloat16", "bfloat16", "float32")
-        estimation.grad[:3] = torch.tensor([math.nan, math.inf, -math.inf])
-        predicted, version = estimation.predict()[0].clone(), estimation.weights._version
-        moved = estimation.move()
-        assert estimation.weights._version > version > 0
-        return [predicted, *moved]
-
-    separate = estimate()
-    compile_everything(monkeypatch)
-    in_one_pass = estimate()
-    for function in (elementwise.predict, elementwise.move):
-        assert compiled(function)._compiled is not None
-        assert not compiled(function)._failed
-    torch.testing.assert_close(in_one_pass, separate, rtol=0, atol=0, equal_nan=True)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    estimation = Estimation(2 * 320 + 45, 32, "float16", "bfloat16", "bfloat16", "float32")
-    estimation.estimator.move(estimation.weights, estimation.drift, estimation.grad, 0.6, 1e-3, 0.1)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-def test_without_a_compiler_there_is_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = Estimation(1000, 32, *["bfloat16"] * 4).predict()
-    compile_everything(monkeypatch)
-    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("No working C++ compiler found\nin torch")))
-    for _ in range(2):
-        assert_same(expected, Estimation(1000, 32, *["bfloat16"] * 4).predict(), "weights")
-    assert [record.message.partition(";")[0] for record in caplog.records] == [
-        "torch.compile failed for ZenFlow's predict (RuntimeError: No working C++ compiler found)"
-    ]
-    compiled.cache_clear()
-
-
-def separate_and_compiled(numel: int) -> list[torch.Tensor]:
-    """16-bit weights that an accelerator predicts in separate operations, and compiled if it has a compiler."""
-    device = get_accelerator().current_device_name()
-    found = []
-    for compiled_from in (numel + 1, 0):
-        with patch.object(estimator, "COMPILED_FROM_NUMEL", compiled_from):
-            torch.manual_seed(0)
-            grad, published = (torch.randn(numel).bfloat16().to(device) for _ in range(2))
-            weights, means = torch.zeros_like(grad), torch.rand(-(-numel // 32)).to(device)
-            Estimator(means, 32, 1.0, 1e-8).predict(weights, published, None, grad, 0.7, 2e-3)
-            found.append(weights.cpu())
-    return found
-
-
-@pytest.mark.gpu
-def test_an_accelerator_estimates_the_same_with_and_without_a_compiler() -> None:
-    separate, compiled = run_ranks(1, separate_and_compiled, 1 << 20, device="accelerator")[0]
-    assert_same(separate, compiled, "weights")
 
 
 def test_estimate_is_the_same_for_any_threads() -> None:
@@ -322,11 +252,3 @@ def test_training_follows_adamw(interval: int, closed: float) -> None:
         losses["late"].append(loss)
     means = {name: math.log(sum(values[200:]) / 200) for name, values in losses.items()}
     assert (means["late"] - means["ours"]) / (means["late"] - means["adamw"]) > closed
-
-
-def test_out_of_memory_is_no_failed_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_everything(monkeypatch)
-    monkeypatch.setattr(torch, "compile", Mock(side_effect=torch.OutOfMemoryError("no memory")))
-    with pytest.raises(torch.OutOfMemoryError):
-        Estimation(1000, 32, *["bfloat16"] * 4).predict()
-    compiled.cache_clear()

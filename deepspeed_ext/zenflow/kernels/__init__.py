@@ -1,0 +1,10 @@
+"""The elementwise arithmetic of a step: one Triton kernel for each of its parts, and their definition in torch.
+
+`definition` is what they compute. `device` holds the Triton kernels and is imported only where Triton is there.
+`launch` chooses; `prepare` compiles at engine start. The worker's pass over host memory is `zenflow.kernel`.
+"""
+
+from deepspeed_ext.zenflow.kernels.definition import CLAMP, HotConstants
+from deepspeed_ext.zenflow.kernels.launch import hot_step, missing, move, norms, predict, serves
+
+__all__ = ["CLAMP", "HotConstants", "hot_step", "missing", "move", "norms", "predict", "serves"]

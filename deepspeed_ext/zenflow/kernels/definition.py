@@ -1,0 +1,206 @@
+"""The kernels' arithmetic in torch operations: their definition, and what runs where a kernel cannot.
+
+Large arrays are processed in chunks that begin and end with blocks, so temporaries are small whatever the size; on the
+CPU they also stay in a core's L2 cache. Each operation rounds once in fp32: no `lerp`, `addcmul`, `add` with a factor
+or division by a number, which round differently on different devices. A 16-bit result is rounded once, when it is
+stored. So results depend neither on the chunks nor on the number of threads, and equal those of the kernels to the
+bit. Symbols are those of `deepspeed_ext.zenflow.rules.predictive.estimator`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
+
+__all__ = ["CLAMP", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
+
+CLAMP = 4.5
+"""Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element that dominates
+it."""
+
+_CHUNK_NUMEL = {"cpu": 1 << 17}
+
+
+def chunk_numel(device: torch.device, block_size: int) -> int:
+    """Elements that are computed at once on `device`: whole blocks."""
+    return chunk_of(_CHUNK_NUMEL.get(device.type, ACCELERATOR_CHUNK_NUMEL), block_size)
+
+
+class _Chunks:
+    """The parts of 1-D arrays of n elements as rows of blocks, [rows, block_size]; a short last block is a part of its
+    own. Temporaries are the same memory in each part."""
+
+    def __init__(self, n: int, block_size: int, device: torch.device, temporaries: int) -> None:
+        self._n, self._block = n, block_size
+        self._whole = n // block_size * block_size
+        self._chunk = chunk_numel(device, block_size)
+        largest = min(self._chunk, max(self._whole, n - self._whole))
+        self._temporaries = torch.empty(temporaries, largest, dtype=torch.float32, device=device)
+
+    def __iter__(self) -> Iterator[_Part]:
+        for begin in range(0, self._whole, self._chunk):
+            end = min(begin + self._chunk, self._whole)
+            yield _Part(begin, end, self._block, self._block, self._temporaries)
+        if self._whole < self._n:
+            yield _Part(self._whole, self._n, self._n - self._whole, self._block, self._temporaries)
+
+
+@dataclass(frozen=True)
+class _Part:
+    begin: int
+    end: int
+    row: int
+    block_size: int
+    temporaries: torch.Tensor
+
+    def of(self, array: torch.Tensor) -> torch.Tensor:
+        return array[self.begin : self.end].view(-1, self.row)
+
+    def temporary(self, number: int) -> torch.Tensor:
+        return self.temporaries[number, : self.end - self.begin].view(-1, self.row)
+
+    def normalized(self, grad: torch.Tensor, inverse: torch.Tensor, grad_scale: float) -> torch.Tensor:
+        """q, in temporary 0."""
+        factor = inverse[self.begin // self.block_size : -(-self.end // self.block_size)] * grad_scale
+        return self.temporary(0).copy_(self.of(grad)).mul_(factor[:, None]).clamp_(-CLAMP, CLAMP)
+
+
+def predict(
+    weights: torch.Tensor,
+    published: torch.Tensor,
+    drift: torch.Tensor | None,
+    grad: torch.Tensor,
+    inverse: torch.Tensor,
+    grad_scale: float,
+    coefficient: float,
+    block_size: int,
+) -> None:
+    """Compute ``weights = published - drift - coefficient q``, in place; without drift if it is None.
+
+    Args:
+        weights, published: 1-D [n], any float dtype, any device.
+        drift: D, 1-D [n], any float dtype, on grad's device.
+        grad: 1-D [n], any float dtype.
+        inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)], on grad's device.
+        grad_scale: c.
+        coefficient: what q is multiplied with.
+        block_size: elements per block.
+    """
+    for part in _Chunks(grad.numel(), block_size, grad.device, 1 if drift is None else 2):
+        moved = part.normalized(grad, inverse, grad_scale).mul_(-coefficient)
+        arrived = part.of(published).to(grad.device, non_blocking=True)
+        if drift is not None:
+            arrived = part.temporary(1).copy_(arrived).sub_(part.of(drift))
+        part.of(weights).copy_(moved.add_(arrived))
+
+
+def move(
+    weights: torch.Tensor,
+    drift: torch.Tensor,
+    grad: torch.Tensor,
+    inverse: torch.Tensor,
+    grad_scale: float,
+    weights_coefficient: float,
+    drift_coefficient: float,
+    block_size: int,
+) -> None:
+    """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``, in place.
+
+    Args: as of `predict`.
+    """
+    for part in _Chunks(grad.numel(), block_size, grad.device, 2):
+        q = part.normalized(grad, inverse, grad_scale)
+        moved = torch.mul(q, -weights_coefficient, out=part.temporary(1))
+        part.of(weights).copy_(moved.add_(part.of(weights).to(q.device)))
+        part.of(drift).copy_(q.mul_(drift_coefficient).add_(part.of(drift)))
+
+
+@dataclass(frozen=True)
+class HotConstants:
+    """The numbers of one Adam step of hot blocks.
+
+    Attributes:
+        grad_scale: multiplies the gradient.
+        lr, beta1, beta2, eps: Adam's.
+        weight1, weight2: 1 - beta1 and 1 - beta2.
+        l2: weight decay that is added to the gradient; 0: none.
+        decay: factor of p under decoupled weight decay; 1: none.
+    """
+
+    grad_scale: float
+    lr: float
+    beta1: float
+    weight1: float
+    beta2: float
+    weight2: float
+    eps: float
+    l2: float
+    decay: float
+
+
+def bias_corrections(updates: torch.Tensor, constants: HotConstants) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)``, fp32, of the shape and on the device of t = `updates`."""
+    times = updates.float()
+    return _bias_correction(times, constants.beta1), _bias_correction(times, constants.beta2).sqrt_()
+
+
+def _bias_correction(times: torch.Tensor, beta: float) -> torch.Tensor:
+    """``1 - beta ** times``, by expm1: for small exponents the difference would lose digits to cancellation in fp32."""
+    return torch.expm1(times * math.log(beta)).neg_() if beta else torch.ones_like(times)
+
+
+def hot_step(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    correction1: torch.Tensor,
+    correction2_sqrt: torch.Tensor,
+    constants: HotConstants,
+    block_size: int,
+) -> None:
+    """Take one Adam step of p, m, v, in place.
+
+    Args:
+        p, m, v: 1-D fp32 [n] of whole blocks.
+        grad: 1-D [n], any float dtype, on their device.
+        correction1, correction2_sqrt: of each block, see `bias_corrections`.
+        constants: the step's numbers.
+        block_size: elements per block.
+    """
+    for part in _Chunks(grad.numel(), block_size, grad.device, 2):
+        first, second = (
+            c[part.begin // block_size : part.end // block_size, None] for c in (correction1, correction2_sqrt)
+        )
+        rows = (part.of(p), part.of(m), part.of(v), part.of(grad))
+        _step_rows(*rows, first, second, constants, part.temporary(0), part.temporary(1))
+
+
+def _step_rows(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    correction1: torch.Tensor,
+    correction2_sqrt: torch.Tensor,
+    c: HotConstants,
+    g: torch.Tensor,
+    other: torch.Tensor,
+) -> None:
+    """`hot_step` of a chunk, whose temporaries are `g` and `other`."""
+    g.copy_(grad).mul_(c.grad_scale)
+    if c.l2:
+        g.add_(torch.mul(p, c.l2, out=other))
+    m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
+    v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
+    denominator = torch.sqrt(v, out=other).div_(correction2_sqrt).add_(c.eps)
+    update = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
+    if c.decay != 1.0:
+        p.mul_(c.decay)
+    p.add_(update)

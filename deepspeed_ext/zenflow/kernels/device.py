@@ -1,0 +1,249 @@
+"""The Triton kernels. Only this module imports Triton.
+
+Each computes to the bit what its namesake in `definition` does: products and sums are rounded one by one (no fused
+multiply-add), division and square root are correctly rounded, and a 16-bit result is rounded once, when it is stored.
+
+A kernel works on rows of `BLOCK` contiguous elements, `ROWS` of them at once. Rows are masked as a whole, so a length
+that is no multiple of anything costs no width of access; a short last block is done by the first program. No argument
+is specialized: not the length, not a number that happens to be 1, and not a pointer. Instead `ALIGNED` says that every
+row of every array begins at a multiple of 16 bytes. So there is one variant for each set of dtypes and either
+alignment. Offsets have 64 bits.
+"""
+
+# ruff: noqa: N803
+# Triton reads the annotations of parameters, so they are not postponed here.
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+from deepspeed_ext.zenflow.kernels.definition import CLAMP
+
+__all__ = ["hot_step", "move", "norms", "predict", "sums_of_squares"]
+
+_CLAMP = tl.constexpr(CLAMP)
+
+
+@triton.jit
+def _at(array, offsets, ALIGNED: tl.constexpr):
+    """Addresses of a row's elements, [rows, columns]."""
+    addresses = array + offsets
+    if ALIGNED:
+        addresses = tl.multiple_of(addresses, (1, 16))
+    return addresses
+
+
+@triton.jit
+def _normalized(grad, offsets, inside, factor, ALIGNED: tl.constexpr):
+    """q; a comparison is false for NaN, which stays."""
+    q = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * factor
+    return tl.where(q > _CLAMP, _CLAMP, tl.where(q < -_CLAMP, -_CLAMP, q))
+
+
+@triton.jit
+def _predict(
+    weights, published, drift, grad, offsets, inside, factor, coefficient, DRIFTS: tl.constexpr, ALIGNED: tl.constexpr
+):
+    q = _normalized(grad, offsets, inside, factor, ALIGNED)
+    arrived = tl.load(_at(published, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
+    if DRIFTS:
+        arrived -= tl.load(_at(drift, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
+    predicted = q * -coefficient + arrived
+    tl.store(_at(weights, offsets, ALIGNED), predicted.to(weights.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("weights", "published", "drift", "grad", "inverse"),
+        *("n", "grad_scale", "coefficient"),
+    ]
+)
+def predict(
+    weights,
+    published,
+    drift,
+    grad,
+    inverse,
+    n: tl.int64,
+    grad_scale: tl.float32,
+    coefficient: tl.float32,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DRIFTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Weights from y, D and the newest gradient, 1-D [n]. COLUMNS is BLOCK rounded up to a power of two."""
+    whole = n // BLOCK
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = rows[:, None] < whole
+    if COLUMNS != BLOCK:
+        inside = inside & (columns < BLOCK)
+    factor = (tl.load(inverse + rows, mask=rows < whole, other=0.0) * grad_scale)[:, None]
+    _predict(
+        weights, published, drift, grad, rows[:, None] * BLOCK + columns, inside, factor, coefficient, DRIFTS, ALIGNED
+    )
+    if (tl.program_id(0) == 0) & (n > whole * BLOCK):
+        last = whole * BLOCK + columns
+        last_factor = tl.load(inverse + whole) * grad_scale
+        _predict(weights, published, drift, grad, last, last < n, last_factor, coefficient, DRIFTS, False)
+
+
+@triton.jit
+def _move(weights, drift, grad, offsets, inside, factor, weights_coefficient, drift_coefficient, ALIGNED: tl.constexpr):
+    q = _normalized(grad, offsets, inside, factor, ALIGNED)
+    at = _at(weights, offsets, ALIGNED)
+    moved = q * -weights_coefficient + tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, moved.to(weights.dtype.element_ty), mask=inside)
+    at = _at(drift, offsets, ALIGNED)
+    drifted = q * drift_coefficient + tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, drifted.to(drift.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("weights", "drift", "grad", "inverse"),
+        *("n", "grad_scale", "weights_coefficient", "drift_coefficient"),
+    ]
+)
+def move(
+    weights,
+    drift,
+    grad,
+    inverse,
+    n: tl.int64,
+    grad_scale: tl.float32,
+    weights_coefficient: tl.float32,
+    drift_coefficient: tl.float32,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Weights and D moved in place by the newest gradient, 1-D [n]."""
+    whole = n // BLOCK
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = rows[:, None] < whole
+    if COLUMNS != BLOCK:
+        inside = inside & (columns < BLOCK)
+    factor = (tl.load(inverse + rows, mask=rows < whole, other=0.0) * grad_scale)[:, None]
+    offsets = rows[:, None] * BLOCK + columns
+    _move(weights, drift, grad, offsets, inside, factor, weights_coefficient, drift_coefficient, ALIGNED)
+    if (tl.program_id(0) == 0) & (n > whole * BLOCK):
+        last = whole * BLOCK + columns
+        last_factor = tl.load(inverse + whole) * grad_scale
+        _move(weights, drift, grad, last, last < n, last_factor, weights_coefficient, drift_coefficient, False)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("p", "m", "v", "grad", "correction1", "correction2_sqrt", "n", "grad_scale", "lr"),
+        *("beta1", "weight1", "beta2", "weight2", "eps", "l2", "decay"),
+    ]
+)
+def hot_step(
+    p,
+    m,
+    v,
+    grad,
+    correction1,
+    correction2_sqrt,
+    n: tl.int64,
+    grad_scale: tl.float32,
+    lr: tl.float32,
+    beta1: tl.float32,
+    weight1: tl.float32,
+    beta2: tl.float32,
+    weight2: tl.float32,
+    eps: tl.float32,
+    l2: tl.float32,
+    decay: tl.float32,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """One Adam step of n / BLOCK whole blocks, p, m, v and grad 1-D [n], corrections 1-D [n / BLOCK]."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    in_rows = rows < n // BLOCK
+    inside = in_rows[:, None]
+    if COLUMNS != BLOCK:
+        inside = inside & (columns < BLOCK)
+    offsets = rows[:, None] * BLOCK + columns
+    first = tl.load(correction1 + rows, mask=in_rows, other=1.0)[:, None]
+    second = tl.load(correction2_sqrt + rows, mask=in_rows, other=1.0)[:, None]
+    old_p = tl.load(_at(p, offsets, ALIGNED), mask=inside, other=0.0)
+    g = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * grad_scale
+    g = tl.where(l2 != 0.0, g + old_p * l2, g)
+    new_m = tl.load(_at(m, offsets, ALIGNED), mask=inside, other=0.0) * beta1 + g * weight1
+    new_v = tl.load(_at(v, offsets, ALIGNED), mask=inside, other=0.0) * beta2 + g * weight2 * g
+    denominator = tl.div_rn(tl.sqrt_rn(new_v), tl.broadcast_to(second, new_v.shape)) + eps
+    update = tl.div_rn(new_m, tl.broadcast_to(first, new_m.shape)) * -lr
+    new_p = old_p * decay + tl.div_rn(update, denominator)
+    tl.store(_at(m, offsets, ALIGNED), new_m, mask=inside)
+    tl.store(_at(v, offsets, ALIGNED), new_v, mask=inside)
+    tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
+
+
+@triton.jit(do_not_specialize=["sums", "addresses", "lengths", "firsts", "like", "tensors"])
+def sums_of_squares(
+    sums,
+    addresses,
+    lengths,
+    firsts,
+    like,
+    tensors: tl.int32,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The sum of squares of each part of each of many tensors, in fp64, in one launch.
+
+    Args:
+        sums: fp64, one for each program, which is one part of one tensor.
+        addresses, lengths, firsts: int64, of each tensor: where it begins, its elements, its first program.
+        tensors: their number.
+        like: any pointer to their dtype.
+        PART: elements of a part, a multiple of TILE.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    low = tensors * 0
+    high = tensors
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_later = tl.load(firsts + middle) > program
+        high = tl.where(is_later, middle, high)
+        low = tl.where(is_later, low, middle)
+    address = tl.load(addresses + low)
+    array = address.to(like.dtype)
+    begin = (program - tl.load(firsts + low)) * PART
+    length = tl.load(lengths + low)
+    total = tl.zeros((TILE,), dtype=tl.float64)
+    if (address % 16 == 0) & (begin + PART <= length):
+        for tile in range(0, PART, TILE):
+            offsets = begin + tile + tl.arange(0, TILE)
+            wide = tl.load(tl.multiple_of(array + offsets, (16,))).to(tl.float64)
+            total += wide * wide
+    else:
+        for tile in range(0, PART, TILE):
+            offsets = begin + tile + tl.arange(0, TILE)
+            narrow = tl.load(array + offsets, mask=offsets < length, other=0.0).to(tl.float64)
+            total += narrow * narrow
+    tl.store(sums + program, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["found", "sums", "firsts", "tensors", "programs"])
+def norms(found, sums, firsts, tensors: tl.int32, programs: tl.int64, TILE: tl.constexpr):
+    """The norm of each tensor from the sums of its parts, in fp64; one program for each tensor."""
+    tensor = tl.program_id(0)
+    begin = tl.load(firsts + tensor)
+    end = tl.load(firsts + tensor + 1, mask=tensor + 1 < tensors, other=0)
+    end = tl.where(tensor + 1 < tensors, end, programs)
+    total = tl.zeros((TILE,), dtype=tl.float64)
+    while begin < end:
+        at = begin + tl.arange(0, TILE)
+        total += tl.load(sums + at, mask=at < end, other=0.0)
+        begin += TILE
+    tl.store(found + tensor, tl.sqrt(tl.sum(total, 0)))

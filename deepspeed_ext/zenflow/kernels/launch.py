@@ -1,0 +1,242 @@
+"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel where it can, else as its definition.
+
+Both give the same result to the bit (norms: up to the last bits of fp64, which depend on the order of a sum), so which
+of them runs may differ from rank to rank, from step to step and between a run and its continuation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import astuple
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.kernels import definition
+from deepspeed_ext.zenflow.kernels.definition import HotConstants
+from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, LARGEST_KERNEL_BLOCK, chunk_of
+
+__all__ = [
+    "NORM_PART",
+    "NORM_SUM",
+    "OPTIONS",
+    "Variant",
+    "give_up",
+    "hot_step",
+    "missing",
+    "move",
+    "norms",
+    "predict",
+    "serves",
+    "shape_constants",
+    "variants",
+]
+
+Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
+"""A kernel, the dtypes of its arrays and its constants: what it is compiled for."""
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""Of every kernel. Fused, a product and a sum would round once, unlike the definition."""
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGNMENT = 16
+_TILE_NUMEL = {"predict": 2048, "move": 2048, "hot_step": 1024}
+NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
+NORM_SUM = {"TILE": 256}
+
+_variants: set[Variant] = set()
+_given_up: dict[str, str] = {}
+
+
+def variants() -> frozenset[Variant]:
+    """The variants that this process has launched so far; each is compiled once, at its first launch."""
+    return frozenset(_variants)
+
+
+@functools.cache
+def _found(device_type: str) -> ModuleType | str:
+    """The kernels for a type of device, or why there are none."""
+    if device_type == "cpu":
+        return "kernels are for accelerators"
+    try:
+        from triton.runtime import driver
+
+        from deepspeed_ext.zenflow.kernels import device
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}): pip install triton"
+    try:
+        served = driver.active.get_active_torch_device().type
+    except Exception as error:  # whatever a driver of another vendor raises
+        return f"Triton finds no device: {str(error).strip().partition(chr(10))[0]}"
+    return device if served == device_type else f"Triton serves {served}, not {device_type}"
+
+
+def _kernels(device_type: str) -> ModuleType:
+    found = _found(device_type)
+    assert isinstance(found, ModuleType), found
+    return found
+
+
+def missing(device: torch.device) -> str | None:
+    """Why no kernel runs on `device`; None if they do."""
+    found = _found(device.type)
+    return found if isinstance(found, str) else _given_up.get(device.type)
+
+
+def give_up(device: torch.device, reason: str) -> None:
+    """Run no kernel on this type of device any more, because of an error."""
+    _given_up[device.type] = f"A kernel failed at the start ({reason})"
+
+
+def serves(block_size: int, *arrays: torch.Tensor | None) -> bool:
+    """Whether a kernel can run on these arrays; at least one is not None."""
+    given = [array for array in arrays if array is not None]
+    device = given[0].device
+    return (
+        block_size <= LARGEST_KERNEL_BLOCK
+        and missing(device) is None
+        and all(a.device == device and a.is_contiguous() and a.dtype in _DTYPES for a in given)
+    )
+
+
+def shape_constants(kernel: str, block_size: int, aligned: bool) -> dict[str, Any]:
+    """The constants of an elementwise kernel, for blocks of a size."""
+    columns = 1 << (block_size - 1).bit_length()
+    rows = max(1, _TILE_NUMEL[kernel] // columns)
+    return {"BLOCK": block_size, "COLUMNS": columns, "ROWS": rows, "ALIGNED": aligned}
+
+
+def _is_aligned(block_size: int, arrays: Sequence[torch.Tensor]) -> bool:
+    """Whether every row of `arrays` begins at a multiple of 16 bytes."""
+    return all(a.data_ptr() % _ALIGNMENT == 0 and block_size * a.itemsize % _ALIGNMENT == 0 for a in arrays)
+
+
+def _run(
+    kernel: str,
+    arrays: Sequence[torch.Tensor],
+    rest: Sequence[Any],
+    programs: int,
+    constants: dict[str, Any],
+    written: Sequence[torch.Tensor],
+) -> None:
+    """Launch a kernel on the current stream, and tell autograd what it writes."""
+    device = arrays[0].device
+    module = _kernels(device.type)
+    _variants.add((kernel, tuple(a.dtype for a in arrays), tuple(constants.items())))
+    with get_accelerator().device(device.index):
+        getattr(module, kernel)[(programs,)](*arrays, *rest, **constants, **OPTIONS)
+    for array in written:
+        torch.autograd.graph.increment_version(array)
+
+
+def _run_on_blocks(
+    kernel: str,
+    arrays: Sequence[torch.Tensor],
+    per_block: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    block_size: int,
+    constants: dict[str, Any],
+    written: Sequence[torch.Tensor],
+) -> None:
+    """Launch an elementwise kernel on `arrays`, 1-D [n]."""
+    n = arrays[0].numel()
+    if n == 0:
+        return
+    constants = shape_constants(kernel, block_size, _is_aligned(block_size, arrays)) | constants
+    programs = max(1, -(-(n // block_size) // constants["ROWS"]))
+    _run(kernel, [*arrays, *per_block], [n, *numbers], programs, constants, written)
+
+
+def predict(
+    weights: torch.Tensor,
+    published: torch.Tensor,
+    drift: torch.Tensor | None,
+    grad: torch.Tensor,
+    inverse: torch.Tensor,
+    grad_scale: float,
+    coefficient: float,
+    block_size: int,
+) -> None:
+    """See `definition.predict`."""
+    if not serves(block_size, grad, weights, published, drift, inverse):
+        definition.predict(weights, published, drift, grad, inverse, grad_scale, coefficient, block_size)
+        return
+    arrays = [weights, published, published if drift is None else drift, grad]  # without drift it is not read
+    numbers = [grad_scale, coefficient]
+    _run_on_blocks("predict", arrays, [inverse], numbers, block_size, {"DRIFTS": drift is not None}, [weights])
+
+
+def move(
+    weights: torch.Tensor,
+    drift: torch.Tensor,
+    grad: torch.Tensor,
+    inverse: torch.Tensor,
+    grad_scale: float,
+    weights_coefficient: float,
+    drift_coefficient: float,
+    block_size: int,
+) -> None:
+    """See `definition.move`."""
+    numbers = (grad_scale, weights_coefficient, drift_coefficient)
+    if serves(block_size, grad, weights, drift, inverse):
+        _run_on_blocks("move", [weights, drift, grad], [inverse], numbers, block_size, {}, [weights, drift])
+    else:
+        definition.move(weights, drift, grad, inverse, *numbers, block_size)
+
+
+def hot_step(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    updates: torch.Tensor,
+    constants: HotConstants,
+) -> None:
+    """Take one Adam step of p, m, v in place, as `definition.hot_step` does.
+
+    Args:
+        p, m, v: fp32 [k, block_size], one row per block.
+        grad: [k, block_size], any float dtype, on their device.
+        updates: number of updates of each block, this one included, int32 [k], on their device.
+        constants: the step's numbers.
+    """
+    block_size = p.shape[1]
+    served = serves(block_size, grad, p, m, v)
+    rows = chunk_of(ACCELERATOR_CHUNK_NUMEL, block_size) // block_size
+    for *chunk, times in zip(*(array.split(rows) for array in (p, m, v, grad, updates)), strict=True):
+        corrections = definition.bias_corrections(times, constants)
+        arrays = [array.reshape(-1) if array is chunk[-1] else array.view(-1) for array in chunk]
+        if served:
+            _run_on_blocks("hot_step", arrays, corrections, astuple(constants), block_size, {}, arrays[:3])
+        else:
+            p1, m1, v1, g1 = arrays
+            definition.hot_step(p1, m1, v1, g1, *corrections, constants, block_size)
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norms of many tensors, with sums in fp64, in one launch that reads them once and one that adds its sums.
+
+    Args:
+        tensors: any shapes but empty, contiguous, of one dtype and on one device, which `serves`.
+
+    Returns:
+        1-D fp64 [len(tensors)], on the device.
+    """
+    device, count, part = tensors[0].device, len(tensors), NORM_PART["PART"]
+    addresses, lengths, firsts, programs = [], [], [], 0
+    for tensor in tensors:
+        addresses.append(tensor.data_ptr())
+        lengths.append(tensor.numel())
+        firsts.append(programs)
+        programs += -(-tensor.numel() // part)
+    table = torch.tensor([addresses, lengths, firsts], dtype=torch.int64, device="cpu")
+    table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
+    sums = torch.empty(programs, dtype=torch.float64, device=device)
+    found = torch.empty(count, dtype=torch.float64, device=device)
+    like = tensors[0].detach()
+    _run("sums_of_squares", [sums, *table, like], [count], programs, NORM_PART, [])
+    _run("norms", [found, sums, table[2]], [count, programs], count, NORM_SUM, [])
+    return found

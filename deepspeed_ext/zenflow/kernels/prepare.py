@@ -1,0 +1,101 @@
+"""Compiles the kernels of a training while its engine is built, on small arrays, so that no step does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.zenflow.kernels import launch
+from deepspeed_ext.zenflow.kernels.definition import HotConstants
+from deepspeed_ext.zenflow.transfers.device_sizes import LARGEST_KERNEL_BLOCK
+
+__all__ = ["estimates", "hot_steps", "norms", "prepare"]
+
+_NUMEL = 1 << 16
+_CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0)
+
+
+def prepare(device: torch.device, block_size: int, calls: Iterable[Callable[[], object]], *, warns: bool) -> None:
+    """Run `calls`, each of which launches one variant of a kernel, if kernels run on `device`.
+
+    If one does not compile, this process computes everything as torch operations.
+
+    Args:
+        device: where the weights are.
+        block_size: elements per block.
+        calls: see the other functions.
+        warns: whether this rank says why there are no kernels, where they were to be expected.
+    """
+    if block_size > LARGEST_KERNEL_BLOCK:
+        return
+    begin = time.perf_counter()
+    if launch.missing(device) is None:
+        try:
+            for call in calls:
+                call()
+            seconds, count = time.perf_counter() - begin, len(launch.variants())
+            logger.debug(f"ZenFlow's kernels for {device} were ready after {seconds:.2f} s: {count} variants")
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            launch.give_up(device, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    reason = launch.missing(device)
+    if reason is not None and device.type != "cpu" and warns:
+        warn_once(
+            f"ZenFlow computes in torch operations on {device}, a chunk at a time, which takes several times as long "
+            f"as its Triton kernels; results are the same. {reason}"
+        )
+
+
+def estimates(
+    device: torch.device,
+    block_size: int,
+    weights: torch.dtype,
+    published: torch.dtype,
+    grad: torch.dtype,
+    drifts: Sequence[bool],
+) -> Iterator[Callable[[], None]]:
+    """Calls of `predict`, and with D of `move`, aligned and not.
+
+    Args:
+        device: where the weights are.
+        block_size: elements per block.
+        weights, published, grad: dtypes of the weights, of y and of the gradients handed over.
+        drifts: with D, without it, or both.
+    """
+    inverse = torch.ones(-(-_NUMEL // block_size), dtype=torch.float32, device=device)
+    for first in (0, 1):  # the second is unaligned
+        w, y, d, g = (
+            torch.zeros(_NUMEL + first, dtype=dtype, device=device)[first:]
+            for dtype in (weights, published, weights, grad)
+        )
+        for drifting in drifts:
+            drift = d if drifting else None
+            yield lambda w=w, y=y, g=g, drift=drift: launch.predict(w, y, drift, g, inverse, 1.0, 0.0, block_size)  # type: ignore[misc]
+            if drifting:
+                yield lambda w=w, d=d, g=g: launch.move(w, d, g, inverse, 1.0, 0.0, 0.0, block_size)  # type: ignore[misc]
+
+
+def hot_steps(device: torch.device, block_size: int, grad: torch.dtype) -> Iterator[Callable[[], None]]:
+    """Calls of `hot_step`, whose arrays are allocated for it and so are aligned.
+
+    Args:
+        device: where the weights are.
+        block_size: elements per block.
+        grad: dtype of the gradients.
+    """
+    blocks = max(1, _NUMEL // block_size)
+    p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
+    grads = torch.zeros(blocks, block_size, dtype=grad, device=device)
+    updates = torch.ones(blocks, dtype=torch.int32, device=device)
+    yield lambda: launch.hot_step(p, m, v, grads, updates, _CONSTANTS)
+
+
+def norms(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Callable[[], object]]:
+    """Calls of `norms` of gradients of each of `dtypes`."""
+    for dtype in dtypes:
+        gradient = torch.zeros(_NUMEL, dtype=dtype, device=device)
+        yield lambda gradient=gradient: launch.norms([gradient])  # type: ignore[misc]

@@ -1,0 +1,136 @@
+"""Runs the device kernels in Triton's interpreter beside their definition, on invented arrays: same bits or exit 1.
+
+    TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels CASES SEED
+
+Triton reads that variable when it is imported, so this is a process of its own. The arrays that are compared are fp32
+or fp16: the interpreter truncates what it stores in bf16, which no device does. Nor does one read a subnormal number of
+bf16 as zero, as the interpreter does; so there is none. Square roots of the definition are rounded correctly here, as
+they are on a device: on a CPU torch's may be off by the last bit (MKL).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from deepspeed_ext.zenflow.kernels import definition, device, launch
+
+SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38)
+READ = (torch.float32, torch.bfloat16, torch.float16)
+STORED = (torch.float32, torch.float16)
+
+
+@dataclass
+class Case:
+    """Invented arrays of one length, each at an offset of its own."""
+
+    random: random.Random
+    block: int
+    n: int
+    aligned: bool
+
+    @classmethod
+    def invent(cls, seed: int) -> Case:
+        rng = random.Random(seed)
+        block = rng.choice([8, 16, 24, 32, 64, 100, 256])
+        n = rng.choice([1, block - 1, block, block * rng.randint(1, 300), rng.randint(1, 20_000)])
+        return cls(rng, block, n, rng.random() < 0.5)
+
+    def array(self, dtype: torch.dtype, n: int | None = None, scale: float = 1.0) -> torch.Tensor:
+        """Numbers of many magnitudes, some of them special, at an odd offset unless all are aligned."""
+        n = self.n if n is None else n
+        generator = torch.Generator().manual_seed(self.random.getrandbits(32))
+        first = 0 if self.aligned else self.random.randint(0, 9)
+        values = torch.randn(n, generator=generator) * scale * 10 ** (torch.randn(n, generator=generator) * 2)
+        for _ in range(min(n, 8)):
+            values[self.random.randrange(n)] = self.random.choice(SPECIAL)
+        if dtype == torch.bfloat16:
+            values[values.abs() < torch.finfo(dtype).tiny] = 0.0
+        whole = torch.zeros(n + first, dtype=dtype)
+        whole[first:] = values.to(dtype)
+        return whole[first:]
+
+    def number(self) -> float:
+        return self.random.choice([1.0, 0.0, self.random.uniform(-2, 2), 10 ** self.random.uniform(-9, 1)])
+
+    def both(self, run: Callable[..., None], arrays: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the kernel and the definition make of `arrays`, which `run` writes."""
+        wanted = [array.clone() for array in arrays]
+        before = len(launch.variants())
+        run(*arrays)
+        assert launch.variants() or before, "no kernel ran"
+        with patch.object(launch, "serves", lambda *_: False):
+            run(*wanted)
+        return list(zip(arrays, wanted, strict=True))
+
+    def predict(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        published, grad = (self.array(self.random.choice(READ)) for _ in range(2))
+        drift = self.array(self.random.choice(READ)) if self.random.random() < 0.5 else None
+        inverse = self.array(torch.float32, -(-self.n // self.block), 10.0)
+        scale, coefficient = self.number(), self.number()
+        weights = self.array(self.random.choice(STORED))
+        return self.both(
+            lambda w: launch.predict(w, published, drift, grad, inverse, scale, coefficient, self.block), [weights]
+        )
+
+    def move(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        grad, inverse = self.array(self.random.choice(READ)), self.array(torch.float32, -(-self.n // self.block), 10.0)
+        numbers = [self.number() for _ in range(3)]
+        arrays = [self.array(self.random.choice(STORED)) for _ in range(2)]
+        return self.both(lambda w, d: launch.move(w, d, grad, inverse, *numbers, self.block), arrays)
+
+    def hot_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = max(1, self.n // self.block)
+        p, m, v = (self.array(torch.float32, rows * self.block).view(rows, -1) for _ in range(3))
+        grad = self.array(self.random.choice(READ), rows * self.block).view(rows, -1)
+        updates = torch.tensor([self.random.randint(1, 10**6) for _ in range(rows)], dtype=torch.int32)
+        beta1, beta2, decay = self.random.choice([0.0, 0.9]), self.random.choice([0.0, 0.95, 0.999]), self.number()
+        l2, decay = self.random.choice([(0.0, 1.0), (decay, 1.0), (0.0, decay)])
+        constants = definition.HotConstants(
+            self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay
+        )
+        return self.both(lambda *state: launch.hot_step(*state, grad, updates, constants), [p, m, v.abs_()])
+
+    def norms(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Sums in another order: equal but for the last bits of fp64."""
+        dtype, sizes = self.random.choice(READ), [self.n, 1, 1 << 15, (1 << 15) + self.random.randint(1, 99)]
+        tensors = [self.array(dtype, size).nan_to_num_(1.0, 2.0, 3.0) for size in sizes]
+        found, wanted = launch.norms(tensors), torch.stack([tensor.double().norm() for tensor in tensors])
+        assert torch.allclose(found, wanted, rtol=1e-13, atol=0), (found, wanted)
+        tensors[-1][-1] = math.nan
+        assert launch.norms(tensors).isfinite().tolist() == [True, True, True, False]
+        return []
+
+
+def rounded_sqrt(array: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """The square root, correctly rounded: fp64 has more than twice the bits."""
+    return out.copy_(array.double().sqrt())
+
+
+def main(cases: int, seed: int) -> None:
+    accelerator = SimpleNamespace(device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor)
+    patch.object(launch, "_found", lambda device_type: device).start()
+    patch.object(launch, "get_accelerator", lambda: accelerator).start()
+    patch.object(torch, "sqrt", rounded_sqrt).start()
+    for number in range(seed, seed + cases):
+        case = Case.invent(number)
+        for kernel in (case.predict, case.move, case.hot_step, *([case.norms] if number % 8 == 0 else [])):
+            for found, wanted in kernel():
+                if not torch.equal(found.nan_to_num(7e3), wanted.nan_to_num(7e3)) or not torch.equal(
+                    found.signbit() & ~found.isnan(), wanted.signbit() & ~wanted.isnan()
+                ):
+                    where = (found != wanted).nonzero()[:3].tolist()
+                    sys.exit(f"{kernel.__name__} of case {number}, {case}: differs at {where}")
+    sys.stdout.write(f"{cases} cases, {len(launch.variants())} variants\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

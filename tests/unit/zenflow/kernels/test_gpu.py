@@ -1,0 +1,40 @@
+"""The kernels on an accelerator beside their definition there."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.zenflow.kernels import definition, launch
+from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
+
+CONSTANTS = definition.HotConstants(0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999)
+
+
+def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
+    """Results of each kernel on arrays at an offset, with kernels if there are any, and as torch operations."""
+    device, found = torch.device(get_accelerator().current_device_name()), []
+    for kernels in (True, False):
+        torch.manual_seed(0)
+        w, y, d, g = (torch.randn(numel + first).bfloat16().to(device)[first:] for _ in range(4))
+        inverse = torch.rand(-(-numel // 32)).to(device)
+        p, m, v = torch.rand(3, numel // 32, 32).to(device)
+        updates = torch.arange(1, numel // 32 + 1, dtype=torch.int32).to(device)
+        with patch.object(launch, "serves", launch.serves if kernels else lambda *_: False):
+            launch.move(w, d, g, inverse, 0.7, 2e-3, 3e-3, 32)
+            moved = w.clone()
+            launch.predict(w, y, d, g, inverse, 0.7, 2e-3, 32)
+            launch.hot_step(p, m, v, g[: numel // 32 * 32].view(-1, 32), updates, CONSTANTS)
+        found.append([array.cpu() for array in (moved, d, w, p, m, v)])
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 1])
+def test_kernels_on_an_accelerator_equal_torch_operations_to_the_bit(first: int) -> None:
+    kernels, operations = run_ranks(1, both_ways, (1 << 18) + 45, first, device="accelerator")[0]
+    assert_same(kernels, operations, "moved weights, D, predicted weights, p, m, v")

@@ -1,0 +1,123 @@
+"""How many variants of a kernel a training compiles, as Triton itself decides it. The GPU is made up: what would be
+compiled and launched is only counted."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from deepspeed_ext.zenflow.kernels import definition, device, launch, prepare
+from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
+
+BACKENDS = {"sm_90": make_backend(GPUTarget("cuda", 90, 32)), "gfx942": make_backend(GPUTarget("hip", "gfx942", 64))}
+
+
+class Recorded:
+    """Stands in for the module of kernels: launches nothing, and keeps what Triton would compile for."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, set[str]] = {target: set() for target in BACKENDS}
+        self.launches = 0
+
+    def __getattr__(self, kernel: str) -> Any:
+        function = getattr(device, kernel)
+        binders = {
+            target: create_function_from_signature(function.signature, function.params, backend)
+            for target, backend in BACKENDS.items()
+        }
+
+        def run(*args: Any, **options: Any) -> None:
+            self.launches += 1
+            for target, bind in binders.items():
+                _, specialization, rest = bind(*args, **options)
+                self.keys[target].add(f"{kernel} {specialization} {rest}")
+
+        return _Grid(run)
+
+
+class _Grid:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        assert all(0 < size < 1 << 31 for size in grid)
+        return self._run
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """The CPU as a device with kernels."""
+    module = Recorded()
+    accelerator = SimpleNamespace(device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor)
+    monkeypatch.setattr(launch, "_kernels", lambda device_type: module)
+    monkeypatch.setattr(launch, "missing", lambda device: None)
+    monkeypatch.setattr(launch, "_variants", set())
+    monkeypatch.setattr(launch, "get_accelerator", lambda: accelerator)
+    return module
+
+
+def flat(numel: int, first: int) -> torch.Tensor:
+    return torch.zeros(numel + first, dtype=torch.bfloat16)[first:]
+
+
+def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:
+    """Lengths, offsets and numbers are all different, 1 and multiples of 16 among them: one variant for each kernel's
+    dtypes and alignment, and the engine's start has made them all."""
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    prepared = [
+        *prepare.norms(cpu, [bf16]),
+        *prepare.estimates(cpu, 32, bf16, bf16, bf16, [True]),
+        *prepare.hot_steps(cpu, 32, bf16),
+    ]
+    prepare.prepare(cpu, 32, prepared, warns=True)
+    expected = {target: set(keys) for target, keys in recorded.keys.items()}
+    assert [len(keys) for keys in expected.values()] == [7, 7], "predict and move twice, hot step, two of the norms"
+    assert len(launch.variants()) == 7
+
+    before = recorded.launches
+    sizes = [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]
+    arrays = [[flat(numel, first + offset) for offset in (0, 0, 8, 16)] for numel, first in sizes]
+    estimators = [Estimator(torch.ones(-(-numel // 32)), 32, 1.0, 1e-8) for numel, _ in sizes]
+    state = torch.ones(3, 5, 32)
+    for step in range(1, 51):
+        scale = 1.0 if step % 3 else 0.7
+        launch.norms([grad for *_, grad in arrays])
+        for (weights, published, drift, grad), estimator in zip(arrays, estimators, strict=True):
+            if step % 2:
+                estimator.move(weights, drift, grad, scale, 1e-3 / step, 1.0)
+            else:
+                estimator.predict(weights, published, drift, grad, scale, 1.0 if step == 2 else 1e-3)
+        constants = definition.HotConstants(scale, 1e-3 / step, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 1.0 - 1e-4 / step)
+        launch.hot_step(*state, torch.zeros(5, 32, dtype=bf16), torch.ones(5, dtype=torch.int32), constants)
+    assert recorded.launches - before == 50 * (2 + 5 + 1)
+    assert recorded.keys == expected
+    assert len(launch.variants()) == 7
+
+
+def test_a_kernel_that_does_not_compile_at_the_start_leaves_torch_operations(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no assembler\nat all")
+
+    told: list[str] = []
+    monkeypatch.setattr(prepare, "warn_once", told.append)
+    monkeypatch.setattr(launch, "_given_up", {})
+    monkeypatch.setattr(launch, "missing", lambda device: launch._given_up.get("meta"))
+    prepare.prepare(torch.device("meta"), 32, [fail], warns=True)
+    assert len(told) == 1
+    assert "A kernel failed at the start (RuntimeError: no assembler)" in told[0]
+
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(launch, "missing", lambda device: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        prepare.prepare(torch.device("meta"), 32, [exhaust], warns=True)

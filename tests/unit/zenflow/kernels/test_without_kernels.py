@@ -1,0 +1,129 @@
+"""Where no kernel runs: torch operations, whose temporaries are those of one chunk, and one line in the log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_ext.zenflow.kernels import definition, launch, prepare
+from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
+from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from tests.support.ranks import on_sim
+from tests.support.same import assert_same
+
+BLOCK = 32
+STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 3, 1.0)
+MIB = 1 << 20
+
+
+def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Each part of a step on bf16 arrays of `numel` elements, whole blocks."""
+    weights, published, drift, grad = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(4))
+    estimator = Estimator.remembering(torch.ones(numel // BLOCK, device=device), BLOCK)
+    blocks = BlockSet(torch.arange(numel // BLOCK, device=device), numel, BLOCK)
+    state = torch.ones(3, numel // BLOCK, BLOCK, device=device)
+    hot = AdamBlocks(blocks, *state.unbind(), torch.ones(numel // BLOCK, dtype=torch.int32, device=device))
+    return {
+        "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-3),
+        "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
+        "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-3, 1e-3),
+        "hot step": lambda: hot.step(grad.view(-1, BLOCK), 0.5, STEP),
+    }
+
+
+def peaks(numel: int, chunk: int) -> dict[str, int]:
+    """Bytes of the temporaries of each part of a step on the simulated accelerator."""
+    from tests.support.simulated_accelerator import device as sim
+
+    found = {}
+    with (
+        patch.object(definition, "ACCELERATOR_CHUNK_NUMEL", chunk),
+        patch.object(launch, "ACCELERATOR_CHUNK_NUMEL", chunk),
+    ):
+        for name, call in calls(numel, torch.device("sim")).items():
+            sim.synchronize()
+            sim.reset_peak_memory_stats()
+            before = sim.memory_allocated()
+            call()
+            sim.synchronize()
+            found[name] = sim.max_memory_allocated() - before
+    return found
+
+
+def test_temporaries_on_a_device_without_kernels_are_those_of_one_chunk() -> None:
+    """Two arrays in fp32 (without D, one), and a few numbers for each block; the partition has 16 chunks."""
+    chunk, numbers = 1 << 16, 6 * 4 * (1 << 16) // BLOCK
+    (found,) = on_sim(peaks, 16 * chunk, chunk)
+    assert 4 * chunk <= found.pop("predict") <= 4 * chunk + numbers
+    assert set(found) == {"predict with D", "move", "hot step"}
+    for name, nbytes in found.items():
+        assert 8 * chunk <= nbytes <= 8 * chunk + numbers, name
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("name", ["predict", "predict with D", "move", "hot step"])
+def test_temporaries_on_the_cpu_are_those_of_one_chunk(name: str) -> None:
+    chunk = definition.chunk_numel(torch.device("cpu"), BLOCK)
+    call = calls(8 * chunk, torch.device("cpu"))[name]
+    with patch.object(launch, "ACCELERATOR_CHUNK_NUMEL", chunk), Allocations() as allocations:
+        call()
+    assert 4 * chunk <= allocations.largest <= 2 * 4 * chunk <= MIB
+
+
+def told_on_sim() -> list[str]:
+    told: list[str] = []
+    with patch.object(prepare, "warn_once", told.append):
+        for warns in (True, False):
+            prepare.prepare(torch.device("sim"), BLOCK, [], warns=warns)
+        prepare.prepare(torch.device("cpu"), BLOCK, [], warns=True)
+    return told
+
+
+def test_one_line_says_that_there_are_no_kernels_where_they_were_to_be_expected() -> None:
+    """On one rank; and not on the CPU, where nobody expects them."""
+    (told,) = on_sim(told_on_sim)
+    assert len(told) == 1
+    assert told[0].startswith("ZenFlow computes in torch operations on sim, a chunk at a time")
+
+
+def test_without_triton_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "triton.runtime", None)
+    reason = launch._found.__wrapped__("xpu")
+    assert isinstance(reason, str)
+    assert "Triton cannot be imported" in reason
+    assert "pip install triton" in reason
+
+
+def test_a_hot_step_ignores_chunks() -> None:
+    found = []
+    for chunk in (8, 1 << 20):
+        with (
+            patch.object(definition, "_CHUNK_NUMEL", {"cpu": chunk}),
+            patch.object(launch, "ACCELERATOR_CHUNK_NUMEL", 3 * chunk),
+        ):
+            generator = torch.Generator().manual_seed(0)
+            state = torch.rand(3, 20, 8, generator=generator)
+            grad = torch.randn(20, 8, generator=generator).bfloat16()
+            hot = AdamBlocks(BlockSet(torch.arange(20), 160, 8), *state.unbind(), torch.arange(20, dtype=torch.int32))
+            hot.step(grad, 0.3, STEP)
+            found.append(state)
+    assert_same(found[0], found[1], "p, m, v")
