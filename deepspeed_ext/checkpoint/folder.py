@@ -291,10 +291,10 @@ class CheckpointFolder:
             _save_id(self.path), tuple(filter(None, staged)), tuple(each for each in replaced if each is not None)
         )
 
-    def settle(self, save_id: str | None) -> None:
-        """Put the save `save_id`, chosen by `choose_save`, under the tag's name."""
-        state = self.state()
-        if state.saved == save_id:
+    def settle(self, state: FolderState, save_id: str | None) -> None:
+        """Put the save `save_id` under the tag's name, which `choose_save` has chosen by this node's `state` and
+        others."""
+        if state.saved == save_id:  # whatever another job has put there since
             return
         assert save_id is not None, "choose_save chooses a save that every node has"
         if save_id in state.staged:

@@ -151,11 +151,14 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         """Make what lies in the staging folder the checkpoint. A collective. If an exception breaks it off between its
         agreements, it can be called again."""
         try:
-            with self._all(f"checkpoint {info.tag!r} was not saved"):
+            what = f"checkpoint {info.tag!r} was not saved"
+            with self._all(what):
                 self.kept.raise_here()
-            with self._all(f"checkpoint {info.tag!r} was not saved"):
+            with self._all(what):  # on every node before the first swap, so that a crash between swaps loses nothing
                 if self._leads:
                     folder.mark()
+            with self._all(what):
+                if self._leads:
                     folder.swap()
         except DeepSpeedExtError:
             if self._leads:
@@ -231,8 +234,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         states = [each for each, _ in self._ranks.distinct(state if self._leads else first) if each is not None]
         with together(self._ranks, CheckpointError):
             save_id = choose_save(states)
-            if self._leads:
-                folder.settle(save_id)
+            if state is not None:
+                folder.settle(state, save_id)
         return save_id
 
     def load(self, path: str, map_location: Any = None) -> Any:

@@ -153,8 +153,8 @@ def crash(size: int, folder: Path, case: Case) -> tuple[str | None, bool]:
     again = run_forked(size, lambda ranks: load(ranks, disks))
     if again != [{3}] * size:
         return f"the next save: {saved}, loaded {again}", crashed
-    # A crash between writing and renaming the file of `latest` leaves the former, which goes after an hour.
-    left = [str(path) for path in folder.rglob("*.dsext-*") if not path.name.startswith("latest.")]
+    # What has no owner yet, and takes no room, goes after an hour.
+    left = [str(path.parent) for path in folder.rglob("*_states.pt") if ".dsext-" in path.parent.name]
     left += [str(path) for path in folder.rglob("*written*")]
     return (f"left behind: {left}" if left else None), crashed
 
