@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.supported import as_torch_adam, require_group_timeout, require_section, require_shared_folder
 from deepspeed_ext.zenflow.throughput import StreamThroughputTimer
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.zero.zenflow import ZenFlowStepping
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.zero_config import ZeroConfig
@@ -271,7 +273,12 @@ class Engine(OffloadingEngine):
             self.checkpoint_engine.begin_save(names_latest=save_latest)
             save_latest = False
         client_state = {} if client_state is None else client_state
-        return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        try:
+            return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        except BaseException:
+            if isinstance(self.checkpoint_engine, JointCheckpointEngine):
+                self.checkpoint_engine.break_off()
+            raise
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._error_for_commit():
@@ -336,12 +343,27 @@ class Engine(OffloadingEngine):
         """
         self._require_states_here()
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        super().step(lr_kwargs)
+        self._take_whole(super().step, lr_kwargs)
         if ends_step and isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
             self.checkpoint_engine.finish_if_written()
 
+    def _take_whole(self, step: Callable[[Any], None], lr_kwargs: Any) -> None:
+        """Call DeepSpeed's `step`. If an exception leaves it, even between its parts, the engine refuses to go on: also
+        gradients, scheduler, loss scale and counters may have had a part of it."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, ZenFlowStepping) or optimizer.broken_off is not None:
+            step(lr_kwargs)
+            return
+        optimizer.broken_off = "an exception"
+        try:
+            step(lr_kwargs)
+        except BaseException as error:
+            optimizer.broken_off = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
+            raise
+        optimizer.broken_off = None
+
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        super()._take_model_step(lr_kwargs)
+        self._take_whole(super()._take_model_step, lr_kwargs)  # pipelines call this alone
         adam = self._zenflow_adam
         with nullcontext() if adam is None else adam.link.keeping():
             if self.core_binding is not None and not self._cores_refreshed:
