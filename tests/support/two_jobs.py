@@ -30,7 +30,7 @@ from deepspeed_ext.zenflow.worker.main import write_from_arena
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite
 from tests.support.crash.driver import MODES, Disks, InProcess, commit_save, load, make_engine, save
 
-__all__ = ["Duel", "Job", "hooked", "operations_of", "problem_of", "random_turns"]
+__all__ = ["Duel", "Job", "LateWriter", "hooked", "operations_of", "problem_of", "random_turns"]
 
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
 SECONDS = 60
@@ -119,13 +119,22 @@ class LateWorker(InProcess):
 
 
 class LateWriter:
-    """Stands for the thread: it writes only once somebody waits for it."""
+    """Stands for the thread: it writes only once somebody waits for it, or at once.
+
+    Attributes:
+        is_late: whether it writes late.
+    """
+
+    is_late = True
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def submit(self, job: Callable[..., None], *args: Any) -> Future[None]:
-        return LateFuture(job, args)
+        future = LateFuture(job, args)
+        if not self.is_late:
+            future.exception()
+        return future
 
     def end(self) -> None:
         """Nothing has to end."""
