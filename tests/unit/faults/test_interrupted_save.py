@@ -53,6 +53,8 @@ def goes_wrong(folder: Path, tag: str, waits: str, at: int | None, then: str) ->
     try:
         with interruption:
             WAITS[waits](engine)
+    except CheckpointError as error:  # a library has made something else of the interruption
+        told = str(error)
     except KeyboardInterrupt:
         try:
             WAITS[then](engine)
@@ -60,9 +62,9 @@ def goes_wrong(folder: Path, tag: str, waits: str, at: int | None, then: str) ->
         except CheckpointError as error:
             told = str(error)
     found = load(ALONE, disks)
-    left = [path.name for path in folder.rglob("*.dsext-*")]
+    left = [path.name for path in folder.rglob("*.dsext-*") if "removing" not in path.name]  # for the next save
     wrong = None
-    if found != ({1} if told else {2}):
+    if found != ({1} if "was not saved" in told else {2}):
         wrong = f"told {told!r}, found {found}"
     elif left:
         wrong = f"left: {left}"
