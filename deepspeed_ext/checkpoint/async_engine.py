@@ -169,12 +169,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                 self._complete_alone(*self._saving)
 
     def _complete_alone(self, info: Any, folder: CheckpointFolder) -> None:
-        me = f"rank {self._ranks.rank}: "
         with contextlib.suppress(OSError):  # without its sign, the save is given up
-            _files.replace_file(
-                os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"),
-                "" if self.kept.error is None else me + str(self.kept.error).removeprefix(me),
-            )
+            _files.replace_file(os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said())
         if not self._leads:
             return
         try:
@@ -184,11 +180,28 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                     folder.mark()
                 _remove_signs(folder.staging)
                 folder.swap()
-                folder.end()
-                self._name_latest(folder, info.tag)
         except DeepSpeedExtError as failure:
             folder.give_up()
             raise CheckpointError(f"checkpoint {info.tag!r} was not saved: {failure}") from failure
+        try:
+            folder.end()
+            self._name_latest(folder, info.tag)
+        except OSError as failure:
+            raise CheckpointError(
+                f"checkpoint {info.tag!r} was saved, but finishing the save failed: {failure}. To go on: load it by its "
+                "tag"
+            ) from failure
+
+    def _said(self) -> str:
+        """What the leading rank is told: this rank's error with its remedy; empty: it has written its files."""
+        me = f"rank {self._ranks.rank}: "
+        try:
+            with advised():
+                if self.kept.error is not None:
+                    raise self.kept.error
+        except DeepSpeedExtError as error:
+            return me + str(error).removeprefix(me)
+        return ""
 
     def lose(self, why: str) -> None:
         """Give up the save that goes on, if there is one, and say so in one line of the log. No collective."""
@@ -328,7 +341,7 @@ def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:
         if not found.has_written:
             logger.warning(f"rank {found._ranks.rank}: the end waits for a checkpoint that is still being written")
         found.finish_alone()
+    except CheckpointError as error:
+        logger.error(str(error))
     except BaseException as error:  # also Ctrl-C: nobody is left to catch it
-        found.lose(type(error).__name__)
-        if isinstance(error, Exception):
-            logger.error(str(error))
+        found.lose(f"{type(error).__name__} {error}".rstrip())

@@ -21,7 +21,7 @@ from deepspeed_ext._agreement import (
 from deepspeed_ext._logging import logger
 from deepspeed_ext._upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
-from deepspeed_ext.checkpoint.remedies import advised
+from deepspeed_ext.checkpoint.remedies import advised, remedy_for
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 
 __all__ = ["SAVE_ID", "JointCheckpointEngine", "reading"]
@@ -106,7 +106,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         try:
             self._recover(folder)
         except CheckpointError as error:  # advises those who load
-            raise agreed(CheckpointError(f"{what}: {error}. To go on: save under another tag"), self._ranks) from error
+            remedy = remedy_for(str(error), "save under another tag")
+            raise agreed(CheckpointError(f"{what}: {error}. To go on: {remedy}"), self._ranks) from error
         self._folder = folder  # before it begins, for `break_off`
         with self._all(what):
             if self._leads:

@@ -65,11 +65,16 @@ _BY_TEXT: tuple[tuple[str, str], ...] = (
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
-def remedy_for(said: str) -> str:
-    """What to do about an error of a save, given its type and text, which may come from another process."""
+def remedy_for(said: str, otherwise: str = OTHERWISE) -> str:
+    """What to do about an error of a save, given its type and text, which may come from another process.
+
+    Args:
+        said: type and text.
+        otherwise: the remedy for unknown errors.
+    """
     if (found := _ERRNO.search(said)) is not None:
-        return BY_NUMBER.get(int(found[1]), OTHERWISE)
-    return next((remedy for part, remedy in _BY_TEXT if part.lower() in said.lower()), OTHERWISE)
+        return BY_NUMBER.get(int(found[1]), otherwise)
+    return next((remedy for part, remedy in _BY_TEXT if part.lower() in said.lower()), otherwise)
 
 
 @contextmanager
