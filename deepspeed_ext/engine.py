@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -39,7 +38,6 @@ from deepspeed_ext.zenflow.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.supported import as_torch_adam, require_group_timeout, require_section, require_shared_folder
 from deepspeed_ext.zenflow.throughput import StreamThroughputTimer
 from deepspeed_ext.zero.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.zero.zenflow import ZenFlowStepping
 from deepspeed_ext.zero.zenflow_stage3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.zero.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.zero_config import ZeroConfig
@@ -159,11 +157,7 @@ class Engine(OffloadingEngine):
         placement = self.core_binding.worker_placement if self.core_binding is not None else None
         stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, builders=ranks, placement=placement)
         stage_1_and_2 = partial(
-            ZenFlowZeroOptimizer,
-            settings=settings,
-            builders=ranks,
-            check_replicas=check_replicas,
-            placement=placement,
+            ZenFlowZeroOptimizer, settings=settings, builders=ranks, check_replicas=check_replicas, placement=placement
         )
         return [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
 
@@ -346,21 +340,6 @@ class Engine(OffloadingEngine):
         self._take_whole(super().step, lr_kwargs)
         if ends_step and isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
             self.checkpoint_engine.finish_if_written()
-
-    def _take_whole(self, step: Callable[[Any], None], lr_kwargs: Any) -> None:
-        """Call DeepSpeed's `step`. If an exception leaves it, even between its parts, the engine refuses to go on: also
-        gradients, scheduler, loss scale and counters may have had a part of it."""
-        optimizer = self.optimizer
-        if not isinstance(optimizer, ZenFlowStepping) or optimizer.broken_off is not None:
-            step(lr_kwargs)
-            return
-        optimizer.broken_off = "an exception"
-        try:
-            step(lr_kwargs)
-        except BaseException as error:
-            optimizer.broken_off = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
-            raise
-        optimizer.broken_off = None
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         self._take_whole(super()._take_model_step, lr_kwargs)  # pipelines call this alone

@@ -188,8 +188,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             self._name_latest(folder, info.tag)
         except OSError as failure:
             raise CheckpointError(
-                f"checkpoint {info.tag!r} was saved, but finishing the save failed: {failure}. To go on: load it by its "
-                "tag"
+                f"checkpoint {info.tag!r} was saved, but finishing the save failed: {failure}. "
+                "To go on: load it by its tag"
             ) from failure
 
     def _said(self) -> str:
@@ -224,8 +224,9 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             except WorkerError as error:
                 self.kept.note(error)
         for file in self._files:
-            if (error := file.exception()) is not None:  # not raised: what is raised here is not the save's
-                self.kept.note(error)
+            failure = file.exception()  # not raised: what is raised here is not the save's
+            if failure is not None:
+                self.kept.note(failure if isinstance(failure, Exception) else CheckpointError(repr(failure)))
         try:
             yield
         except DeepSpeedExtError:

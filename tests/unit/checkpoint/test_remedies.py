@@ -115,7 +115,8 @@ def test_any_refused_call_of_a_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tag", ["a", "b"])
 def test_a_save_beside_training_without_a_thread_is_one_that_training_waits_for(tag: str, tmp_path: Path) -> None:
     """No thread can be started."""
-    disks, warnings = Disks(tmp_path, False), []
+    disks = Disks(tmp_path, False)
+    warnings: list[str] = []
     save(ALONE, disks, "a", 1)
     with (
         patch.object(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS),
