@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -13,6 +15,7 @@ import deepspeed_ext
 
 __all__ = ["InjectedError", "Interruption", "called_functions", "failing"]
 
+_WITH_LOCKS = (logging.__file__, threading.__file__)
 _PACKAGE = os.path.dirname(os.path.abspath(deepspeed_ext.__file__)) + os.sep
 
 
@@ -74,7 +77,8 @@ def failing(name: str | None) -> Iterator[None]:
 
 
 class Interruption:
-    """Raises at a line that this thread executes inside the block, whosever code it is, as a signal may.
+    """Raises at a line that this thread executes inside the block, whosever code it is, as a signal may. Lines of
+    `logging` and `threading` are left out: they could leave a lock of the whole process locked.
 
     Args:
         at: number of the line, from 0; None: count the lines only.
@@ -91,7 +95,8 @@ class Interruption:
         self._before: Any = None
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return None if frame.f_code is Interruption.__exit__.__code__ else self._line
+        is_left_out = frame.f_code is Interruption.__exit__.__code__ or frame.f_code.co_filename in _WITH_LOCKS
+        return None if is_left_out else self._line
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event != "line":

@@ -71,6 +71,7 @@ CANNOT_BE_AGREED_ON = {
         "offloading.py:OffloadingEngine.forward",
         "offloading.py:OffloadingEngine.backward",
         "offloading.py:OffloadingEngine._backward_prologue",
+        "offloading.py:OffloadingEngine._take_whole",
         "affinity/exchange.py:_require_same_host_plan",
         "flatten/exchange.py:broadcasts",
         "zero/zenflow.py:ZenFlowStepping.step",
@@ -102,7 +103,14 @@ CANNOT_BE_AGREED_ON = {
     "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the rank anyway": (
         "zenflow/throughput.py:",
     ),
-    "only assigns values": ("checkpoint/joint_engine.py:JointCheckpointEngine.begin_save",),
+    "only assigns values, unless a save was interrupted": (
+        "checkpoint/joint_engine.py:JointCheckpointEngine.begin_save",
+        "checkpoint/joint_engine.py:JointCheckpointEngine.break_off",
+        "checkpoint/async_engine.py:AsyncCheckpointEngine.break_off",
+        "checkpoint/async_engine.py:AsyncCheckpointEngine.has_written",
+        "checkpoint/async_engine.py:AsyncCheckpointEngine._end_writer",
+        "checkpoint/writer.py:Writer.end",
+    ),
     "pure, of values that are equal on all ranks": (
         "offloading.py:OffloadingEngine._require_states_here",
         "zero/zenflow.py:ZenFlowStepping.require_states_here",
