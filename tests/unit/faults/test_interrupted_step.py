@@ -96,7 +96,7 @@ def outcomes(config: dict[str, Any], strikes: list[str], seed: int, count: int |
     assert first_difference(after["weights"], before["weights"], "") != ""
     draw, lines = random.Random(seed), after["lines"]
     assert lines > 300, lines
-    chosen = list(range(lines)) if count is None else [0, 1, 2, *(lines - back for back in (1, 2, 3, 4, 8))]
+    chosen = list(range(lines)) if count is None else [0, 2, *(lines - back for back in (1, 3, 8))]
     if count is not None:
         chosen += [draw.randrange(lines) for _ in range(count)]
     wrong: list[Any] = []
@@ -131,7 +131,8 @@ def config_of(stage: int, rule: str, dtype: torch.dtype = torch.bfloat16) -> dic
 CASES = [(stage, rule) for rule in RULES for stage in (1, 2, 3)]
 
 
-@pytest.mark.parametrize(("stage", "rule"), random.Random(3).sample(CASES, 2))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("stage", "rule"), CASES)
 def test_a_step_is_taken_as_a_whole_or_the_engine_says_why_not(stage: int, rule: str) -> None:
     """Weights, masters, losses, counters and the learning rate of later steps are bitwise those of a run in which the
     script had not called `step`, or had called it undisturbed; or the next call raises StateError with the cause."""
