@@ -131,12 +131,12 @@ def config_of(stage: int, rule: str, dtype: torch.dtype = torch.bfloat16) -> dic
 CASES = [(stage, rule) for rule in RULES for stage in (1, 2, 3)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("stage", "rule"), CASES)
 def test_a_step_is_taken_as_a_whole_or_the_engine_says_why_not(stage: int, rule: str) -> None:
     """Weights, masters, losses, counters and the learning rate of later steps are bitwise those of a run in which the
     script had not called `step`, or had called it undisturbed; or the next call raises StateError with the cause."""
-    ((wrong, lines, tally),) = run_ranks(1, outcomes, config_of(stage, rule), list(STRIKES), 11, 3)
+    ((wrong, lines, tally),) = run_ranks(1, outcomes, config_of(stage, rule), list(STRIKES), 11, 3, timeout_seconds=280)
     assert not wrong, f"of {lines} lines: {wrong}"
     assert tally["refused"] > 0
 

@@ -34,6 +34,7 @@ def look(duel: Duel, folder: Path, seed: int, count: int) -> None:
         assert problem is None, f"{duel}, seed {seed}, turns {turns}: {problem}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("duel", random.Random(0).sample(DUELS, 3))
 def test_each_save_belongs_to_one_job(duel: Duel, tmp_path: Path) -> None:
     """After any number of operations of each, and if both were killed there: `latest` names one whole save of one job,
