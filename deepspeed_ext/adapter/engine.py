@@ -160,11 +160,7 @@ class Engine(OffloadingEngine):
         placement = self.core_binding.worker_placement if self.core_binding is not None else None
         stage3 = partial(ZenFlowZeroOptimizerStage3, settings=settings, builders=ranks, placement=placement)
         stage_1_and_2 = partial(
-            ZenFlowZeroOptimizer,
-            settings=settings,
-            builders=ranks,
-            check_replicas=check_replicas,
-            placement=placement,
+            ZenFlowZeroOptimizer, settings=settings, builders=ranks, check_replicas=check_replicas, placement=placement
         )
         return [optimizer_class(stage_1_and_2), stage3_optimizer_class(stage3)]
 
@@ -274,7 +270,12 @@ class Engine(OffloadingEngine):
             self.checkpoint_engine.begin_save(names_latest=save_latest)
             save_latest = False
         client_state = {} if client_state is None else client_state
-        return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        try:
+            return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        except BaseException:
+            if isinstance(self.checkpoint_engine, JointCheckpointEngine):
+                self.checkpoint_engine.break_off()
+            raise
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._error_for_commit():
@@ -339,12 +340,12 @@ class Engine(OffloadingEngine):
         """
         self._require_states_here()
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        super().step(lr_kwargs)
+        self._take_whole(super().step, lr_kwargs)
         if ends_step and isinstance(self.checkpoint_engine, AsyncCheckpointEngine):
             self.checkpoint_engine.finish_if_written()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        super()._take_model_step(lr_kwargs)
+        self._take_whole(super()._take_model_step, lr_kwargs)  # pipelines call this alone
         adam = self._zenflow_adam
         with nullcontext() if adam is None else adam.link.keeping():
             if self.core_binding is not None and not self._cores_refreshed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ __all__ = ["OffloadingEngine"]
 
 
 class OffloadingEngine(ReshardingEngine):
-    """An engine whose states may be away from the accelerator between two steps."""
+    """An engine whose states may be away from the accelerator between two steps, or be those of a part of a step."""
 
     _frozen: Parked | None = None
 
@@ -85,6 +85,21 @@ class OffloadingEngine(ReshardingEngine):
         """Called first in a backward pass, also of the loss itself."""
         self._require_states_here()
         super()._backward_prologue()
+
+    def _take_whole(self, step: Callable[[Any], None], lr_kwargs: Any) -> None:
+        """Call DeepSpeed's `step`. If an exception leaves it, even between its parts, the engine refuses to go on: also
+        gradients, scheduler, loss scale and counters may have had a part of it."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, ZenFlowStepping) or optimizer.broken_off is not None:
+            step(lr_kwargs)
+            return
+        optimizer.broken_off = "an exception"
+        try:
+            step(lr_kwargs)
+        except BaseException as error:
+            optimizer.broken_off = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
+            raise
+        optimizer.broken_off = None
 
     def _require_states_here(self, *states: Any) -> None:
         if isinstance(self.optimizer, ZenFlowStepping):

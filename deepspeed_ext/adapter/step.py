@@ -83,9 +83,11 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     Attributes:
         zenflow_adam: the optimizer that owns the worker.
+        broken_off: what has broken off the engine's last step, or may do so while it goes on; None: it is complete.
     """
 
     zenflow_adam: OffloadedAdam
+    broken_off: str | None = None
     _grad_dtype: torch.dtype
     _stand_ins: list[PartitionStandIn]
     _has_begun: bool = False
@@ -234,12 +236,12 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
         Raises:
             StateError: `offload_states` was called, and `reload_states` was not; or an exception, such as Ctrl-C, has
-                ended a step that left some partitions with its gradient and others without.
+                ended a step: weights, optimizer, gradients, scheduler and counters may have had a part of it.
         """
-        if self.zenflow_adam.plan is not None and not self.zenflow_adam.link.failed:  # else all ranks get its error
+        if self.broken_off is not None and not self.zenflow_adam.link.failed:  # else all ranks get its error
             raise StateError(
-                "an exception has broken off the last optimizer step, and the optimizer's state holds a part of it: "
-                "build a new engine, and load the last checkpoint"
+                f"{self.broken_off} has broken off the last optimizer step, of which weights, optimizer and scheduler "
+                "may hold a part: build a new engine, and load the last checkpoint"
             )
         away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if self._is_rule_away else set())
         if away := away.intersection(states or away):
