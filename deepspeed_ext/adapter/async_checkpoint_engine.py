@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from deepspeed_ext.checkpoint.remedies import THREADS, advised, remedy_for
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
+from deepspeed_ext.checkpoint.writer import Writer
 from deepspeed_ext.checkpoint.zenflow_section import SECTION
-from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import files as _files
 from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.host_memory import available_host_bytes
@@ -60,7 +62,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
     def __init__(self, config_params: Any, ranks: RankGroup, leads: bool, link: WorkerLink) -> None:
         super().__init__(config_params, ranks, leads)
         self._link = link
-        self._thread: ThreadPoolExecutor | None = None
+        self._writer: Writer | None = None
         self._files: list[Future[None]] = []
         self._saving: tuple[Any, CheckpointFolder] | None = None
         self._begin = self._waited = 0.0
@@ -93,8 +95,14 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             super()._write(content, path)
             return
         numbers, others = _submit_arena(holes, path, self._link)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_ext-save")
+        try:
+            self._writer = self._writer or Writer("deepspeed_ext-save")
+        except RuntimeError as error:  # the interpreter's, for any cause
+            logger.warning(
+                f"rank {self._ranks.rank}: training waits while a file is written: {error}. To go on: {THREADS}"
+            )
+            _finish_file(path, others, self._link.process, numbers)
+            return
         if sum(hole.storage.nbytes() for hole in others) > available_host_bytes() // local_world_size():
             _fill(path, others)
             others = []
@@ -102,17 +110,27 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         copies = [
             hole if hole.storage.data_ptr() in owned else Hole(_copy(hole.storage), hole.offset) for hole in others
         ]
-        self._files.append(self._thread.submit(_finish_file, path, copies, self._link.process, numbers))
+        self._files.append(self._writer.submit(_finish_file, path, copies, self._link.process, numbers))
 
     def commit(self, info: Any) -> bool:
         """Let the save go on. A model alone is complete when this returns, as in the base class."""
         if self._folder is None:
             return super().commit(info)
         self._saving, self._folder, self._is_begun = (info, self._folder), None, False
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)  # it ends after its last file
-            self._thread = None
+        self._end_writer()
         return True
+
+    def break_off(self) -> None:
+        if self._folder is not None:
+            self._files = []  # whatever is still written is in a folder of its own
+            self._end_writer()
+        super().break_off()
+
+    def _end_writer(self) -> None:
+        """Let the thread end after its last file."""
+        if self._writer is not None:
+            self._writer.end()
+            self._writer = None
 
     @property
     def is_saving(self) -> bool:
@@ -125,19 +143,20 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         Raises:
             CheckpointError: as from `finish`.
         """
-        if self.is_saving and self._ranks.all(all(file.done() for file in self._files)):
+        if self.is_saving and self._ranks.all(self.has_written):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save, if one goes on, and complete it. A collective then.
+        """Wait for the save, if one goes on, and complete it. A collective then. If an exception breaks it off, such as
+        Ctrl-C, the save goes on, and the next of these calls completes it.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
                 are unchanged.
         """
-        with self._ending() as saving:
-            if saving is not None:
-                self._complete(*saving)
+        if self._saving is not None:
+            with self._ending(*self._saving):
+                self._complete(*self._saving)
 
     def finish_alone(self) -> None:
         """Like `finish` without a collective, for the end of an engine: other ranks may be gone. The leading rank waits
@@ -146,48 +165,86 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
         """
-        with self._ending() as saving:
-            if saving is None:
-                return
-            info, folder = saving
-            error, me = self.kept.take(), f"rank {self._ranks.rank}: "
-            with contextlib.suppress(OSError):  # without its sign, the save is given up
-                _files.replace_file(
-                    os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"),
-                    "" if error is None else me + str(error).removeprefix(me),
-                )
-            if not self._leads:
-                return
-            try:
-                _require_all(folder.staging, self._ranks.size)
-                folder.mark(self._save_id)
+        if self._saving is not None:
+            with self._ending(*self._saving):
+                self._complete_alone(*self._saving)
+
+    def _complete_alone(self, info: Any, folder: CheckpointFolder) -> None:
+        with contextlib.suppress(OSError):  # without its sign, the save is given up
+            _files.replace_file(os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said())
+        if not self._leads:
+            return
+        try:
+            with advised():
+                if not folder.is_marked:
+                    _require_all(folder.staging, self._ranks.size)
+                    folder.mark()
+                _remove_signs(folder.staging)
                 folder.swap()
-                folder.end()
-                self._name_latest(folder, info.tag)
-            except (OSError, CheckpointError) as failure:
-                folder.give_up(self._save_id)
-                raise CheckpointError(f"checkpoint {info.tag!r} was not saved: {failure}") from failure
+        except DeepSpeedExtError as failure:
+            folder.give_up()
+            raise CheckpointError(f"checkpoint {info.tag!r} was not saved: {failure}") from failure
+        try:
+            folder.end()
+            self._name_latest(folder, info.tag)
+        except OSError as failure:
+            raise CheckpointError(
+                f"checkpoint {info.tag!r} was saved, but finishing the save failed: {failure}. "
+                "To go on: load it by its tag"
+            ) from failure
+
+    def _said(self) -> str:
+        """What the leading rank is told: this rank's error with its remedy; empty: it has written its files."""
+        me = f"rank {self._ranks.rank}: "
+        try:
+            with advised():
+                if self.kept.error is not None:
+                    raise self.kept.error
+        except DeepSpeedExtError as error:
+            return me + str(error).removeprefix(me)
+        return ""
+
+    def lose(self, why: str) -> None:
+        """Give up the save that goes on, if there is one, and say so in one line of the log. No collective."""
+        saving, self._saving, self._files = self._saving, None, []
+        if saving is not None:
+            if self._leads:
+                saving[1].give_up()
+            logger.error(f"rank {self._ranks.rank}: checkpoint {saving[0].tag!r} was not saved: {why}")
 
     @contextlib.contextmanager
-    def _ending(self) -> Iterator[tuple[Any, CheckpointFolder] | None]:
-        """Wait for this rank's files and keep their error; yields the save that goes on, if there is one.
+    def _ending(self, info: Any, folder: CheckpointFolder) -> Iterator[None]:
+        """Wait for this rank's files and keep their error; the block completes the save. An exception that is not the
+        save's own, such as Ctrl-C, leaves it to a later call.
 
         The wait for the worker has the worker's timeout, anew after each part that it has written: other ranks may
         already be in a collective, and an engine or a process ends."""
-        saving, self._saving = self._saving, None
-        files, self._files = self._files, []
-        if not all(file.done() for file in files):
-            with self.kept.keeping():
+        if not self.has_written:
+            try:
                 self._link.process.wait_for_writes()
-        for file in files:
-            with self.kept.keeping():
-                file.result()
-        yield saving
-        if saving is not None and self._leads:
+            except WorkerError as error:
+                self.kept.note(error)
+        for file in self._files:
+            failure = file.exception()  # not raised: what is raised here is not the save's
+            if failure is not None:
+                self.kept.note(failure if isinstance(failure, Exception) else CheckpointError(repr(failure)))
+        try:
+            yield
+        except DeepSpeedExtError:
+            self._saving, self._files = None, []
+            self.kept.take()
+            raise
+        self._saving, self._files = None, []
+        if self._leads:
             logger.info(
-                f"checkpoint {saving[0].tag!r} is complete {time.perf_counter() - self._begin:.2f} s after its save "
+                f"checkpoint {info.tag!r} is complete {time.perf_counter() - self._begin:.2f} s after its save "
                 f"began; steps waited {self._link.write_wait_seconds - self._waited:.2f} s for it"
             )
+
+    @property
+    def has_written(self) -> bool:
+        """Whether this rank has written its files, or could not."""
+        return all(file.done() for file in self._files)
 
 
 def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[list[int], list[Hole]]:
@@ -225,18 +282,21 @@ def _fill(path: str, holes: Sequence[Hole]) -> None:
 
 def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, numbers: Sequence[int]) -> None:
     """Fill `holes`, wait for what the worker writes, then for the disk."""
-    _fill(path, holes)
-    holes.clear()
-    for number in numbers:
-        process.wait_for(number, _WRITE_SECONDS)
-        if (why := process.failed_write(number)) is not None:
-            raise CheckpointError(f"the optimizer process could not write {path}: {why}")
-    _files.sync_file(path)
-    _files.sync_folder(os.path.dirname(path))
+    with advised():
+        _fill(path, holes)
+        holes.clear()
+        for number in numbers:
+            process.wait_for(number, _WRITE_SECONDS)
+            if (why := process.failed_write(number)) is not None:
+                raise CheckpointError(
+                    f"the optimizer process could not write {path}: {why}. To go on: {remedy_for(why)}"
+                )
+        _files.sync_file(path)
+        _files.sync_folder(os.path.dirname(path))
 
 
 def _require_all(staging: str, size: int) -> None:
-    """Wait for the signs of `size` ranks, then remove them.
+    """Wait for the signs of `size` ranks.
 
     Raises:
         CheckpointError: a rank could not write, or shows no sign.
@@ -256,12 +316,17 @@ def _require_all(staging: str, size: int) -> None:
         time.sleep(_POLL_SECONDS)
     said = []
     for name in sorted(wanted):
-        path = os.path.join(staging, name)
-        with open(path, encoding="utf-8") as file:
+        with open(os.path.join(staging, name), encoding="utf-8") as file:
             said.append(file.read())
-        os.unlink(path)
     if problems := [text for text in said if text]:
         raise CheckpointError("; ".join(problems))
+
+
+def _remove_signs(staging: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # the folder is in place already
+        for name in os.listdir(staging):
+            if name.startswith(_WRITTEN):
+                os.unlink(os.path.join(staging, name))
 
 
 def _statuses(folder: str, names: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
@@ -275,6 +340,10 @@ def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:
     if found is None or found._pid != os.getpid():
         return
     try:
+        if not found.has_written:
+            logger.warning(f"rank {found._ranks.rank}: the end waits for a checkpoint that is still being written")
         found.finish_alone()
-    except Exception as error:
+    except CheckpointError as error:
         logger.error(str(error))
+    except BaseException as error:  # also Ctrl-C: nobody is left to catch it
+        found.lose(f"{type(error).__name__} {error}".rstrip())

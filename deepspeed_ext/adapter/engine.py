@@ -302,9 +302,9 @@ class Engine(DeepSpeedEngine):
         """
         self._require_states_here()
         self._parts.settle()
-        save_latest = self._parts.saver.begin_save(save_latest)
         client_state = {} if client_state is None else client_state
-        return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        with self._parts.saver.saving(save_latest) as save_latest:
+            return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._parts.saver.keeping():

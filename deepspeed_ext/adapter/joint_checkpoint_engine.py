@@ -10,8 +10,10 @@ from typing import Any
 
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
+from deepspeed_ext.checkpoint.remedies import advised, remedy_for
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import (
     MOST_TOLD,
     KeptError,
@@ -61,18 +63,27 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._save_id = UNKNOWN
         self._loaded_id: str | None = None
         self._names_latest = False
+        self._latest: str | None = None
         self.kept = KeptError()
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin_save(self, names_latest: bool) -> None:
-        """Call this before anything else of a checkpoint's save; it forgets an earlier one that was interrupted.
+        """Call this before anything else of a checkpoint's save.
 
         Args:
             names_latest: whether `commit` updates ``latest``; DeepSpeed must then not do it itself.
         """
-        self._is_begun, self._folder, self._names_latest = True, None, names_latest
+        self.break_off()
+        self._is_begun, self._names_latest = True, names_latest
         self.kept.take()
+
+    def break_off(self) -> None:
+        """Give up the save that has begun and for which `commit` has not returned; no collective. Call this when an
+        exception, such as Ctrl-C, leaves it."""
+        folder, self._folder, self._is_begun = self._folder, None, False
+        if folder is not None and self._leads:
+            folder.give_up()
 
     def create(self, info: Any) -> None:
         """Begin a save. A collective.
@@ -88,18 +99,20 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
         self._save_id = self._ranks.broadcast(uuid.uuid4().hex)
         what = f"checkpoint {info.tag!r} was not saved"
-        with self._all(what, "save elsewhere"):
+        with self._all(what):
             self.kept.raise_here()  # kept when the folder of all tags was created
-            folder = CheckpointFolder(info.save_dir, info.tag)
+            folder = CheckpointFolder(info.save_dir, info.tag, self._save_id)
             folder.require_savable()
         try:
             self._recover(folder)
         except CheckpointError as error:  # advises those who load
-            raise agreed(CheckpointError(f"{what}: {error}. To go on: save under another tag"), self._ranks) from error
-        with self._all(what, "save elsewhere"):
+            remedy = remedy_for(str(error), "save under another tag")
+            raise agreed(CheckpointError(f"{what}: {error}. To go on: {remedy}"), self._ranks) from error
+        self._folder = folder  # before it begins, for `break_off`
+        with self._all(what):
             if self._leads:
+                self._latest = _read_latest(folder.save_dir)
                 folder.begin()
-        self._folder = folder
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         with self.kept.keeping():
@@ -127,28 +140,30 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
                 are unchanged.
         """
-        folder, self._folder, self._is_begun = self._folder, None, False
-        if folder is None:
-            with self._all("the model was not saved", "save elsewhere"):
+        if self._folder is None:
+            with self._all("the model was not saved"):
                 self.kept.raise_here()
         else:
-            self._complete(info, folder)
+            self._complete(info, self._folder)
+        self._folder, self._is_begun = None, False
         return super().commit(info)
 
     def _complete(self, info: Any, folder: CheckpointFolder) -> None:
-        """Make what lies in the staging folder the checkpoint. A collective."""
-        with self.kept.keeping():
-            if self._leads:
-                folder.mark(self._save_id)
+        """Make what lies in the staging folder the checkpoint. A collective. If an exception breaks it off between its
+        agreements, it can be called again."""
         try:
-            with self._all(f"checkpoint {info.tag!r} was not saved", "make room, or save elsewhere"):
+            what = f"checkpoint {info.tag!r} was not saved"
+            with self._all(what):
                 self.kept.raise_here()
-            with self._all(f"checkpoint {info.tag!r} was not saved", "save under another tag"):
+            with self._all(what):  # on every node before the first swap, so that a crash between swaps loses nothing
+                if self._leads:
+                    folder.mark()
+            with self._all(what):
                 if self._leads:
                     folder.swap()
         except DeepSpeedExtError:
             if self._leads:
-                folder.give_up(self._save_id)
+                folder.give_up()
             raise
         with self._all(f"checkpoint {info.tag!r} was saved, but finishing the save failed", "load it by its tag"):
             if self._leads:
@@ -156,17 +171,31 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self._name_latest(folder, info.tag)
 
     def _name_latest(self, folder: CheckpointFolder, tag: str) -> None:
-        if self._names_latest and self._ranks.rank == 0:
-            _files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
+        if not self._names_latest or self._ranks.rank != 0:
+            return
+        found = _read_latest(folder.save_dir)
+        if found not in (self._latest, tag):
+            logger.warning(
+                f"another job also saves to {folder.save_dir}: `latest` named {self._latest or 'nothing'} when this "
+                f"save began, then {found or 'nothing'}, and names {tag} from now on. Stop one of the jobs, or give "
+                "each a folder of its own"
+            )
+        _files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
 
     @contextmanager
-    def _all(self, what: str, remedy: str) -> Iterator[None]:
-        """`together`, with a longer message."""
+    def _all(self, what: str, remedy: str = "") -> Iterator[None]:
+        """`together`, with a longer message. Without a `remedy`, it is that of the error, given on the rank that has
+        it."""
         try:
             with together(self._ranks, CheckpointError):
-                yield
+                if remedy:
+                    yield
+                else:
+                    with advised():
+                        yield
         except DeepSpeedExtError as error:
-            raise agreed(type(error)(f"{what}: {error}. To go on: {remedy}"), self._ranks) from error
+            ending = f". To go on: {remedy}" if remedy else ""
+            raise agreed(type(error)(f"{what}: {error}{ending}"), self._ranks) from error
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -206,8 +235,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         states = [each for each, _ in self._ranks.distinct(state if self._leads else first) if each is not None]
         with together(self._ranks, CheckpointError):
             save_id = choose_save(states)
-            if self._leads:
-                folder.settle(save_id)
+            if state is not None:
+                folder.settle(state, save_id)
         return save_id
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -250,6 +279,14 @@ def reading(path: str) -> Iterator[None]:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
         ) from error
+
+
+def _read_latest(save_dir: str) -> str | None:
+    """The tag that ``latest`` names; None if there is none, or it cannot be read."""
+    try:
+        return _latest(save_dir)
+    except (OSError, ValueError, CheckpointError):
+        return None
 
 
 def _latest(load_dir: str) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
@@ -38,19 +39,25 @@ class Saver:
             return cls(AsyncCheckpointEngine(config_params, world, leads, adam.link))
         return cls(JointCheckpointEngine(config_params, world, leads))
 
-    def begin_save(self, names_latest: bool) -> bool:
-        """Begin a save. A collective while another one goes on.
+    @contextmanager
+    def saving(self, names_latest: bool) -> Iterator[bool]:
+        """Wrap a save; its beginning is a collective while another one goes on. What an exception breaks off is undone.
 
         Args:
             names_latest: whether the save updates ``latest``.
 
-        Returns:
+        Yields:
             Whether DeepSpeed is to update ``latest`` itself.
         """
         if self.files is None:
-            return names_latest
+            yield names_latest
+            return
         self.files.begin_save(names_latest)
-        return False
+        try:
+            yield False
+        except BaseException:
+            self.files.break_off()
+            raise
 
     def keeping(self) -> AbstractContextManager[None]:
         """Wrap what DeepSpeed does before it calls `commit`, which raises this rank's error on all ranks."""

@@ -6,15 +6,20 @@ staging folder in the place of the older save. The older save is kept under a th
 ======================= ==================== =============================================
 time of the crash       names on a node      result of `choose_save` and `settle`
 ======================= ==================== =============================================
-while writing           tag, staging         the older save; the next save removes staging
+while writing           tag, staging         the older save; a later save removes staging
 between the renames     staging, replaced    the new save: all ranks had written their files
 after the renames       tag, replaced        the new save
 nodes differ            any of the above     the save that every node has
 ======================= ==================== =============================================
 
-What a save under another tag finds beside it may be such a rest, or belong to a save that goes on: of another engine of
-this process, or of another job. It touches only what nobody has written to for an hour. Locks would tell at once, but
-not on every file system, nor between hosts.
+Two jobs may save into one folder at once, even under one tag: a job was queued again while the old one still runs. So
+the names of staging and replaced folders hold the id of their save, which no other save shares, and only renames move
+a save. If another job has replaced the tag's save meanwhile, `CheckpointFolder.swap` says so instead of replacing it.
+
+What a save finds beside it may be the rest of a crash, or belong to a save that goes on: of another engine of this
+process, or of another job. It touches only what belongs to a process of this host that has ended, or what nobody has
+written to for an hour. Locks would tell at once, but not on every file system, nor between hosts. Whatever is removed
+first gets a name under which nobody looks for a save.
 
 This module knows neither ranks nor torch.
 """
@@ -22,11 +27,16 @@ This module knows neither ranks nor torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from deepspeed_ext.checkpoint.owner import Owner
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files as _files
 
@@ -35,8 +45,10 @@ __all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save"]
 UNKNOWN = ""
 """Save id of a folder written by plain DeepSpeed."""
 _MARKER = "deepspeed_ext_save.json"
-_STAGING = ".dsext-saving"
-_REPLACED = ".dsext-replaced"
+_STAGING, _REPLACED, _REMOVING = "saving", "replaced", "removing"
+_BESIDE = re.compile(rf"(?P<tag>.+)\.dsext-(?P<role>{_STAGING}|{_REPLACED}|{_REMOVING})(?:\.(?P<key>\w+))?")
+"""Names beside a tag's folder. Those without a key are of an older version."""
+_KEY_LENGTH = 16
 _STATES = "_states.pt"
 _QUIET_SECONDS = 3600.0
 _in_use: set[str] = set()
@@ -45,11 +57,14 @@ _in_use: set[str] = set()
 
 @dataclass(frozen=True)
 class FolderState:
-    """Save ids of what a node has under the three names of a tag; None: nothing there."""
+    """Save ids of what a node has under the names of a tag."""
 
     saved: str | None
-    staged: str | None
-    replaced: str | None
+    """Under the tag itself; None: nothing there."""
+    staged: tuple[str, ...] = ()
+    """Of which every rank of the node has written its files."""
+    replaced: tuple[str, ...] = ()
+    """Older saves that were in the tag's place."""
 
 
 def choose_save(states: Sequence[FolderState]) -> str | None:
@@ -65,10 +80,10 @@ def choose_save(states: Sequence[FolderState]) -> str | None:
     if len(saved) == 1:
         return saved.pop()
     for wanted in sorted(filter(None, saved)):
-        if all(wanted in (state.saved, state.staged) for state in states):
+        if all(wanted in (state.saved, *state.staged) for state in states):
             return wanted
-    for wanted in sorted({state.replaced for state in states if state.replaced is not None}):
-        if all(wanted in (state.saved, state.replaced) for state in states):
+    for wanted in sorted({each for state in states for each in state.replaced}):
+        if all(wanted in (state.saved, *state.replaced) for state in states):
             return wanted
     raise CheckpointError(
         "the nodes have parts of different saves, and no save is complete: load another checkpoint by its tag"
@@ -83,19 +98,31 @@ class CheckpointFolder:
     Args:
         save_dir: the folder of all tags.
         tag: name of the checkpoint.
+        save_id: id of the save that this object makes, which no other save has; None: it only reads.
 
     Attributes:
         save_dir: the argument.
         path: where DeepSpeed and its tools look for the checkpoint.
-        staging: where files are written.
+        staging: where files are written; valid with a `save_id`.
     """
 
-    def __init__(self, save_dir: str, tag: str) -> None:
+    def __init__(self, save_dir: str, tag: str, save_id: str | None = None) -> None:
         self.save_dir = os.path.abspath(save_dir)
         self.path = os.path.abspath(os.path.join(save_dir, tag))
-        self.staging = self.path + _STAGING
-        self._replaced = self.path + _REPLACED
-        self._replaces = False
+        self._save_id = save_id
+        self._key = (save_id or "")[:_KEY_LENGTH]
+        self.staging = self._beside(_STAGING, self._key)
+        self._replaced = self._beside(_REPLACED, self._key)
+        self._found: str | None = None
+
+    def _beside(self, role: str, key: str) -> str:
+        return f"{self.path}.dsext-{role}{'.' if key else ''}{key}"
+
+    def _keys(self, role: str) -> list[str]:
+        """Keys of the folders of a role beside the tag's, in an order that is the same on every node."""
+        parent, tag = os.path.split(self.path)
+        found = map(_BESIDE.fullmatch, os.listdir(parent) if os.path.isdir(parent) else ())
+        return sorted(m["key"] or "" for m in found if m is not None and (m["tag"], m["role"]) == (tag, role))
 
     def require_savable(self) -> None:
         """Refuse a tag whose folder cannot be replaced as a whole.
@@ -131,122 +158,236 @@ class CheckpointFolder:
     def begin(self) -> None:
         """Create an empty staging folder; remove what interrupted saves have left."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        self._clear()
+        self.finish_swap()
+        self._found = _save_id(self.path)
         os.mkdir(self.staging)
         _in_use.add(self.staging)
-        self._clear_others()
+        self._write_marker(None)
+        self._clear_remains()
 
-    def _clear(self) -> None:
-        """Remove what is left of an interrupted save under this tag; complete the save if it is whole."""
-        self.finish_swap()
-        _files.remove_tree(self.staging)
-        self._drop_replaced()
+    @property
+    def is_marked(self) -> bool:
+        """Whether `mark` was called, also if the staging folder is in place already."""
+        return self._save_id in (_save_id(self.staging), _save_id(self.path))
 
-    def _clear_others(self) -> None:
-        """Remove what is left of interrupted saves under other tags, as far as possible."""
-        parent = os.path.dirname(self.path)
-        now = os.stat(self.staging).st_mtime  # by the clock of the file system, which may be that of another host
-        for name in os.listdir(parent):
-            if not name.endswith((_STAGING, _REPLACED)):
-                continue
-            other = CheckpointFolder(parent, name.removesuffix(_STAGING).removesuffix(_REPLACED))
-            with contextlib.suppress(OSError):  # its job is alive and has changed it now, or it is another user's
-                if other.staging not in _in_use and other._last_written() < now - _QUIET_SECONDS:
-                    other._clear()
+    def mark(self) -> None:
+        """Say in the staging folder that it is complete, and of which save it is. Idempotent."""
+        if not self.is_marked:
+            self._write_marker(self._save_id)
 
-    def _last_written(self) -> float:
-        """When anything under the tag's three names was written."""
-        times = [0.0]
-        for folder in (self.staging, self.path, self._replaced):  # a swap that happens now is seen under one of them
-            if os.path.isdir(folder):
-                paths = [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]
-                times += [os.stat(path).st_mtime for path in paths]
-        return max(times)
-
-    def mark(self, save_id: str) -> None:
-        """Write the save's id to the staging folder."""
-        _files.replace_file(os.path.join(self.staging, _MARKER), json.dumps({"save_id": save_id}) + "\n")
+    def _write_marker(self, save_id: str | None) -> None:
+        marker = {"save_id": save_id, "owner": Owner.here().as_dict()}
+        _files.replace_file(os.path.join(self.staging, _MARKER), json.dumps(marker) + "\n")
 
     def swap(self) -> None:
-        """Put the staging folder in place. Call it when every rank of every node has written its files."""
-        self._replaces = os.path.lexists(self.path)
-        if self._replaces:
+        """Put the staging folder in place. Call it when every rank of every node has written its files. Idempotent, and
+        it completes a call that an exception has broken off.
+
+        Raises:
+            CheckpointError: another job has saved under the tag since `begin`, or has removed the staging folder.
+        """
+        if _save_id(self.path) != self._save_id:
+            self._require_unchanged()
+            self._put_in_place()
+        _files.sync_folder(os.path.dirname(self.path))
+
+    def _put_in_place(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # there was no save, or another job is moving it
             os.rename(self.path, self._replaced)
         try:
-            _files.rename(self.staging, self.path)
-        except FileNotFoundError:
-            if not os.path.lexists(self.path):  # else another job that reads the tag has completed the swap
+            os.rename(self.staging, self.path)
+        except OSError as error:
+            if _save_id(self.path) == self._save_id:  # another job that reads the tag has completed the swap
+                return
+            self._require_unchanged()
+            if error.errno != errno.ENOENT:
                 raise
+            raise CheckpointError(
+                f"{self.staging} is gone: another job or a person has removed it while this job wrote to it"
+            ) from None
+
+    def _require_unchanged(self) -> None:
+        """Refuse to replace a save that another job has put in place since `begin`.
+
+        Raises:
+            CheckpointError: there is one.
+        """
+        now = _save_id(self.path)
+        if now in (None, self._found) or (now == UNKNOWN and not _holds_save(self.path)):
+            return
+        raise CheckpointError(
+            f"another job has saved under {self.path} since this save began (save id {now or 'unknown'}, expected "
+            f"{self._found or 'none'}): stop one of the jobs, or give each a folder of its own"
+        )
 
     def end(self) -> None:
         """Remove the older save. Call it when every node has swapped."""
         _in_use.discard(self.staging)
-        self._drop_replaced()
+        self._drop_replaced(self._replaced)
 
-    def give_up(self, save_id: str) -> None:
-        """Undo the save `save_id` as far as possible; the next save or load does the rest.
+    def give_up(self) -> None:
+        """Undo the save as far as possible; the next save or load does the rest.
 
         If there was an older save and it is gone, the new one is the only copy and stays.
         """
         _in_use.discard(self.staging)
         with contextlib.suppress(OSError, CheckpointError):
             has_older = os.path.lexists(self._replaced)
-            if _save_id(self.path) == save_id and (has_older or not self._replaces):
+            if _save_id(self.path) == self._save_id and (has_older or self._found is None):
                 os.rename(self.path, self.staging)
+                if _save_id(self.staging) != self._save_id:  # another job has been faster
+                    os.rename(self.staging, self.path)
             if has_older and not os.path.lexists(self.path):
                 _files.rename(self._replaced, self.path)
-            if os.path.lexists(self.path) or not self._replaces:
-                _files.remove_tree(self.staging)
+            if os.path.lexists(self.path) or self._found is None:
+                self._discard(self.staging)
+            if _holds_save(self.path):
+                self._drop_replaced(self._replaced)
 
-    def _drop_replaced(self) -> None:
-        """Remove the older save; files that others have added to it move to the new one."""
-        if not os.path.lexists(self._replaced):
+    def _drop_replaced(self, replaced: str) -> None:
+        """Remove an older save; files that others have added to it move to the newer one."""
+        if not os.path.lexists(replaced):
             return
-        for name in os.listdir(self._replaced) if not os.path.islink(self._replaced) else ():
-            target = os.path.join(self.path, name)
-            if name != _MARKER and not name.endswith(_STATES) and not os.path.lexists(target):
-                os.rename(os.path.join(self._replaced, name), target)
-        _files.sync_folder(self.path)
-        _files.remove_tree(self._replaced)
+        for name in os.listdir(replaced) if not os.path.islink(replaced) else ():
+            source, target = os.path.join(replaced, name), os.path.join(self.path, name)
+            if name == _MARKER or name.endswith(_STATES) or os.path.lexists(target):
+                continue
+            try:
+                os.rename(source, target)
+            except FileNotFoundError:  # another job has moved the file, or is moving the newer save
+                if os.path.lexists(source):
+                    return
+        with contextlib.suppress(FileNotFoundError):
+            _files.sync_folder(self.path)
+        self._discard(replaced)
+
+    def _discard(self, folder: str) -> None:
+        """Remove a folder. Its parts are never under a name of a save, and no save can still be made of it."""
+        doomed = self._beside(_REMOVING, uuid.uuid4().hex)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(folder, doomed)
+            _files.remove_tree(doomed)
 
     # -- after a crash --------------------------------------------------------------------------------------------
 
     def finish_swap(self) -> None:
-        """Complete a swap that was interrupted between its two renames."""
-        if not os.path.lexists(self.path) and os.path.lexists(self._replaced):
-            complete = os.path.lexists(self.staging)
-            _files.rename(self.staging if complete else self._replaced, self.path)
+        """Complete a swap that was interrupted between its two renames, or that another job does now."""
+        replaced = [] if os.path.lexists(self.path) else self._keys(_REPLACED)
+        staged = [key for key in replaced if os.path.lexists(self._beside(_STAGING, key))]
+        sources = [self._beside(_STAGING, key) for key in staged] or [self._beside(_REPLACED, key) for key in replaced]
+        for source in sources[:1]:
+            try:
+                _files.rename(source, self.path)
+            except OSError:
+                if not os.path.lexists(self.path):  # else that job has completed it
+                    raise
 
     def state(self) -> FolderState:
-        """The save ids under the tag's three names."""
-        return FolderState(_save_id(self.path), _save_id(self.staging), _save_id(self._replaced))
+        """The save ids under the tag's names."""
+        staged, replaced = (
+            [_save_id(self._beside(role, key)) for key in self._keys(role)] for role in (_STAGING, _REPLACED)
+        )
+        return FolderState(
+            _save_id(self.path), tuple(filter(None, staged)), tuple(each for each in replaced if each is not None)
+        )
 
-    def settle(self, save_id: str | None) -> None:
-        """Put the save `save_id`, chosen by `choose_save`, under the tag's name."""
-        state = self.state()
-        if state.saved == save_id:
+    def settle(self, state: FolderState, save_id: str | None) -> None:
+        """Put the save `save_id` under the tag's name, which `choose_save` has chosen by this node's `state` and
+        others."""
+        if state.saved == save_id:  # whatever another job has put there since
             return
-        if state.staged == save_id:
-            self.swap()
+        assert save_id is not None, "choose_save chooses a save that every node has"
+        if save_id in state.staged:
+            chosen = CheckpointFolder(self.save_dir, os.path.relpath(self.path, self.save_dir), save_id)
+            chosen._found = state.saved
+            chosen.swap()
         else:
-            assert state.replaced == save_id, "choose_save chooses a save that every node has"
-            _files.remove_tree(self.path)
-            _files.rename(self._replaced, self.path)
+            keys = [key for key in self._keys(_REPLACED) if _save_id(self._beside(_REPLACED, key)) == save_id]
+            self._discard(self.path)
+            _files.rename(self._beside(_REPLACED, keys[0]), self.path)
+
+    def _clear_remains(self) -> None:
+        """Remove what is left of interrupted saves under any tag, as far as possible."""
+        parent = os.path.dirname(self.path)
+        now = os.stat(self.staging).st_mtime  # by the clock of the file system, which may be that of another host
+        names = os.listdir(parent)
+        for name in filter(_files.is_temporary, names):
+            with contextlib.suppress(OSError):
+                if os.stat(path := os.path.join(parent, name)).st_mtime < now - _QUIET_SECONDS:
+                    os.unlink(path)
+        for found in filter(None, map(_BESIDE.fullmatch, names)):
+            other = CheckpointFolder(parent, found["tag"])
+            with contextlib.suppress(OSError, CheckpointError):  # its job has changed it now, or it is another user's
+                if found["role"] == _REMOVING:
+                    _files.remove_tree(os.path.join(parent, found.string))
+                elif other._is_rest(found["key"] or "", now, is_own=other.path == self.path):
+                    other._clear(found["key"] or "")
+
+    def _is_rest(self, key: str, now: float, is_own: bool) -> bool:
+        """Whether no job goes on with the save of this key; `is_own`: of the tag under which this job saves."""
+        staging, replaced = self._beside(_STAGING, key), self._beside(_REPLACED, key)
+        if staging in _in_use:
+            return False
+        if is_own and not os.path.lexists(staging):
+            return True  # its swap is over
+        if _owner_has_ended(staging) or (
+            (_save_id(self.path) or "")[:_KEY_LENGTH] == key and _owner_has_ended(self.path)
+        ):
+            return True
+        return _last_written((staging, self.path, replaced)) < now - _QUIET_SECONDS
+
+    def _clear(self, key: str) -> None:
+        """Remove what is left of an interrupted save; complete it if it is whole and the only one."""
+        self.finish_swap()
+        self._discard(self._beside(_STAGING, key))
+        if _holds_save(self.path):
+            self._drop_replaced(self._beside(_REPLACED, key))
+
+
+def _last_written(folders: Sequence[str]) -> float:
+    """When anything in these folders was written; a swap that happens now is seen under one of its names."""
+    times = [0.0]
+    for folder in folders:
+        if os.path.isdir(folder):
+            paths = [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]
+            times += [os.stat(path).st_mtime for path in paths]
+    return max(times)
+
+
+def _holds_save(folder: str) -> bool:
+    return os.path.isdir(folder) and any(name == _MARKER or _is_of_model(name) for name in os.listdir(folder))
 
 
 def _is_of_model(name: str) -> bool:
     return name.endswith(f"model{_STATES}")
 
 
-def _save_id(folder: str) -> str | None:
-    if not os.path.isdir(folder):
-        return None
+def _marker(folder: str) -> dict[str, Any]:
+    """What a save says of itself; empty: it is by plain DeepSpeed.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     try:
         with open(os.path.join(folder, _MARKER), encoding="utf-8") as file:
-            return str(json.loads(file.read(1000))["save_id"])
+            marker: dict[str, Any] = json.loads(file.read(1000))
+            return {**marker, "save_id": marker["save_id"]}
     except FileNotFoundError:
-        return UNKNOWN
+        return {}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{os.path.join(folder, _MARKER)} is damaged ({error}): load another checkpoint by its tag"
         ) from None
+
+
+def _owner_has_ended(folder: str) -> bool:
+    owner = Owner.read(_marker(folder).get("owner"))
+    return owner is not None and owner.has_ended()
+
+
+def _save_id(folder: str) -> str | None:
+    """The id of the save in a folder; None: there is no folder, or the save is not complete."""
+    if not os.path.isdir(folder):
+        return None
+    save_id = _marker(folder).get("save_id", UNKNOWN)
+    return None if save_id is None else str(save_id)

@@ -7,9 +7,23 @@ import ctypes
 import errno
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 
-__all__ = ["opened", "remove_tree", "rename", "replace_file", "sync_file", "sync_folder", "write_memory"]
+__all__ = [
+    "is_temporary",
+    "opened",
+    "remove_tree",
+    "rename",
+    "replace_file",
+    "sync_file",
+    "sync_folder",
+    "write_memory",
+]
+
+_TEMPORARY = ".dsext-tmp"
+_MOST_REMOVERS = 100
+"""Times that a folder may change while it is removed; each time another process has removed a part of it."""
 
 
 def sync_file(path: str) -> None:
@@ -54,9 +68,10 @@ def rename(source: str, target: str) -> None:
 def replace_file(path: str, content: str) -> None:
     """Write a small text file. At any time, even after a crash, `path` has the whole old or the whole new content.
 
-    Only one process at a time may write it.
+    If several processes write it at a time, it has the content of one of them. A crash may leave a file beside it,
+    whose name `is_temporary`.
     """
-    aside = f"{path}.dsext-tmp"
+    aside = f"{path}{_TEMPORARY}.{uuid.uuid4().hex}"
     try:
         with open(aside, "w", encoding="utf-8") as file:
             file.write(content)
@@ -70,9 +85,18 @@ def replace_file(path: str, content: str) -> None:
     sync_folder(os.path.dirname(path))
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a crash in `replace_file` can have left a file of this name."""
+    return _TEMPORARY in name
+
+
 def remove_tree(path: str) -> None:
-    """Remove a folder with its content, or a link to a folder; do nothing if it does not exist."""
+    """Remove a folder with its content, or a link to a folder; do nothing if it does not exist. Several processes may
+    do so at a time."""
     if os.path.islink(path):
         os.unlink(path)
-    elif os.path.lexists(path):
-        shutil.rmtree(path)
+    for _ in range(_MOST_REMOVERS):
+        if not os.path.lexists(path):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -11,8 +13,9 @@ from typing import Any
 
 import deepspeed_ext
 
-__all__ = ["InjectedError", "called_functions", "failing"]
+__all__ = ["InjectedError", "Interruption", "called_functions", "failing"]
 
+_WITH_LOCKS = (logging.__file__, threading.__file__)
 _PACKAGE = os.path.dirname(os.path.abspath(deepspeed_ext.__file__)) + os.sep
 
 
@@ -71,3 +74,45 @@ def failing(name: str | None) -> Iterator[None]:
 
     with _profiled(hook):
         yield
+
+
+class Interruption:
+    """Raises at a line that this thread executes inside the block, whosever code it is, as a signal may. Lines of
+    `logging` and `threading` are left out: they could leave a lock of the whole process locked.
+
+    Args:
+        at: number of the line, from 0; None: count the lines only.
+        strike: raises, or calls a signal handler that does.
+
+    Attributes:
+        lines: how many lines were executed, up to the one that was hit.
+        place: file and line that was hit; empty: none.
+    """
+
+    def __init__(self, at: int | None, strike: Callable[[], Any]) -> None:
+        self._at, self._strike = at, strike
+        self.lines, self.place = 0, ""
+        self._before: Any = None
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        is_left_out = frame.f_code is Interruption.__exit__.__code__ or frame.f_code.co_filename in _WITH_LOCKS
+        return None if is_left_out else self._line
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event != "line":
+            return self._line
+        if self.lines == self._at:
+            sys.settrace(self._before)
+            self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+            self.lines += 1
+            self._strike()
+        self.lines += not self.place
+        return self._line
+
+    def __enter__(self) -> Interruption:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)

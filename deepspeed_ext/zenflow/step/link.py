@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
-from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, WorkerError
+from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, StateError, WorkerError
 from deepspeed_ext.runtime import host_memory as memory
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds
+from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
@@ -137,7 +138,16 @@ class WorkerLink:
         """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because
         the other ranks go on to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
         with self._kept.keeping():
-            yield
+            try:
+                yield
+            except Exception as error:
+                if not is_of_handler(error):
+                    raise
+                raise StateError(
+                    f"{type(error).__name__} ({error}), raised by a signal handler, has broken off an optimizer step "
+                    "or a wait for it: build a new engine, and load the last checkpoint. Let the handler only set a "
+                    "flag, and check the flag between steps"
+                ) from error
 
     @property
     def failed(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.child_process import python_command
+from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
 from deepspeed_ext.zenflow.worker.messages import (
@@ -239,8 +240,8 @@ class OptimizerProcess:
                     f"rank {self._rank}: a signal handler called the optimizer process while the interrupted code was "
                     "using it. Let the handler only set a flag, and check the flag between steps"
                 )
-            self._is_inside = True
             try:
+                self._is_inside = True
                 yield
             finally:
                 self._is_inside = False
@@ -291,12 +292,17 @@ class OptimizerProcess:
     def _exchange(self) -> None:
         """Send and read what is possible without blocking."""
         try:
-            with contextlib.suppress(OSError):  # the worker's last message explains more
+            try:
                 self._channel.flush()
+            except OSError as error:  # the worker's last message explains more
+                if is_of_handler(error):
+                    raise
             while (answer := self._channel.first()) is not None:
                 self._note(answer)
                 self._channel.drop_first()
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            if is_of_handler(error):
+                raise
             raise self._failure(self._how_it_ended()) from None
         except GarbledError as error:
             raise self._failure(f"sent an invalid answer ({error}). Please report this") from error

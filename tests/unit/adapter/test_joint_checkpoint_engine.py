@@ -158,16 +158,18 @@ def test_a_link_to_another_disk_is_replaced_and_its_target_stays(tmp_path: Path)
 @pytest.mark.parametrize(
     ("states", "chosen"),
     [
-        ([("x", None, None)], "x"),
-        ([(None, None, None)], None),
-        ([("", None, None), ("", None, None)], ""),
-        ([("new", None, "old"), ("old", "new", None)], "new"),
-        ([("new", None, None), (None, "new", None)], "new"),
-        ([("new", None, "old"), ("old", None, None)], "old"),
-        ([("new", None, ""), ("", None, None)], ""),
-        ([("", None, None), (None, "", None)], CheckpointError),
-        ([("a", None, None), ("b", None, None)], CheckpointError),
-        ([("a", None, None), (None, None, None)], CheckpointError),
+        ([("x",)], "x"),
+        ([(None,)], None),
+        ([("",), ("",)], ""),
+        ([("new", (), ("old",)), ("old", ("new",))], "new"),
+        ([("new",), (None, ("new",))], "new"),
+        ([("new",), ("old", ("of another job", "new"))], "new"),
+        ([("new", (), ("old",)), ("old",)], "old"),
+        ([("new", (), ("older", "old")), ("old",)], "old"),
+        ([("new", (), ("",)), ("",)], ""),
+        ([("",), (None,)], CheckpointError),
+        ([("a",), ("b",)], CheckpointError),
+        ([("a",), (None,)], CheckpointError),
     ],
 )
 def test_the_save_that_every_node_has(states: list[tuple], chosen: Any) -> None:

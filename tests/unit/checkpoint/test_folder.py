@@ -35,10 +35,10 @@ def of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(folder: Path, tag: str, save_id: str) -> CheckpointFolder:
     """A save that goes on: its files are written."""
-    found = CheckpointFolder(str(folder), tag)
+    found = CheckpointFolder(str(folder), tag, save_id)
     found.begin()
     Path(found.staging, "mp_rank_00_model_states.pt").write_text(save_id)
-    found.mark(save_id)
+    found.mark()
     return found
 
 
@@ -81,7 +81,7 @@ def test_what_another_job_writes_is_left_to_it(hours: float, is_left: bool, tmp_
     begun(tmp_path, "theirs", "a")
     make_older(tmp_path, hours)
     saved(tmp_path, "ours", "b")
-    assert names(tmp_path) == (["ours", "theirs.dsext-saving"] if is_left else ["ours"])
+    assert names(tmp_path) == (["ours", "theirs.dsext-saving.a"] if is_left else ["ours"])
 
 
 @pytest.mark.usefixtures("of_another_job")
@@ -94,7 +94,7 @@ def test_a_swap_of_another_job(hours: float, tmp_path: Path) -> None:
     make_older(tmp_path, hours)
     saved(tmp_path, "ours", "b")
     assert names(tmp_path) == (
-        ["ours", "theirs"] if hours > 1 else ["ours", "theirs.dsext-replaced", "theirs.dsext-saving"]
+        ["ours", "theirs"] if hours > 1 else ["ours", "theirs.dsext-replaced.new", "theirs.dsext-saving.new"]
     )
     theirs.finish_swap()
     assert theirs.state().saved == "new"
@@ -104,31 +104,32 @@ def test_a_swap_of_another_job(hours: float, tmp_path: Path) -> None:
 def test_a_rest_that_cannot_be_removed_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = begun(tmp_path, "theirs", "a")
     make_older(tmp_path, 9)
-    remove = _files.remove_tree
+    rename = os.rename
 
-    def refuse(path: str) -> None:
+    def refuse(path: str, target: str) -> None:
         if path == theirs.staging:
             raise PermissionError(13, "Permission denied", path)
-        remove(path)
+        rename(path, target)
 
-    monkeypatch.setattr(_files, "remove_tree", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     saved(tmp_path, "ours", "b")
-    assert names(tmp_path) == ["ours", "theirs.dsext-saving"]
+    assert names(tmp_path) == ["ours", "theirs.dsext-saving.a"]
 
 
 def test_a_swap_that_a_reader_completes_has_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that loads the tag between the renames takes them for a crash."""
     saved(tmp_path, "t", "older")
     ours = begun(tmp_path, "t", "new")
-    rename = _files.rename
+    rename = os.rename
 
     def after_a_reader(source: str, target: str) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(_files, "rename", rename)
-            CheckpointFolder(str(tmp_path), "t").finish_swap()
+        if source == ours.staging:
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "rename", rename)
+                CheckpointFolder(str(tmp_path), "t").finish_swap()
         rename(source, target)
 
-    monkeypatch.setattr(_files, "rename", after_a_reader)
+    monkeypatch.setattr(os, "rename", after_a_reader)
     ours.swap()
     ours.end()
     assert ours.state().saved == "new"
@@ -143,7 +144,7 @@ def test_the_only_copy_is_not_given_up(is_gone: bool, left: str, tmp_path: Path)
     ours.swap()
     if is_gone:
         _files.remove_tree(ours._replaced)
-    ours.give_up("new")
+    ours.give_up()
     assert ours.state().saved == left
     assert names(tmp_path) == ["t"]
 
@@ -153,5 +154,5 @@ def test_a_first_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
         ours = begun(tmp_path, "t", "new")
         if swaps:
             ours.swap()
-        ours.give_up("new")
+        ours.give_up()
         assert names(tmp_path) == []

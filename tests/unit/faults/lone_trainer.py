@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.runtime import files as _files
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.models import batches, on_device
 from tests.support.waiting import wait_to_be_killed
@@ -44,11 +45,43 @@ def announce_at_launch() -> None:
     OptimizerProcess._launch = launch_and_wait  # type: ignore[method-assign]
 
 
+def slow_disk() -> threading.Event:
+    """Files reach the disk once the event is set."""
+    arrives, sync = threading.Event(), _files.sync_file
+
+    def wait_and_sync(path: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            arrives.wait()
+        sync(path)
+
+    _files.sync_file = wait_and_sync
+    return arrives
+
+
+def interrupt_each_wait(process: OptimizerProcess, arrives: threading.Event, times: int) -> None:
+    """Ctrl-C comes whenever this process waits for a save, so often; then the disk goes on."""
+    wait, left = process.wait_for_writes, [times]
+
+    def wait_or_be_interrupted() -> float:
+        if left[0] == 0:
+            arrives.set()
+            return wait()
+        left[0] -= 1
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    process.wait_for_writes = wait_or_be_interrupted  # type: ignore[method-assign]
+
+
 def save_and_end(engine: Any, end: str) -> None:
     """No step follows the save; in one case the engine is collected as garbage, in the others it lives to the end."""
     if not end.startswith("saving"):
         return
+    arrives = slow_disk() if "interrupted" in end else None
     engine.save_checkpoint(sys.argv[2], tag="last")
+    if arrives is not None:
+        interrupt_each_wait(engine.optimizer.zenflow_adam.link.process, arrives, 2 if "twice" in end else 1)
+        engine.destroy()
     if end != "saving":
         alive.append(engine)
         torch.distributed.destroy_process_group()

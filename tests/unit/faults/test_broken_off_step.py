@@ -25,7 +25,7 @@ POINTS = {
     ("step_partition", 0): "has broken off the last optimizer step",
     ("step_partition", 1): "has broken off the last optimizer step",
     ("finish_weights", 0): "has broken off the last optimizer step",
-    ("end_step", 0): "",
+    ("end_step", 0): "has broken off the last optimizer step",  # gradients, scheduler and counters are the engine's
 }
 """After which call of which method Ctrl-C arrives, and what a step and a save say then. `wait` is the link's."""
 
@@ -75,5 +75,5 @@ def test_a_broken_off_step_is_an_error_and_is_not_saved(stage: int, rule: str, t
     for point, said in POINTS.items():
         folder = tmp_path / f"{point[0]} {point[1]}"
         for errors in run_ranks(2, go_on, config, point, str(folder)):
-            assert [bool(error) and said in error for error in errors] == [bool(said)] * 3, point
-        assert (folder / "latest").read_text() == ("before" if said else "after")
+            assert all(said in error and "KeyboardInterrupt" in error for error in errors), (point, errors)
+        assert (folder / "latest").read_text() == "before"

@@ -71,6 +71,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/offloading.py:OffloadingEngine.forward",
         "adapter/offloading.py:OffloadingEngine.backward",
         "adapter/offloading.py:OffloadingEngine._backward_prologue",
+        "adapter/offloading.py:OffloadingEngine._take_whole",
         "cores/exchange.py:_require_same_host_plan",
         "flatten/exchange.py:broadcasts",
         "adapter/zenflow_stepping.py:ZenFlowStepping.step",
@@ -105,7 +106,14 @@ CANNOT_BE_AGREED_ON = {
     "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the rank anyway": (
         "adapter/throughput_timer.py:",
     ),
-    "only assigns values": ("adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",),
+    "only assigns values, unless a save was interrupted": (
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
+        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.break_off",
+        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.has_written",
+        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine._end_writer",
+        "checkpoint/writer.py:Writer.end",
+    ),
     "pure, of values that are equal on all ranks": (
         "adapter/offloading.py:OffloadingEngine._require_states_here",
         "adapter/zenflow_stepping.py:ZenFlowStepping.require_states_here",

@@ -130,6 +130,28 @@ def test_a_save_beside_training_is_complete_when_the_script_has_ended(start: Cal
     assert gone(worker)
 
 
+def test_an_interrupted_destroy_leaves_its_save_to_the_end_of_the_script(start: Callable[[str], Script]) -> None:
+    """Ctrl-C while `destroy` waits for a slow disk; the end says that it waits, and completes the save."""
+    script = start("saving, interrupted")
+    status, said = script.end()
+    assert status in (-signal.SIGINT, 128 + signal.SIGINT), said
+    assert (script.folder / "latest").read_text() == "last"
+    assert len([line for line in said.splitlines() if "the end waits for a checkpoint" in line]) == 1
+    assert said.count("Traceback") == 1, said
+    assert [path.name for path in script.folder.iterdir() if ".dsext-" in path.name] == []
+
+
+def test_a_save_that_the_end_gives_up_is_said_in_one_line(start: Callable[[str], Script]) -> None:
+    """Ctrl-C while `destroy` waits, and again while the end does."""
+    script = start("saving, interrupted twice")
+    status, said = script.end()
+    assert status in (-signal.SIGINT, 128 + signal.SIGINT), said
+    (line,) = (line for line in said.splitlines() if "was not saved" in line)
+    assert line.endswith("rank 0: checkpoint 'last' was not saved: KeyboardInterrupt")
+    assert said.count("Traceback") == 1, said
+    assert [path.name for path in script.folder.iterdir() if path.name.startswith("la")] == []
+
+
 @pytest.mark.parametrize("end", ["exit", "destroy"])
 def test_the_worker_ends_with_the_script(start: Callable[[str], Script], end: str) -> None:
     script = start(end)

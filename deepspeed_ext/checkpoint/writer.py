@@ -1,0 +1,48 @@
+"""A thread that writes files, and that no process waits for at its end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+__all__ = ["Writer"]
+
+
+class Writer:
+    """Runs what it is given one after another in a thread of its own.
+
+    Python waits for the threads of its own executors at exit, before anything else that could say so or give up.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
+
+    def submit(self, job: Callable[..., None], *args: object) -> Future[None]:
+        """Run `job` after those before it; the result holds its error."""
+        future: Future[None] = Future()
+        self._jobs.put((future, partial(job, *args)))
+        return future
+
+    def end(self) -> None:
+        """Let the thread end after its last job."""
+        self._jobs.put(None)
+
+
+def _run(jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, work = job
+        del job
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del future, work  # which hold the copies of tensors
