@@ -27,8 +27,8 @@ from transformers import (
 )
 
 import deepspeed_ext
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
-from deepspeed_ext.runtime import shared_buffers
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_CPU = get_accelerator().device_name() == "cpu"

@@ -36,9 +36,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import deepspeed_ext
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import DeepSpeedExtError
-from deepspeed_ext.runtime import shared_buffers
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {

@@ -10,8 +10,8 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig, SFTTrainer
 
 import deepspeed_ext
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
-from deepspeed_ext.runtime import shared_buffers
 
 
 def train(output: Path, resume: bool = False, **changes: Any) -> SFTTrainer:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -23,12 +25,13 @@ from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleto
 from deepspeed_ext.checkpoint.writer import Writer
 from deepspeed_ext.checkpoint.zenflow_section import SECTION
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, WorkerError
-from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.host_memory import available_host_bytes
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
@@ -154,8 +157,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
                 are unchanged.
         """
-        if self._saving is not None:
-            with self._ending(*self._saving):
+        if self._saving is not None:  # the other ranks wait in a collective, which must not time out first
+            with self._ending(*self._saving, within_seconds=self._link.longest_wait_seconds):
                 self._complete(*self._saving)
 
     def finish_alone(self) -> None:
@@ -166,12 +169,12 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             CheckpointError: on the leading rank, if any rank could not write.
         """
         if self._saving is not None:
-            with self._ending(*self._saving):
+            with self._ending(*self._saving, within_seconds=math.inf):
                 self._complete_alone(*self._saving)
 
     def _complete_alone(self, info: Any, folder: CheckpointFolder) -> None:
         with contextlib.suppress(OSError):  # without its sign, the save is given up
-            _files.replace_file(os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said())
+            files.replace_file(os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said())
         if not self._leads:
             return
         try:
@@ -213,19 +216,21 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             logger.error(f"rank {self._ranks.rank}: checkpoint {saving[0].tag!r} was not saved: {why}")
 
     @contextlib.contextmanager
-    def _ending(self, info: Any, folder: CheckpointFolder) -> Iterator[None]:
+    def _ending(self, info: Any, folder: CheckpointFolder, *, within_seconds: float) -> Iterator[None]:
         """Wait for this rank's files and keep their error; the block completes the save. An exception that is not the
         save's own, such as Ctrl-C, leaves it to a later call.
 
-        The wait for the worker has the worker's timeout, anew after each part that it has written: other ranks may
-        already be in a collective, and an engine or a process ends."""
+        The wait for the worker has the worker's timeout, anew after each part that it has written, but in all it has
+        `within_seconds`."""
+        begin = time.monotonic()
         if not self.has_written:
             try:
-                self._link.process.wait_for_writes()
+                self._link.process.wait_for_writes(Patience(within_seconds))
             except WorkerError as error:
                 self.kept.note(error)
         for file in self._files:
-            failure = file.exception()  # not raised: what is raised here is not the save's
+            left = within_seconds - (time.monotonic() - begin)
+            failure = _failure_of(file, left)  # not raised: what is raised here is not the save's
             if failure is not None:
                 self.kept.note(failure if isinstance(failure, Exception) else CheckpointError(repr(failure)))
         try:
@@ -245,6 +250,17 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
     def has_written(self) -> bool:
         """Whether this rank has written its files, or could not."""
         return all(file.done() for file in self._files)
+
+
+def _failure_of(file: Future[None], within_seconds: float) -> BaseException | None:
+    """Why a file could not be written, or not within so many seconds; None: it is on disk."""
+    try:
+        return file.exception(max(0.0, within_seconds) if math.isfinite(within_seconds) else None)
+    except FutureTimeout:
+        return CheckpointError(
+            "the file system has not taken the files before the collective of the other ranks would time out: "
+            "save less often or elsewhere, or raise the group's timeout (DEEPSPEED_TIMEOUT, in minutes)"
+        )
 
 
 def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[list[int], list[Hole]]:
@@ -274,10 +290,10 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def _fill(path: str, holes: Sequence[Hole]) -> None:
-    with _files.opened(path, os.O_WRONLY) as descriptor:
+    with files.opened(path, os.O_WRONLY) as descriptor:
         for hole in holes:
             storage = hole.storage.cpu()
-            _files.write_memory(descriptor, storage.data_ptr(), storage.nbytes(), hole.offset)
+            files.write_memory(descriptor, storage.data_ptr(), storage.nbytes(), hole.offset)
 
 
 def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, numbers: Sequence[int]) -> None:
@@ -291,8 +307,8 @@ def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, number
                 raise CheckpointError(
                     f"the optimizer process could not write {path}: {why}. To go on: {remedy_for(why)}"
                 )
-        _files.sync_file(path)
-        _files.sync_folder(os.path.dirname(path))
+        files.sync_file(path)
+        files.sync_folder(os.path.dirname(path))
 
 
 def _require_all(staging: str, size: int) -> None:

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
+from deepspeed_ext.checkpoint.file import SAVE_ID, reading
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.remedies import advised, remedy_for
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
-from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import (
     MOST_TOLD,
@@ -24,10 +25,8 @@ from deepspeed_ext.runtime.ranks import (
     together,
 )
 
-__all__ = ["SAVE_ID", "JointCheckpointEngine", "reading"]
+__all__ = ["JointCheckpointEngine"]
 
-SAVE_ID = "deepspeed_ext_save_id"
-"""Key of the save's id in every file."""
 _LATEST_BYTES = 4096
 
 
@@ -127,8 +126,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     def _write(self, content: Any, path: str) -> None:
         super().save(content, path)
-        _files.sync_file(path)
-        _files.sync_folder(os.path.dirname(path))
+        files.sync_file(path)
+        files.sync_folder(os.path.dirname(path))
 
     def _aside(self, path: str) -> str:
         return os.path.abspath(path) if self._folder is None else self._folder.aside(path)
@@ -180,7 +179,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 f"save began, then {found or 'nothing'}, and names {tag} from now on. Stop one of the jobs, or give "
                 "each a folder of its own"
             )
-        _files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
+        files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
 
     @contextmanager
     def _all(self, what: str, remedy: str = "") -> Iterator[None]:
@@ -263,22 +262,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             raise agreed(CheckpointError(message), self._ranks)
         self._loaded_id = expected
         return content
-
-
-@contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Say which file it was that the block could not read.
-
-    Raises:
-        CheckpointError: for any error of the block.
-    """
-    try:
-        yield
-    except Exception as error:  # torch and pickle can raise almost anything
-        said = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
-        ) from error
 
 
 def _read_latest(save_dir: str) -> str | None:

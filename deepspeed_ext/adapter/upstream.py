@@ -19,7 +19,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import set_accelerator
-from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
@@ -81,7 +80,6 @@ __all__ = [
     "all_gather_of_partitions",
     "announced_builds",
     "autocasts_to_fp16",
-    "can_register_host_memory",
     "check",
     "communication_dtype",
     "counted_alike",
@@ -265,11 +263,6 @@ def counted_alike(params: Sequence[Any]) -> bool:
 def pipeline_topology(model: Any) -> Any:
     """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any other model."""
     return model.mpu() if isinstance(model, PipelineModule) else None
-
-
-def can_register_host_memory() -> bool:
-    """Whether the accelerator's class can page-lock memory that its runtime did not allocate."""
-    return type(get_accelerator()).register_host_memory is not DeepSpeedAccelerator.register_host_memory
 
 
 class _RoomyAccelerator:

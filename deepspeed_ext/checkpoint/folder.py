@@ -38,7 +38,7 @@ from typing import Any
 
 from deepspeed_ext.checkpoint.owner import Owner
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.runtime import files
 
 __all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save"]
 
@@ -177,7 +177,7 @@ class CheckpointFolder:
 
     def _write_marker(self, save_id: str | None) -> None:
         marker = {"save_id": save_id, "owner": Owner.here().as_dict()}
-        _files.replace_file(os.path.join(self.staging, _MARKER), json.dumps(marker) + "\n")
+        files.replace_file(os.path.join(self.staging, _MARKER), json.dumps(marker) + "\n")
 
     def swap(self) -> None:
         """Put the staging folder in place. Call it when every rank of every node has written its files. Idempotent, and
@@ -189,7 +189,7 @@ class CheckpointFolder:
         if _save_id(self.path) != self._save_id:
             self._require_unchanged()
             self._put_in_place()
-        _files.sync_folder(os.path.dirname(self.path))
+        files.sync_folder(os.path.dirname(self.path))
 
     def _put_in_place(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # there was no save, or another job is moving it
@@ -238,7 +238,7 @@ class CheckpointFolder:
                 if _save_id(self.staging) != self._save_id:  # another job has been faster
                     os.rename(self.staging, self.path)
             if has_older and not os.path.lexists(self.path):
-                _files.rename(self._replaced, self.path)
+                files.rename(self._replaced, self.path)
             if os.path.lexists(self.path) or self._found is None:
                 self._discard(self.staging)
             if _holds_save(self.path):
@@ -258,7 +258,7 @@ class CheckpointFolder:
                 if os.path.lexists(source):
                     return
         with contextlib.suppress(FileNotFoundError):
-            _files.sync_folder(self.path)
+            files.sync_folder(self.path)
         self._discard(replaced)
 
     def _discard(self, folder: str) -> None:
@@ -266,7 +266,7 @@ class CheckpointFolder:
         doomed = self._beside(_REMOVING, uuid.uuid4().hex)
         with contextlib.suppress(FileNotFoundError):
             os.rename(folder, doomed)
-            _files.remove_tree(doomed)
+            files.remove_tree(doomed)
 
     # -- after a crash --------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class CheckpointFolder:
         sources = [self._beside(_STAGING, key) for key in staged] or [self._beside(_REPLACED, key) for key in replaced]
         for source in sources[:1]:
             try:
-                _files.rename(source, self.path)
+                files.rename(source, self.path)
             except OSError:
                 if not os.path.lexists(self.path):  # else that job has completed it
                     raise
@@ -304,14 +304,14 @@ class CheckpointFolder:
         else:
             keys = [key for key in self._keys(_REPLACED) if _save_id(self._beside(_REPLACED, key)) == save_id]
             self._discard(self.path)
-            _files.rename(self._beside(_REPLACED, keys[0]), self.path)
+            files.rename(self._beside(_REPLACED, keys[0]), self.path)
 
     def _clear_remains(self) -> None:
         """Remove what is left of interrupted saves under any tag, as far as possible."""
         parent = os.path.dirname(self.path)
         now = os.stat(self.staging).st_mtime  # by the clock of the file system, which may be that of another host
         names = os.listdir(parent)
-        for name in filter(_files.is_temporary, names):
+        for name in filter(files.is_temporary, names):
             with contextlib.suppress(OSError):
                 if os.stat(path := os.path.join(parent, name)).st_mtime < now - _QUIET_SECONDS:
                     os.unlink(path)
@@ -319,7 +319,7 @@ class CheckpointFolder:
             other = CheckpointFolder(parent, found["tag"])
             with contextlib.suppress(OSError, CheckpointError):  # its job has changed it now, or it is another user's
                 if found["role"] == _REMOVING:
-                    _files.remove_tree(os.path.join(parent, found.string))
+                    files.remove_tree(os.path.join(parent, found.string))
                 elif other._is_rest(found["key"] or "", now, is_own=other.path == self.path):
                     other._clear(found["key"] or "")
 

@@ -12,7 +12,14 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-__all__ = ["dist", "get_accelerator", "group_timeout_seconds", "local_rank", "local_world_size"]
+__all__ = [
+    "can_register_host_memory",
+    "dist",
+    "get_accelerator",
+    "group_timeout_seconds",
+    "local_rank",
+    "local_world_size",
+]
 
 
 def local_rank() -> int:
@@ -33,3 +40,8 @@ def group_timeout_seconds(group: Any) -> float:
         return backend.options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
         return float("inf")
+
+
+def can_register_host_memory() -> bool:
+    """Whether the accelerator's class can page-lock memory that its runtime did not allocate."""
+    return type(get_accelerator()).register_host_memory is not DeepSpeedAccelerator.register_host_memory

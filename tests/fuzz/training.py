@@ -203,7 +203,7 @@ def run(parts: Parts, folder: Path) -> None:
         outcome = command.verify(
             config, ranks, steps=steps, limit_seconds=limit, start=fault.as_json(), kind=ForkedRanks
         )
-    text = report.as_text("the case", outcome.plan, "the CPU", outcome.checks, outcome.output)
+    text = report.as_text("the case", outcome.plan, "the CPU", outcome.checks, outcome.output, outcome.warnings)
     require(config == given, "the config was changed")
     require(not list(folder.iterdir()), f"files are left: {list(folder.iterdir())}")
     require(not left_behind(), "processes are left")

@@ -21,7 +21,7 @@ MODULES = {
     "deepspeed_ext.config": "CoreBindingConfig FlattenTier ReservedCores RuleName ZenFlowConfig ZeroFields"
     " given_of_the_other_rule idle_fields",
     "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",
-    "deepspeed_ext.runtime.shared_buffers": "left_over not_made",
+    "deepspeed_ext.adapter.shared_buffers": "left_over not_made",
 }
 ERRORS = {
     "CheckpointError": "DeepSpeedExtError RuntimeError",

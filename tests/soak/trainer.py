@@ -37,8 +37,8 @@ import psutil
 import torch
 
 import deepspeed_ext
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.runtime import shared_buffers
 from tests.soak.operations import FileOperations
 from tests.support.models import OddModel, two_groups
 from tests.support.zenflow import full_masters_of, weights_of, zenflow_config

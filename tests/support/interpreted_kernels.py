@@ -83,9 +83,9 @@ class Case:
 
     def move(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         grad, inverse = self.array(self.random.choice(READ)), self.array(torch.float32, -(-self.n // self.block), 10.0)
-        numbers = [self.number() for _ in range(3)]
+        scale, by_weights, by_drift = (self.number() for _ in range(3))
         arrays = [self.array(self.random.choice(STORED)) for _ in range(2)]
-        return self.both(lambda w, d: launch.move(w, d, grad, inverse, *numbers, self.block), arrays)
+        return self.both(lambda w, d: launch.move(w, d, grad, inverse, scale, by_weights, by_drift, self.block), arrays)
 
     def hot_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows = max(1, self.n // self.block)
@@ -97,7 +97,7 @@ class Case:
         constants = definition.HotConstants(
             self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay
         )
-        return self.both(lambda *state: launch.hot_step(*state, grad, updates, constants), [p, m, v.abs_()])
+        return self.both(lambda p, m, v: launch.hot_step(p, m, v, grad, updates, constants), [p, m, v.abs_()])
 
     def norms(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sums in another order: equal but for the last bits of fp64."""

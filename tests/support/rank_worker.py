@@ -24,7 +24,7 @@ def _join_group() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from deepspeed_ext.runtime import shared_buffers
+    from deepspeed_ext import shared_buffers
 
     accelerator = get_accelerator()
     world_size = int(os.environ["WORLD_SIZE"])

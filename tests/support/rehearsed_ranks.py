@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.adapter.upstream import deepspeed
-from deepspeed_ext.runtime import shared_buffers
 from deepspeed_ext.runtime.ranks import RankGroup
 
 __all__ = ["RANKS_PER_HOST", "Rehearsal", "on_hosts", "rehearsed_ranks", "that_differ"]

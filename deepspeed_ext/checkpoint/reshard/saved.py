@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.joint_checkpoint_engine import SAVE_ID, reading
 from deepspeed_ext.checkpoint import keys
+from deepspeed_ext.checkpoint.file import SAVE_ID, reading
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
 from deepspeed_ext.checkpoint.saved_state import Section, read_section
 from deepspeed_ext.checkpoint.zenflow_section import SECTION

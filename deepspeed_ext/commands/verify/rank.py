@@ -74,8 +74,7 @@ class Rank:
         with self.stage("start"):
             import torch
 
-            from deepspeed_ext.adapter import upstream
-            from deepspeed_ext.runtime import shared_buffers
+            from deepspeed_ext.adapter import shared_buffers, upstream
 
             if self.plan.dtype == "float16":
                 upstream.fp16_on_any_cpu()

@@ -27,7 +27,7 @@ from torch import Tensor
 from deepspeed_ext.commands.verify.config import Plan
 from deepspeed_ext.commands.verify.figures import EndWeights
 from deepspeed_ext.config.file import section_of
-from deepspeed_ext.zenflow.rules.predictive.elementwise import CLAMP
+from deepspeed_ext.zenflow.kernels.definition import CLAMP
 
 __all__ = ["compare_weights"]
 

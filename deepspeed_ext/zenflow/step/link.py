@@ -63,6 +63,7 @@ class WorkerLink:
         arena, process, transfers, page_locks: see their classes.
         phase: state of the newest update.
         write_wait_seconds: time spent waiting until the worker had written parts of the arena to files, in all.
+        longest_wait_seconds: longest wait with progress, after which the collective of other ranks would time out.
 
     Raises:
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the device the rooms.
@@ -93,7 +94,7 @@ class WorkerLink:
         self._kept = KeptError()
         self._gradients_in_flight = 0
         self._touched = {spec.key for spec in specs if spec.touched}
-        self._longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
+        self.longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
         layout = plan_layout(specs)
         plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
         _require_room(bytes_at_start(specs), ranks)
@@ -186,7 +187,7 @@ class WorkerLink:
         """
         if not self.failed:
             with self.keeping():
-                within = Patience(self._longest_wait_seconds)
+                within = Patience(self.longest_wait_seconds)
                 self.write_wait_seconds += self.process.wait_for_writes(within)
                 seconds = self.transfers.wait(within)
                 if self.phase is UpdatePhase.IN_FLIGHT:

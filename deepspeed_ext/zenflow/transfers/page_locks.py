@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.upstream import can_register_host_memory
-from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.backend import can_register_host_memory, get_accelerator
 from deepspeed_ext.runtime.log import warn_once
 
 __all__ = ["PageLocks"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -65,6 +66,7 @@ class InProcess:
         self.arena = arena
         self.process = self
         self.write_wait_seconds = 0.0
+        self.longest_wait_seconds = math.inf
         self._failed: list[str | None] = []
 
     def submit(self, tasks: list[ArenaWrite]) -> int:
@@ -74,7 +76,7 @@ class InProcess:
     def wait_for(self, number: int, timeout_seconds: float | None = None) -> None:
         assert number < len(self._failed)
 
-    def wait_for_writes(self) -> float:
+    def wait_for_writes(self, within: Any = None) -> float:
         return 0.0
 
     def failed_write(self, number: int) -> str | None:

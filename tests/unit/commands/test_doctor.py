@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import deepspeed_ext
+from deepspeed_ext.adapter import shared_buffers
 from deepspeed_ext.commands import doctor
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.errors import UnsupportedError, UpstreamError
-from deepspeed_ext.runtime import build_locks, shared_buffers
+from deepspeed_ext.runtime import build_locks
 from deepspeed_ext.runtime.log import logger
 from tests.support.paths import ROOT
 

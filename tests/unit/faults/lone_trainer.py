@@ -62,15 +62,15 @@ def interrupt_each_wait(process: OptimizerProcess, arrives: threading.Event, tim
     """Ctrl-C comes whenever this process waits for a save, so often; then the disk goes on."""
     wait, left = process.wait_for_writes, [times]
 
-    def wait_or_be_interrupted() -> float:
+    def wait_or_be_interrupted(*within: Any) -> float:
         if left[0] == 0:
             arrives.set()
-            return wait()
+            return wait(*within)
         left[0] -= 1
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not interrupted")
 
-    process.wait_for_writes = wait_or_be_interrupted  # type: ignore[method-assign]
+    process.wait_for_writes = wait_or_be_interrupted  # type: ignore[assignment,method-assign]
 
 
 def save_and_end(engine: Any, end: str) -> None:

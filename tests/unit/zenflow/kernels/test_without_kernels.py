@@ -29,7 +29,8 @@ def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
     estimator = Estimator.remembering(torch.ones(numel // BLOCK, device=device), BLOCK)
     blocks = BlockSet(torch.arange(numel // BLOCK, device=device), numel, BLOCK)
     state = torch.ones(3, numel // BLOCK, BLOCK, device=device)
-    hot = AdamBlocks(blocks, *state.unbind(), torch.ones(numel // BLOCK, dtype=torch.int32, device=device))
+    p, m, v = state.unbind()
+    hot = AdamBlocks(blocks, p, m, v, torch.ones(numel // BLOCK, dtype=torch.int32, device=device))
     return {
         "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-3),
         "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
@@ -123,7 +124,8 @@ def test_a_hot_step_ignores_chunks() -> None:
             generator = torch.Generator().manual_seed(0)
             state = torch.rand(3, 20, 8, generator=generator)
             grad = torch.randn(20, 8, generator=generator).bfloat16()
-            hot = AdamBlocks(BlockSet(torch.arange(20), 160, 8), *state.unbind(), torch.arange(20, dtype=torch.int32))
+            p, m, v = state.unbind()
+            hot = AdamBlocks(BlockSet(torch.arange(20), 160, 8), p, m, v, torch.arange(20, dtype=torch.int32))
             hot.step(grad, 0.3, STEP)
             found.append(state)
     assert_same(found[0], found[1], "p, m, v")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from deepspeed_ext import shared_buffers
 from deepspeed_ext.adapter import upstream as _upstream
-from deepspeed_ext.runtime import shared_buffers
 from tests.support.ranks import run_ranks
 
 

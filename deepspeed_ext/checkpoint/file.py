@@ -1,0 +1,29 @@
+"""What one file of a checkpoint is: the id of its save, and errors that name the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deepspeed_ext.errors import CheckpointError
+
+__all__ = ["SAVE_ID", "reading"]
+
+SAVE_ID = "deepspeed_ext_save_id"
+"""Key of the save's id in every file."""
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Say which file it was that the block could not read.
+
+    Raises:
+        CheckpointError: for any error of the block.
+    """
+    try:
+        yield
+    except Exception as error:  # torch and pickle can raise almost anything
+        said = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
+        ) from error
