@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 __all__ = [
     "can_register_host_memory",
