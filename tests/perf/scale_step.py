@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed_ext.commands.memory.parts import Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
+from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage, typical_largest
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.worker.sizes import arena_specs
@@ -71,7 +72,7 @@ def zenflow(stage: Stage, rule: str, interval: int) -> Way:
     one_gradient = nbytes["g"] / setup.rule.slots
     means = sum(spec.nbytes for spec in specs if spec.kind == "block_means") / numel
     up = (nbytes["y"] + means) / interval
-    moved = 3 * setup.rule.moved_bytes(numel) / numel / SELECT_STEPS  # down and up again at each selection
+    moved = 3 * bytes_of(setup.rule, numel).moved / numel / SELECT_STEPS  # down and up again at each selection
     state = nbytes["p"] + nbytes["m"] + nbytes["v"]
     a_pass = interval * one_gradient + 2 * state + nbytes["y"] + means
     down, up = one_gradient + moved, up + moved

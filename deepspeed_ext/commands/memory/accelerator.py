@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed_ext.commands.memory.parts import Part, Phase, largest
+from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
 from deepspeed_ext.zenflow.transfers.device_sizes import room_bytes
@@ -82,7 +83,7 @@ class _Accelerator:
         """Rooms and what the rule keeps."""
         rule, kept = self.setup.rule, dict[str, int]()
         for run in self.partitions:
-            for kind, nbytes in rule.kept_bytes(run.numel, self.weight).items():
+            for kind, nbytes in bytes_of(rule, run.numel, self.weight).kept.items():
                 kept[kind] = kept.get(kind, 0) + nbytes * run.times
         return [Part("room", self.room()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
 
@@ -184,16 +185,16 @@ class _Accelerator:
         flat = Part("flat gradient", self.handed * numel)
         if self.setup.zenflow is None:
             return [flat, Part("temporaries", 0 if self.setup.fused_adam else FLOAT_BYTES * numel)]
-        arrived = DTYPE_BYTES[self.publish_dtype]
-        nbytes = self.setup.rule.step_bytes(numel, self.weight, arrived, self.setup.hides_transfers)
-        waiting = self.setup.rule.waiting_bytes(self.numel - numel, self.weight)  # of the other sub-groups
-        return [flat, Part("temporaries", nbytes), Part("new hot weights", waiting)]
+        arrived, in_place = DTYPE_BYTES[self.publish_dtype], self.setup.hides_transfers
+        step = bytes_of(self.setup.rule, numel, self.weight, arrived_bytes=arrived, in_place=in_place).step
+        waiting = bytes_of(self.setup.rule, self.numel - numel, self.weight).waiting  # of the other sub-groups
+        return [flat, Part("temporaries", step), Part("new hot weights", waiting)]
 
     def exchange(self) -> list[Part]:
         """While stages 1 and 2 exchange hot weights alone."""
         if self.setup.zenflow is None:
             return []
-        nbytes = self.setup.rule.exchange_bytes(self.numel, self.weight, self.ranks.count)
+        nbytes = bytes_of(self.setup.rule, self.numel, self.weight, ranks=self.ranks.count).exchange
         return [Part("hot weights of all ranks", nbytes)]
 
     # -- stage 3 --------------------------------------------------------------------------------------------------

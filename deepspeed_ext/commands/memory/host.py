@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed_ext.commands.memory.parts import Part, Phase, largest
+from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.worker.arena import plan_layout
@@ -61,7 +62,7 @@ class _Host:
     def between(self) -> list[Part]:
         """What is held all the time."""
         if self.setup.zenflow is not None:
-            hot = sum(self.setup.rule.kept_host_bytes(run.numel) * run.times for run in self.partitions)
+            hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.partitions)
             return [*self.arena(at_start=False), Part("hot state", hot, page_locked=True)]
         return self.offloaded() if self.setup.offload else []
 
@@ -148,7 +149,7 @@ class _Host:
         """Temporaries of an optimizer step: of torch's AdamW on the host two of a partition's size, of ZenFlow the
         state that moves when hot blocks are selected."""
         if self.setup.zenflow is not None:
-            return Part("temporaries", self.setup.rule.moved_bytes(self.most))
+            return Part("temporaries", bytes_of(self.setup.rule, self.most).moved)
         uses_torch = self.setup.offload and not self.setup.fused_adam
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)
 
@@ -171,7 +172,7 @@ class _Host:
         rule, weight = self.setup.rule, self.model.itemsize
         gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * self.numel
         collected = Part("copy of collected gradients", ((rule.update_interval or 1) - 1) * gradients)
-        kept = [(rule.saved_bytes(run.numel, weight), run.times) for run in self.partitions]
+        kept = [(bytes_of(rule, run.numel, weight).saved, run.times) for run in self.partitions]
         state = Part("copy of the rule's state", sum(sum(each) * count for each, count in kept))
         last = Part("second copy", max(kept[-1][0], default=0))
         weights = [Part("copy of the weights", weight * self.numel), Part("second copy", weight * self.most)]

@@ -11,7 +11,7 @@ from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import RuleSettings, gradient_dtype
+from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
 
 __all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage", "typical_largest"]
 
@@ -126,7 +126,7 @@ class Setup:
         return self.partitions_weights if self.overlap_comm is None else self.overlap_comm
 
     @property
-    def rule(self) -> RuleSettings:
+    def rule(self) -> PredictiveSettings | SelectiveSettings:
         """Settings of ZenFlow's rule. An open interval counts as the longest that measurement may choose."""
         assert self.zenflow is not None
         kind = SelectiveSettings if self.zenflow.rule == "selective" else PredictiveSettings

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
-from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["LONGEST_MEASURED", "PredictiveSettings"]
 
-_FLOAT_BYTES = 4
 LONGEST_MEASURED = 2
 """Interval 4 costs 7 % of the loss with larger batches (docs/lab/numerics.md): only a config chooses that."""
 
@@ -62,43 +60,3 @@ class PredictiveSettings:
     def with_drift(self) -> tuple[bool, ...]:
         """Whether estimates use D: all, none, or, as long as the interval is not measured, some."""
         return (True, False) if self.overlapped and self.update_interval is None else (self.drifts,)
-
-    def kept_bytes(self, numel: int, weights_bytes: int) -> dict[str, int]:
-        """Bytes on the accelerator beside the weights: 1 / d_b of each block, and D (see `RuleSettings`)."""
-        if not self.overlapped:
-            return {}
-        drift = {"drift": numel * weights_bytes} if self.drifts else {}
-        return {"derived denominators": _FLOAT_BYTES * -(-numel // self.block_size), **drift}
-
-    def kept_host_bytes(self, numel: int) -> int:
-        """The rule keeps nothing on the host outside of the arena."""
-        return 0
-
-    def moved_bytes(self, numel: int) -> int:
-        """No state moves."""
-        return 0
-
-    def saved_bytes(self, numel: int, weights_bytes: int) -> list[int]:
-        """Bytes of the tensors in a checkpoint: all that is kept (see `RuleSettings`)."""
-        return list(self.kept_bytes(numel, weights_bytes).values())
-
-    def waiting_bytes(self, numel: int, weights_bytes: int) -> int:
-        """Weights are written at once."""
-        return 0
-
-    def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
-        """The rule changes all weights in every step."""
-        return 0
-
-    def step_bytes(self, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool) -> int:
-        """Bytes of temporaries of `estimator.Estimator.predict` as torch operations (see `RuleSettings`).
-
-        The gradient in fp32, with D also y in fp32, of one chunk. A kernel has none; whether there is one is not known
-        before the run.
-        """
-        if not self.overlapped:
-            return 0
-        chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
-        arrived = 0 if in_place else chunk * arrived_bytes
-        factor = _FLOAT_BYTES * -(-chunk // self.block_size)
-        return (2 if self.drifts else 1) * _FLOAT_BYTES * chunk + max(arrived, factor)

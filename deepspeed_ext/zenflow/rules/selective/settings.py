@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
@@ -16,10 +15,9 @@ _AUTO_SELECT_STEPS = 16
 LONGEST_CHOSEN = 8
 """The longest interval that the rule chooses if the config does not say."""
 _BALANCE = 2
-_ARRAY_BYTES = 4
-_STATE_BYTES = 3 * _ARRAY_BYTES
+_STATE_BYTES = 3 * 4
 """Of an element of a hot block: p, m and v in fp32."""
-_COUNT_BYTES, _ID_BYTES = 4, 8
+_COUNT_BYTES = 4
 
 
 def ring_of(interval: int, lag: int) -> int:
@@ -110,46 +108,9 @@ class SelectiveSettings:
         """Hot blocks of a partition of `numel` elements, if every rank has an equal share of them."""
         return hot_blocks(-(-numel // self.block_size), self.topk_ratio)
 
-    def kept_bytes(self, numel: int, weights_bytes: int) -> dict[str, int]:
-        """Bytes on the accelerator beside the weights: the hot blocks and their numbers (see `RuleSettings`)."""
-        hot = self.hot_blocks(numel)
-        state = 0 if self.keeps_hot_on_host else self.hot_state_bytes(hot)
-        return {"hot state": state + hot * _ID_BYTES}
-
-    def kept_host_bytes(self, numel: int) -> int:
-        """Bytes of page-locked host memory outside of the arena: the hot blocks with ``offload``."""
-        return self.hot_state_bytes(self.hot_blocks(numel)) if self.keeps_hot_on_host else 0
-
     def hot_state_bytes(self, blocks: int) -> int:
         """Bytes of p, m, v and update counts of so many hot blocks."""
         return blocks * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
-
-    def moved_bytes(self, numel: int) -> int:
-        """Bytes of one of p, m and v of the hot blocks, which are copied one after the other."""
-        return self.hot_blocks(numel) * self.block_size * _ARRAY_BYTES
-
-    def saved_bytes(self, numel: int, weights_bytes: int) -> list[int]:
-        """Bytes of the tensors in a checkpoint: update counts and numbers of hot blocks (see `RuleSettings`)."""
-        return [_COUNT_BYTES * -(-numel // self.block_size), _ID_BYTES * self.hot_blocks(numel)]
-
-    def waiting_bytes(self, numel: int, weights_bytes: int) -> int:
-        """Bytes of the new weights of hot blocks (see `RuleSettings`)."""
-        return weights_bytes * self.hot_blocks(numel) * self.block_size
-
-    def exchange_bytes(self, numel: int, weights_bytes: int, ranks: int) -> int:
-        """Bytes of `exchange.HotExchange`: hot weights of all ranks, and a copy of this rank's (see `RuleSettings`)."""
-        return 0 if ranks == 1 else (ranks + 1) * weights_bytes * self.hot_blocks(numel) * self.block_size
-
-    def step_bytes(self, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool) -> int:
-        """Bytes of temporaries of `blocks.AdamBlocks.step` and the new hot weights (see `RuleSettings`).
-
-        Beside the gradient of the hot blocks there is state that lives on the host, and two temporaries in fp32 of one
-        chunk, which a kernel does not need. Whether there is one is not known before the run.
-        """
-        hot = self.hot_blocks(numel) * self.block_size
-        chunk = min(hot, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
-        temporaries = 2 * _ARRAY_BYTES * chunk + 3 * _ARRAY_BYTES * (chunk // self.block_size)
-        return hot * (weights_bytes + (_STATE_BYTES if self.keeps_hot_on_host else 0)) + temporaries
 
     def steps_between_selections(self, interval: int) -> int:
         """Optimizer steps between two selections of hot blocks.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
@@ -29,7 +30,7 @@ def locked_beside_the_arena(config: dict[str, Any], steps: list[int]) -> list[li
             begin, end = locked.data_ptr(), locked.data_ptr() + locked.nbytes
             state = [state.hot.p, state.hot.m, state.hot.v, state.hot.updates]
             inside = all(begin <= each.data_ptr() <= end - each.nbytes and each.is_pinned() for each in state)
-            planned = settings.kept_host_bytes(partition.master.numel())
+            planned = bytes_of(settings, partition.master.numel()).kept_on_host
             rows.append((locked.nbytes, planned, inside and sum(each.nbytes for each in state) == planned))
         found.append(rows)
     engine.destroy()

@@ -1,0 +1,103 @@
+"""How many bytes an update rule takes for one partition beside the arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
+
+__all__ = ["RuleBytes", "bytes_of"]
+
+_FLOAT_BYTES = 4
+_STATE_BYTES = 3 * _FLOAT_BYTES
+"""Of an element of a hot block: p, m and v in fp32."""
+_COUNT_BYTES, _ID_BYTES = 4, 8
+
+
+@dataclass(frozen=True)
+class RuleBytes:
+    """Bytes that a rule takes for a partition.
+
+    Attributes:
+        kept: on the accelerator beside the weights, by kind.
+        kept_on_host: page-locked on the host, outside of the arena.
+        moved: temporaries on the host, while state moves to the accelerator.
+        saved: of each tensor in a checkpoint.
+        step: most temporaries on the accelerator, while the weights are computed.
+        waiting: new weights on the accelerator that wait until all partitions are stepped.
+        exchange: on the accelerator, for an exchange of changed weights alone at stages 1 and 2.
+    """
+
+    kept: dict[str, int] = field(default_factory=dict)
+    kept_on_host: int = 0
+    moved: int = 0
+    saved: tuple[int, ...] = ()
+    step: int = 0
+    waiting: int = 0
+    exchange: int = 0
+
+
+def bytes_of(
+    rule: PredictiveSettings | SelectiveSettings,
+    numel: int,
+    weights_bytes: int = 0,
+    *,
+    arrived_bytes: int = 0,
+    in_place: bool = False,
+    ranks: int = 1,
+) -> RuleBytes:
+    """The bytes that `rule` takes for a partition.
+
+    Args:
+        rule: the rule's settings.
+        numel: elements of the partition, n.
+        weights_bytes: bytes of an element of the weights.
+        arrived_bytes: bytes of an element of y.
+        in_place: y has a room on the accelerator, so that it is not copied there in parts.
+        ranks: number of ranks.
+    """
+    if isinstance(rule, SelectiveSettings):
+        return _selective(rule, numel, weights_bytes, ranks)
+    return _predictive(rule, numel, weights_bytes, arrived_bytes, in_place)
+
+
+def _predictive(
+    rule: PredictiveSettings, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool
+) -> RuleBytes:
+    """Kept: 1 / d_b of each block, and D.
+
+    Temporaries of `Estimator.predict` as torch operations: the gradient in fp32, with D also y in fp32, of one chunk. A
+    kernel has none; whether there is one is not known before the run.
+    """
+    if not rule.overlapped:
+        return RuleBytes()
+    drift = {"drift": numel * weights_bytes} if rule.drifts else {}
+    kept = {"derived denominators": _FLOAT_BYTES * -(-numel // rule.block_size), **drift}
+    chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, rule.block_size))
+    arrived, factor = 0 if in_place else chunk * arrived_bytes, _FLOAT_BYTES * -(-chunk // rule.block_size)
+    step = (2 if rule.drifts else 1) * _FLOAT_BYTES * chunk + max(arrived, factor)
+    return RuleBytes(kept, saved=tuple(kept.values()), step=step)
+
+
+def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: int) -> RuleBytes:
+    """Kept: the state of hot blocks and their numbers. p, m and v move one after the other.
+
+    Temporaries of `AdamBlocks.step` beside the gradient of the hot blocks: state that lives on the host, and two
+    temporaries in fp32 of one chunk, which a kernel does not need. Whether there is one is not known before the run.
+    """
+    blocks = rule.hot_blocks(numel)
+    hot, state = blocks * rule.block_size, rule.hot_state_bytes(blocks)
+    chunk = min(hot, chunk_of(ACCELERATOR_CHUNK_NUMEL, rule.block_size))
+    temporaries = 2 * _FLOAT_BYTES * chunk + 3 * _FLOAT_BYTES * (chunk // rule.block_size)
+    on_host = rule.keeps_hot_on_host
+    return RuleBytes(
+        kept={"hot state": (0 if on_host else state) + blocks * _ID_BYTES},
+        kept_on_host=state if on_host else 0,
+        moved=hot * _FLOAT_BYTES,
+        saved=(_COUNT_BYTES * -(-numel // rule.block_size), _ID_BYTES * blocks),
+        step=hot * (weights_bytes + (_STATE_BYTES if on_host else 0)) + temporaries,
+        waiting=weights_bytes * hot,
+        exchange=0 if ranks == 1 else (ranks + 1) * weights_bytes * hot,
+    )
