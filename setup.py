@@ -69,7 +69,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
-    package_data={"deepspeed_ext": ["py.typed", "zenflow/kernel/*.cpp", "zenflow/kernel/*.h"]},
+    package_data={"deepspeed_ext": ["py.typed", "zenflow/worker/kernel/*.cpp", "zenflow/worker/kernel/*.h"]},
     ext_modules=[NATIVE_KERNEL],
     cmdclass={"build_ext": BuildKernel, "build_py": WithConfigs, "bdist_wheel": PlatformWheel},
     install_requires=[

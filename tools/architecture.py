@@ -2,8 +2,8 @@
 
     python -m tools.architecture
 
-A room is a package, or a module beside packages. Its floor is one above the highest room that it imports, so every
-import runs downwards; rooms that import each other in a circle have no floor and are an error.
+A room is a folder of the package, without the folders in it. Its floor is one above the highest room that it imports,
+so every import runs downwards; rooms that import each other in a circle have no floor and are an error.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ def module_name(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """The package of a module, or the module itself if its package holds other packages."""
-    package = module.rpartition(".")[0]
-    folder = PACKAGE / module.replace(".", "/")
-    if folder.is_dir():
-        return module
-    beside = PACKAGE / package.replace(".", "/")
-    return module if any(path.parent != beside for path in beside.rglob("__init__.py")) else package
+    """The folder of a module; ``""`` for the package itself, and for `errors`, which stands beside the folders."""
+    return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
     python -m tools.architecture_picture
 
-Words in typewriter letters are rooms of the package (docs/architecture.md).
+Words in typewriter letters are folders of the package (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ AREAS = (
 )
 BOXES = (
     Box(40, 60, 520, 50, "Your script, or a Trainer", (), ("deepspeed_ext.enable(), then deepspeed.initialize(...)",)),
-    Box(40, 130, 250, 66, "Entry and engine", ("_entry", "engine"), ("subclasses of DeepSpeed's engines",)),
-    Box(310, 130, 250, 66, "Config", ("zero_config", "config"), ("the fields under zero_optimization",)),
-    Box(40, 216, 520, 66, "ZeRO optimizers", ("zero",), ("subclasses of DeepSpeed's; the rooms below do the work",)),
+    Box(40, 130, 250, 66, "Entry and engine", ("adapter",), ("subclasses of DeepSpeed's engines",)),
+    Box(310, 130, 250, 66, "Config", ("config",), ("the fields under zero_optimization",)),
+    Box(
+        40, 216, 520, 66, "ZeRO optimizers", ("adapter",), ("subclasses of DeepSpeed's; the folders below do the work",)
+    ),
     Box(40, 302, 120, 66, "Start-up", ("flatten",), ("stages 1, 2",)),
     Box(173, 302, 120, 66, "Gathers", ("gather",), ("stage 3",)),
-    Box(306, 302, 254, 66, "ZenFlow", ("zenflow.optimizer",), ("a rule: predictive or selective",)),
-    Box(40, 388, 120, 66, "Cores", ("affinity",), ("of all threads",)),
-    Box(173, 388, 254, 66, "Checkpoints", ("checkpoint", "resharding"), ("all ranks commit, or none",)),
-    Box(440, 388, 120, 66, "Agreement", ("_agreement",), ("one error for all",)),
+    Box(306, 302, 254, 66, "ZenFlow", ("zenflow.step", "zenflow.rules"), ("predictive or selective",)),
+    Box(40, 388, 120, 66, "Cores", ("cores",), ("of all threads",)),
+    Box(173, 388, 254, 66, "Checkpoints", ("checkpoint", "checkpoint.reshard"), ("all ranks commit, or none",)),
+    Box(440, 388, 120, 66, "Agreement", ("runtime",), ("one error for all",)),
     Box(740, 170, 200, 70, "Loop", ("zenflow.worker",), ("takes orders, answers",), "green"),
-    Box(740, 260, 200, 70, "Pass over memory", ("zenflow.kernel",), ("the exact Adam step, in C++",), "green"),
+    Box(740, 260, 200, 70, "Pass over memory", ("zenflow.worker.kernel",), ("the exact Adam step, in C++",), "green"),
     Box(
         740,
         350,

@@ -1,7 +1,4 @@
-"""Defines the engines that `deepspeed.initialize` builds while the extension is on.
-
-`Engine` overrides methods of DeepSpeed's engine and forwards to its parts (`parts.Parts`), which do the work.
-"""
+"""The engines that `deepspeed.initialize` builds with the extension on. They forward to `parts`, which does the work."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from typing import Any
 
 from deepspeed_ext.adapter.construction import builders, built_together
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, fields_of, section_in_use
+from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of, section_in_use
 from deepspeed_ext.adapter.resharding import LoadingRun
-from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.start_report import log_start
 from deepspeed_ext.adapter.step_report import report_step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
@@ -36,7 +32,6 @@ from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
-from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import as_torch_adam
@@ -64,7 +59,7 @@ class Engine(DeepSpeedEngine):
                     self.optimizer.unregister_grad_acc_post_hooks()
                     self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                     # Not needed at exit: the optimizer process ends by itself.
-                    weakref.finalize(self, _destroy_parts, self.optimizer, self._parts.saver).atexit = False
+                    weakref.finalize(self, destroy_parts, self.optimizer, self._parts.saver).atexit = False
                 log_start(self._config.zero_config, self.optimizer, self._parts.gather, self._parts.binding)
             undo.pop_all()
 
@@ -83,8 +78,7 @@ class Engine(DeepSpeedEngine):
         return section_in_use(self._config.zero_config, self.optimizer_name())
 
     def _world(self) -> RankGroup:
-        """All ranks."""
-        return RankGroup.of(None)
+        return RankGroup.of(None)  # all ranks
 
     # -- construction, in DeepSpeed's order -----------------------------------------------------------------------
 
@@ -156,18 +150,11 @@ class Engine(DeepSpeedEngine):
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
-        zenflow = self._zenflow
-        if zenflow is None:
-            return
-        # Pipeline stages have different numbers of files.
-        if not isinstance(self, PipelineEngine) and type(self.checkpoint_engine) is TorchCheckpointEngine:
+        if (zenflow := self._zenflow) is not None:
             leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
-            self._parts.saver = Saver.of(
-                self._config, self._world(), leads=leads, adam=self._parts.adam, async_save=zenflow.async_save
-            )
-            self.checkpoint_engine = self._parts.saver.files
-        elif zenflow.async_save:
-            logger.warning("zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or datastates")
+            kind = None if isinstance(self, PipelineEngine) else type(self.checkpoint_engine)
+            if self._parts.save_together(kind, self._config, self._world(), leads, zenflow.async_save):
+                self.checkpoint_engine = self._parts.saver.files
 
     # -- what DeepSpeed asks of the config ------------------------------------------------------------------------
 
@@ -402,18 +389,6 @@ class Engine(DeepSpeedEngine):
         with self._parts.closing():  # what it closes is closed even if DeepSpeed fails
             self._parts.detach_gather(self.module)
             super().destroy()
-
-
-def _destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
-    """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only hooks, which
-    this removes, and the worker refer to it."""
-    try:
-        saver.finish_alone()
-    finally:
-        try:
-            optimizer.destroy()
-        finally:
-            optimizer.zenflow_adam.close()
 
 
 class HybridEngine(DeepSpeedHybridEngine, Engine):

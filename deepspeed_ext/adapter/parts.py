@@ -15,10 +15,10 @@ from deepspeed_ext.adapter.offloading import Offloader
 from deepspeed_ext.adapter.resharding import Resharder
 from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.upstream import Swap, optimizer_class, stage3_optimizer_class
+from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
 from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
 from deepspeed_ext.cores.binding import CoreBinding
@@ -28,7 +28,7 @@ from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_section, require_shared_folder
 
-__all__ = ["Parts", "fields_of", "section_in_use"]
+__all__ = ["ZERO_STAGE_WEIGHTS", "Parts", "destroy_parts", "fields_of", "section_in_use"]
 
 ZERO_STAGE_WEIGHTS = 3
 
@@ -146,6 +146,22 @@ class Parts:
         with section(builders, RankGroup.of(group, builders.device)):
             self.gather = gather_hooks.attach(module, settings, group)
 
+    def save_together(self, kind: type | None, config: Any, world: RankGroup, leads: bool, async_save: bool) -> bool:
+        """Save and load on all ranks together, if DeepSpeed's plain checkpoint engine would do it; returns whether.
+
+        Args:
+            kind: DeepSpeed's checkpoint engine; None: pipeline stages have different numbers of files.
+            config: DeepSpeed's, for the checkpoint engine.
+            world, leads: see `JointCheckpointEngine`.
+            async_save: whether saves go on beside training.
+        """
+        if kind is TorchCheckpointEngine:
+            self.saver = Saver.of(config, world, leads=leads, adam=self.adam, async_save=async_save)
+            return True
+        if async_save:
+            logger.warning("zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or datastates")
+        return False
+
     @staticmethod
     def warn_of_idle_fields(settings: ZeroConfig, stage: int, optimizer: Any) -> None:
         """Name the fields that the user set and that have no effect; called on rank 0."""
@@ -194,3 +210,15 @@ class Parts:
         if self.adam is not None:
             afterwards.callback(self.adam.close)
         return afterwards
+
+
+def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
+    """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only hooks, which
+    this removes, and the worker refer to it."""
+    try:
+        saver.finish_alone()
+    finally:
+        try:
+            optimizer.destroy()
+        finally:
+            optimizer.zenflow_adam.close()

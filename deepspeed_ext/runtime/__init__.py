@@ -1,1 +1,1 @@
-"""Facts about this process and machine, agreement between ranks, files, logging: what every system uses."""
+"""What every system uses: agreement of ranks, memory, files, processes, the log, and DeepSpeed's public parts."""

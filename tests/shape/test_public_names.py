@@ -13,13 +13,13 @@ from importlib.metadata import entry_points
 import pytest
 
 from deepspeed_ext import config, errors
-from deepspeed_ext.commands import main as cli
+from deepspeed_ext.commands import main
 from tests.support.paths import ROOT
 
 MODULES = {
     "deepspeed_ext": "__version__ disable enable errors initialize",
-    "deepspeed_ext.config": "CoreBindingConfig FlattenTier ReservedCores RuleName ZenFlowConfig ZeroFields"
-    " given_of_the_other_rule idle_fields",
+    "deepspeed_ext.config": "CoreBindingConfig FlattenTier OF_ONE_RULE ReservedCores RuleName ZenFlowConfig ZeroFields"
+    " check_reserved_cores given_of_the_other_rule idle_fields",
     "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",
     "deepspeed_ext.adapter.shared_buffers": "left_over not_made",
 }
@@ -41,7 +41,7 @@ FIELDS = {
     "CoreBindingConfig": "dry_run enabled optimizer_cores use_tuning_result",
     "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds hide_transfers offload overlap_lag"
     " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype select_block_size"
-    " select_interval select_strategy steps_per_epoch topk_ratio update_interval update_rule worker_timeout_seconds",
+    " select_interval select_strategy topk_ratio update_interval update_rule worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",
@@ -77,7 +77,7 @@ def test_names_of_config_fields(name: str) -> None:
 
 
 def test_names_of_commands_and_options() -> None:
-    parser = cli._parser()
+    parser = main._parser()
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     parsers = {"": parser, **commands.choices}
     found = {
@@ -90,7 +90,7 @@ def test_names_of_commands_and_options() -> None:
 
 def test_the_console_script() -> None:
     (script,) = entry_points(group="console_scripts", name="deepspeed-ext")
-    assert script.load() is cli.main
+    assert script.load() is main.main
 
 
 def test_names_of_variables() -> None:

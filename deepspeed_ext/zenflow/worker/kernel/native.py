@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
 
-__all__ = ["ABI_VERSION", "NativeKernel"]
+__all__ = ["NativeKernel"]
 
 ABI_VERSION = 6
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
