@@ -1,4 +1,4 @@
-"""The engines that `deepspeed.initialize` builds with the extension on. They forward to `parts`, which does the work."""
+"""The engines that `deepspeed.initialize` builds with the extension on. They forward to `parts`, which do the work."""
 
 from __future__ import annotations
 
