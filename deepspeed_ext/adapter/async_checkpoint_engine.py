@@ -23,7 +23,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.remedies import THREADS, advised, remedy_for
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
 from deepspeed_ext.checkpoint.writer import Writer
-from deepspeed_ext.checkpoint.zenflow_section import SECTION
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import local_world_size
@@ -281,7 +281,7 @@ def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[l
 def _made_for_this_save(content: Any) -> set[int]:
     """Addresses of the ZenFlow section's tensors, which are copies that nobody else has."""
     state = content.get(keys.OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
-    section = state.get(SECTION) if isinstance(state, dict) else None
+    section = state.get(STATE_KEY) if isinstance(state, dict) else None
     return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(section) if isinstance(leaf, torch.Tensor)}
 
 

@@ -12,7 +12,7 @@ from deepspeed_ext.adapter.upstream import counted_alike
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow import kernels
 
-__all__ = ["fused_l2_norms", "l2_norm", "stand_ins"]
+__all__ = ["fused_l2_norms", "l2_norm", "norm_tensors"]
 
 _ROW = 512
 _ROWS_ON_CPU = 2048
@@ -63,7 +63,7 @@ def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [norms[index] for index in range(len(tensors))]
 
 
-def stand_ins(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[torch.Tensor]:
+def norm_tensors(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[torch.Tensor]:
     """One-element tensors with the same norms as `gradients`, so that DeepSpeed computes the total norm from them
     cheaply.
 

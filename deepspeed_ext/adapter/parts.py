@@ -23,7 +23,7 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import KeptError, RankGroup, section
+from deepspeed_ext.runtime.ranks import KeptError, RankGroup, within
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_section, require_shared_folder
@@ -143,7 +143,7 @@ class Parts:
 
     def attach_gather(self, module: Any, settings: ZeroConfig, builders: RankGroup, group: Any) -> None:
         """Gather the parameters of `module` singly, if asked for. A collective of `builders`, and of `group` inside."""
-        with section(builders, RankGroup.of(group, builders.device)):
+        with within(builders, RankGroup.of(group, builders.device)):
             self.gather = gather_hooks.attach(module, settings, group)
 
     def save_together(self, kind: type | None, config: Any, world: RankGroup, leads: bool, async_save: bool) -> bool:

@@ -27,7 +27,7 @@ from deepspeed_ext.adapter.upstream import (
 from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer
 from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
 from deepspeed_ext.checkpoint.reshard.target import Target
-from deepspeed_ext.checkpoint.zenflow_section import SECTION
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
@@ -110,7 +110,7 @@ class Resharder:
     def __init__(self) -> None:
         self._run: LoadingRun | None = None
         self._resharding: Resharding | None = None
-        self._loads_section = False  # that of ZenFlow, in the layout of this run
+        self._loads_state = False  # that of ZenFlow, in the layout of this run
 
     @contextmanager
     def loading(self, run: LoadingRun) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Resharder:
         try:
             yield
         finally:
-            self._run, self._resharding, self._loads_section = None, None, False
+            self._run, self._resharding, self._loads_state = None, None, False
 
     @property
     def _loading(self) -> LoadingRun:
@@ -211,7 +211,7 @@ class Resharder:
     def loads_fp32(self, wanted: bool) -> bool:
         """Whether p is loaded: if `wanted`, or if the weights cannot give p. While resharding they may not be loaded
         yet, and those that ZenFlow saved are predictions."""
-        if wanted or (self._resharding is None and not self._loads_section):
+        if wanted or (self._resharding is None and not self._loads_state):
             return wanted
         run = self._loading
         if run.leads and not run.partitions_weights:  # stage 3 has no use for the field
@@ -256,7 +256,7 @@ class Resharder:
         """The optimizer's states of all ranks, in order; while resharding only this rank's. A collective."""
         if self._resharding is None:
             states = theirs()
-            self._loads_section = any(isinstance(state, Mapping) and SECTION in state for state in states or ())
+            self._loads_state = any(isinstance(state, Mapping) and STATE_KEY in state for state in states or ())
             return states
         target = self._resharding.target
         found: list[Any] = [None] * target.ranks

@@ -20,7 +20,7 @@ from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.plan import FlattenPlan
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import RankGroup, section
+from deepspeed_ext.runtime.ranks import RankGroup, within
 from deepspeed_ext.runtime.start_profile import StartupProfile
 
 __all__ = ["ZeroOptimizer"]
@@ -46,7 +46,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         self, *args: Any, settings: ZeroFields, builders: RankGroup, check_replicas: bool = False, **kwargs: Any
     ) -> None:
         self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
-        with section(builders, self._construction_ranks):
+        with within(builders, self._construction_ranks):
             self.flatten_plans: list[FlattenPlan] = []
             self.startup = StartupProfile()
             self._flatten_ranks: list[RankGroup] = []
@@ -90,7 +90,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             self._flatten_ranks = [RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group]
         ranks, layout = self._flatten_ranks[group_index], GroupLayout.of(tensor_list, param_padding, alignment)
         # Groups of experts have other ranks than the rest.
-        with self.startup.phase("flatten", layout.nbytes), section(self._construction_ranks, ranks):
+        with self.startup.phase("flatten", layout.nbytes), within(self._construction_ranks, ranks):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)
         self.flatten_plans.append(plan)
         return flat

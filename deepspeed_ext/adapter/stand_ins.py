@@ -91,7 +91,7 @@ STAND_INS = (
         frozenset({"wait"}),
     ),
     StandIn(
-        "deepspeed_ext.zenflow.rules.selective.exchange:HotExchange",
+        "deepspeed_ext.zenflow.rules.selective.hot_exchange:HotExchange",
         (f"{_STAGE_1_AND_2}step",),
         ("all_gather_dp_groups",),
         frozenset({"()"}),

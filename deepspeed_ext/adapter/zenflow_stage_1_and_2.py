@@ -18,12 +18,12 @@ from deepspeed_ext.adapter.upstream import (
     exchange_instead,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
-from deepspeed_ext.checkpoint.saved_state import Section
+from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import together
-from deepspeed_ext.zenflow.rules.selective.exchange import HotExchange
+from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 
 __all__ = ["ZenFlowZeroOptimizer"]
 
@@ -168,7 +168,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         with together(self.zenflow_adam.ranks, CheckpointError):
             super()._load_legacy_checkpoint(*args, **kwargs)
 
-    def _refresh_weights(self, saved: Section | None) -> None:
+    def _refresh_weights(self, saved: SavedState | None) -> None:
         self._link_optimizer_states()
 
     def _link_optimizer_states(self) -> None:
@@ -176,7 +176,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
 
-    def _exchange_weights(self, saved: Section | None) -> None:
+    def _exchange_weights(self, saved: SavedState | None) -> None:
         if saved is None:  # otherwise DeepSpeed has loaded the weights themselves
             self.update_lp_params()
 

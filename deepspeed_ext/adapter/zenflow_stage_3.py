@@ -17,8 +17,8 @@ from deepspeed_ext.adapter.upstream import (
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
-from deepspeed_ext.checkpoint import zenflow_section as checkpoint
-from deepspeed_ext.checkpoint.saved_state import Section
+from deepspeed_ext.checkpoint import zenflow_state as checkpoint
+from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
@@ -151,7 +151,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        state[checkpoint.SECTION][_WEIGHTS] = [
+        state[checkpoint.STATE_KEY][_WEIGHTS] = [
             flat.detach().cpu().clone() for flat in self.fp16_partitioned_groups_flat
         ]
         return state
@@ -160,8 +160,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         super()._adopt_state()
         self._clear_padding()
 
-    def _read_section(self, state_dict_list: Any) -> Section | None:
-        section = super()._read_section(state_dict_list)
+    def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
+        section = super()._read_saved_state(state_dict_list)
         if section is not None and section.weights is None:
             raise CheckpointError(
                 "the ZenFlow section has no weights, which stage 3 needs: load another checkpoint by its tag"
@@ -172,7 +172,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         with together(self.zenflow_adam.ranks, CheckpointError):
             super()._rigid_load_state_dict(*args, **kwargs)
 
-    def _refresh_weights(self, saved: Section | None) -> None:
+    def _refresh_weights(self, saved: SavedState | None) -> None:
         masters = [partition.master for partition in self.zenflow_adam.partitions]
         values = masters if saved is None or saved.weights is None else saved.weights
         for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):

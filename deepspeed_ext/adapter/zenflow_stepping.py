@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.grad_norm import stand_ins
+from deepspeed_ext.adapter.grad_norm import norm_tensors
 from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
@@ -24,8 +24,8 @@ from deepspeed_ext.adapter.upstream import (
     autocasts_to_fp16,
     host_offload_config,
 )
-from deepspeed_ext.checkpoint import zenflow_section as checkpoint
-from deepspeed_ext.checkpoint.saved_state import Section, read_section
+from deepspeed_ext.checkpoint import zenflow_state as checkpoint
+from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import local_world_size
@@ -150,7 +150,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         if norm_type == 2:
             norms: list[torch.Tensor] | None = None
             with self.zenflow_adam.link.keeping():
-                norms = stand_ins(gradients, params)
+                norms = norm_tensors(gradients, params)
             # If that failed, NaN makes every rank skip the step as an overflow.
             gradients = norms or [
                 torch.full((1,), math.nan, dtype=torch.float32, device=grad.device) for grad in gradients
@@ -224,7 +224,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         """DeepSpeed's state dict, with p, m, v in their usual places, plus the ZenFlow section."""
         self.zenflow_adam.drain()
         self.zenflow_adam.bind_state()
-        return {**super().state_dict(), checkpoint.SECTION: checkpoint.section(self.zenflow_adam)}
+        return {**super().state_dict(), checkpoint.STATE_KEY: checkpoint.state_of(self.zenflow_adam)}
 
     def load_state_dict(
         self,
@@ -238,7 +238,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         adam, ranks = self.zenflow_adam, self.zenflow_adam.ranks
         self._drain_together()
         with together(ranks, CheckpointError):
-            saved = None if checkpoint_folder else self._read_section(state_dict_list)
+            saved = None if checkpoint_folder else self._read_saved_state(state_dict_list)
         _require_same_position(saved, ranks)
         super().load_state_dict(
             state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
@@ -263,7 +263,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         with together(self.zenflow_adam.ranks, WorkerError):
             self.zenflow_adam.drain()
 
-    def _read_section(self, state_dict_list: Any) -> Section | None:
+    def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
         """Return this rank's ZenFlow section, checked; None if the checkpoint has none.
 
         Raises:
@@ -276,20 +276,20 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             raise CheckpointError(
                 f"the optimizer's state is a {type(state).__name__}, expected a dict: load another checkpoint"
             )
-        if checkpoint.SECTION not in state:
+        if checkpoint.STATE_KEY not in state:
             return None
-        return read_section(state[checkpoint.SECTION], [p.master.numel() for p in self.zenflow_adam.partitions])
+        return read_saved_state(state[checkpoint.STATE_KEY], [p.master.numel() for p in self.zenflow_adam.partitions])
 
     def _adopt_state(self) -> None:
         """Copy the moments and step count that DeepSpeed has loaded to the arena."""
         checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
 
     @abstractmethod
-    def _refresh_weights(self, saved: Section | None) -> None:
+    def _refresh_weights(self, saved: SavedState | None) -> None:
         """Update this rank's weights after masters were loaded: from the section if it has them, otherwise from the
         masters."""
 
-    def _exchange_weights(self, saved: Section | None) -> None:
+    def _exchange_weights(self, saved: SavedState | None) -> None:
         """Send the weights to the other ranks if they were not loaded from the checkpoint. May be a collective."""
 
     def _restore_from_bit16_weights(self) -> None:
@@ -304,7 +304,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             self.zenflow_adam.close()
 
 
-def _require_same_position(saved: Section | None, ranks: RankGroup) -> None:
+def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
     """Refuse sections of different runs or steps, with which the ranks would diverge later.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Checks the ZenFlow section of a checkpoint before any of it is used.
+"""Checks ZenFlow's state in a checkpoint before any of it is used.
 
-Checkpoint files come from other versions, other jobs and broken disks. `read_section` checks the whole section at once,
+Checkpoint files come from other versions, other jobs and broken disks. `read_saved_state` checks all of it at once,
 so a load either starts with values that fit or changes nothing.
 """
 
@@ -18,15 +18,15 @@ from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValu
 from deepspeed_ext.zenflow.rules.saved_values import GRADIENT_DTYPES, Count, Positive, SavedValues, misfit
 from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues, SelectiveSavedSchedule
 
-__all__ = ["VERSION", "Section", "read_section"]
+__all__ = ["VERSION", "SavedState", "read_saved_state"]
 
 VERSION = 8
 _MISTAKES_TOLD = 3
 
 
-class _Section(SavedValues):
+class _SavedState(SavedValues):
     version: int
-    """Always `VERSION`; `read_section` has checked it."""
+    """Always `VERSION`; `read_saved_state` has checked it."""
     kernel: str
     block_size: Positive
     updates: Count
@@ -40,7 +40,7 @@ class _Section(SavedValues):
         return len(self.partitions[0].collected) if self.partitions else 0
 
 
-class PredictiveSection(_Section):
+class PredictiveSavedState(_SavedState):
     """The section of the predictive rule."""
 
     rule: Literal["predictive"]
@@ -52,7 +52,7 @@ class PredictiveSection(_Section):
         return self.partitions[index].inverse is not None
 
 
-class SelectiveSection(_Section):
+class SelectiveSavedState(_SavedState):
     """The section of the selective rule."""
 
     rule: Literal["selective"]
@@ -60,11 +60,11 @@ class SelectiveSection(_Section):
     partitions: list[SelectivePartitionValues]
 
 
-Section = PredictiveSection | SelectiveSection
-_READER: TypeAdapter[Section] = TypeAdapter(Annotated[Section, Field(discriminator="rule")])
+SavedState = PredictiveSavedState | SelectiveSavedState
+_READER: TypeAdapter[SavedState] = TypeAdapter(Annotated[SavedState, Field(discriminator="rule")])
 
 
-def read_section(saved: object, numels: Sequence[int]) -> Section:
+def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
     """Check a section and return it typed; its tensors are shared with `saved`, not copied.
 
     Args:
@@ -100,7 +100,7 @@ def read_section(saved: object, numels: Sequence[int]) -> Section:
 _ANOTHER = "load another checkpoint by its tag"
 
 
-def _mistakes(section: Section) -> list[str]:
+def _mistakes(section: SavedState) -> list[str]:
     found = []
     position, interval = section.position, section.schedule.interval
     if position >= (interval or 1):
@@ -110,7 +110,7 @@ def _mistakes(section: Section) -> list[str]:
         found += [
             f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, section.schedule.steps) if mistake
         ]
-        if isinstance(section, PredictiveSection) and section.schedule.is_ahead and not section.has_means(index):
+        if isinstance(section, PredictiveSavedState) and section.schedule.is_ahead and not section.has_means(index):
             found.append(f"partition {index}: no block means, which the coming step needs")
         if len(partition.collected) != position:
             found.append(f"partition {index}: {len(partition.collected)} collected gradients, expected {position}")

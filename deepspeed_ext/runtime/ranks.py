@@ -9,7 +9,7 @@ Two rules prevent that one rank fails and the others wait forever in a collectiv
 
 A `together` may hold collectives if an agreement of the same ranks comes directly before each of them: another
 `together`, `raise_together` or `require_same_plan`. A rank that fails in between then meets the others at their next
-agreement. If a part needs another process group, it is a `section`.
+agreement. If a part needs another process group, it runs `within` the outer one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "raise_together",
     "rank_list",
     "require_same_plan",
-    "section",
+    "within",
     "together",
 ]
 
@@ -297,7 +297,7 @@ def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] | None = RankE
 
 
 @contextmanager
-def section(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
+def within(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
     """Run a block of `inner`'s collectives inside a ``together(outer)``. The beginning and the end are collectives.
 
     A rank of `outer` that failed before the block meets the others at its beginning; an error inside the block is

@@ -40,7 +40,7 @@ REDUNDANT = {
     "flatten/staging.py:Staging.to_device: self._wait(chunk_index) (2)": (
         "so that no copy is pending when the chunks are freed; torch's page-locked allocator also sees to that"
     ),
-    "zenflow/transfers/beside_step.py:Room.bring_up: self.landed.record()": (
+    "zenflow/transfers/beside_step.py:LandingBuffer.bring_up: self.landed.record()": (
         "for a step on another stream than that of the reload"
     ),
     "zenflow/transfers/beside_step.py:HiddenTransfers.release: get_accelerator().synchronize()": (

@@ -32,7 +32,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, _Told, raise_together, requir
 from deepspeed_ext.zenflow.rules.blocks import BlockSet
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.rules.selective.exchange import HotExchange
+from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
 from deepspeed_ext.zenflow.rules.selective.selection import select
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings

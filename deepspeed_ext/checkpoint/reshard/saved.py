@@ -16,8 +16,8 @@ import torch
 from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.file import SAVE_ID, reading
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
-from deepspeed_ext.checkpoint.saved_state import Section, read_section
-from deepspeed_ext.checkpoint.zenflow_section import SECTION
+from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
 
@@ -72,16 +72,16 @@ class SavedPartitions:
             each = {name for name, value in values.items() if _is_per_element(value, master)}
             self.tensors.append({MASTER: master, **{name: values[name].view(-1) for name in sorted(each)}})
             self.scalars.append({name: value for name, value in values.items() if name not in each})
-        self._section = self._read_section()
-        if self._section is not None and self._section.position:
+        self._saved = self._read_saved_state()
+        if self._saved is not None and self._saved.position:
             for scalars in self.scalars:  # `read` applies what was collected
-                scalars["step"] = self._section.updates
+                scalars["step"] = self._saved.updates
 
-    def _read_section(self) -> Section | None:
-        if SECTION not in self.state:
+    def _read_saved_state(self) -> SavedState | None:
+        if STATE_KEY not in self.state:
             return None
         numels = [max(tensor.numel() for tensor in tensors.values()) for tensors in self.tensors]
-        return read_section(self.state[SECTION], numels)
+        return read_saved_state(self.state[STATE_KEY], numels)
 
     @torch.no_grad()
     def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ class SavedPartitions:
                 f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least {end}: its "
                 "parameters were cut in a way that is not that of ZeRO's stages 1, 2 and 3. Load another checkpoint"
             )
-        section = self._section
+        section = self._saved
         if section is None or not section.position:
             return {name: tensor[begin:end] for name, tensor in whole.items()}
         size = section.block_size
@@ -226,7 +226,7 @@ class SavedCheckpoint:
     @property
     def has_section(self) -> bool:
         """Whether ZenFlow saved it."""
-        return SECTION in self.partitions(min(self._files)).state
+        return STATE_KEY in self.partitions(min(self._files)).state
 
     @cached_property
     def layout(self) -> Layout:

@@ -13,7 +13,7 @@ from deepspeed_ext.commands.memory.parts import Part, Phase, largest
 from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
-from deepspeed_ext.zenflow.transfers.device_sizes import room_bytes
+from deepspeed_ext.zenflow.transfers.device_sizes import landing_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.sizes import arena_specs
 
@@ -85,24 +85,24 @@ class _Accelerator:
         for run in self.partitions:
             for kind, nbytes in bytes_of(rule, run.numel, self.weight).kept.items():
                 kept[kind] = kept.get(kind, 0) + nbytes * run.times
-        return [Part("room", self.room()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
+        return [Part("landing buffers", self.landing_buffers()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
 
-    def room(self) -> int:
-        """Bytes of the rooms for hidden transfers."""
+    def landing_buffers(self) -> int:
+        """Bytes of the landing buffers of hidden transfers."""
         if not self.setup.hides_transfers:
             return 0
         nbytes = 0
         for numel, count in self.partitions:
             specs = arena_specs(self.setup.rule, [numel], self.publish_dtype, self.grad_dtype)
             means = sum(spec.nbytes for spec in specs if spec.kind == "block_means")
-            nbytes += count * room_bytes(numel, self.grad_dtype, self.publish_dtype, means)
+            nbytes += count * landing_bytes(numel, self.grad_dtype, self.publish_dtype, means)
         return nbytes
 
     # -- start-up -------------------------------------------------------------------------------------------------
 
     def start(self, between: list[Part]) -> Parts:
         """While the engine is built. Moments and the estimate's state are made in the first steps."""
-        kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "room"}
+        kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "landing buffers"}
         built = [part for part in between if part.kind in kept]
         if not self.whole:
             converts = not self.setup.on_accelerator and self.weight != FLOAT_BYTES  # before the copy to the host

@@ -18,7 +18,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_rooms
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_landing_buffers
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
@@ -54,7 +54,7 @@ class WorkerLink:
         block_size: elements per block; the worker splits its work at block boundaries.
         placement: the worker's cores and memory node; None: inherited.
         threads: number of the worker's threads.
-        hide_transfers: whether copies run beside the next step; None: if there is memory for it (`allocate_rooms`).
+        hide_transfers: whether copies run beside the next step; None: if the device has memory for it.
         ranks: the data-parallel ranks; each of them builds one of these.
         timeout_seconds: longest wait for the worker.
         metrics: receives the measurements.
@@ -66,7 +66,7 @@ class WorkerLink:
         longest_wait_seconds: longest wait with progress, after which the collective of other ranks would time out.
 
     Raises:
-        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the device the rooms.
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the device the landing buffers.
         WorkerError: the worker does not start, or another rank has one of these errors.
     """
 
@@ -103,13 +103,13 @@ class WorkerLink:
                 self.arena = Arena.create(layout)
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
                 results = _results(self.arena)
-            rooms = allocate_rooms(hide_transfers, results, self.arena.tensor("g").dtype, ranks)
+            buffers = allocate_landing_buffers(hide_transfers, results, self.arena.tensor("g").dtype, ranks)
             with together(ranks, WorkerError):
-                if rooms is None:
+                if buffers is None:
                     self.transfers = Transfers(self.process, results, metrics.waiting)
                 else:
                     self.transfers = HiddenTransfers(
-                        self.process, results, rooms, block_size, timeout_seconds, metrics.waiting
+                        self.process, results, buffers, block_size, timeout_seconds, metrics.waiting
                     )
                 parts = self.process, self.transfers, self.page_locks
                 # Runs at `close` or at garbage collection. Not at exit, which frees everything without a wait.

@@ -254,7 +254,7 @@ class OffloadedAdam:
         """
         longest = shortest = self.rule.schedule.shortest_interval
         with self.link.keeping():
-            room = _room_bytes()
+            room = _available_bytes()
             fitting = [n for n in range(shortest, wanted + 1) if _further_bytes(self, n) <= room]
             longest = max(fitting, default=0)
             if not fitting:
@@ -291,7 +291,7 @@ class OffloadedAdam:
 def has_room_for(adam: OffloadedAdam, interval: int | None) -> bool:
     """Whether this rank's host memory has room for the gradients of `interval`."""
     needed = _further_bytes(adam, interval)
-    return needed <= 0 or needed <= _room_bytes()
+    return needed <= 0 or needed <= _available_bytes()
 
 
 def _further_bytes(adam: OffloadedAdam, interval: int | None) -> int:
@@ -301,6 +301,6 @@ def _further_bytes(adam: OffloadedAdam, interval: int | None) -> int:
     return (schedule.ring_at(interval) - schedule.ring) * slot_bytes
 
 
-def _room_bytes() -> int:
+def _available_bytes() -> int:
     """This rank's share of the host memory that is available."""
     return available_host_bytes() // local_world_size()

@@ -1,8 +1,8 @@
 """Moves gradients to the arena and results back beside the next step, so that the accelerator waits for neither.
 
-When a step has computed its weights, its gradient is copied to a room in device memory. From there it goes down during
-the next forward, in chunks of whole blocks. The worker steps each chunk as it arrives, and y of the chunk comes up
-during the backward, into the part of the room that its gradient has left.
+When a step has computed its weights, its gradient is copied to a landing buffer in device memory. From there it goes
+down during the next forward, in chunks of whole blocks. The worker steps each chunk as it arrives, and y of the chunk
+comes up during the backward, into the part of the buffer that its gradient has left.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
-from deepspeed_ext.zenflow.transfers.device_sizes import chunk_of, dtype_name, room_bytes
+from deepspeed_ext.zenflow.transfers.device_sizes import chunk_of, dtype_name, landing_bytes
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-__all__ = ["HiddenTransfers", "Room", "allocate_rooms"]
+__all__ = ["HiddenTransfers", "LandingBuffer", "allocate_landing_buffers"]
 
 CHUNK_NUMEL = 1 << 24
 """Fewest elements of a chunk, before rounding to whole blocks."""
@@ -38,10 +38,10 @@ MOST_CHUNKS = 64
 what a step waits for longer than its own copies and passes is about one chunk of each."""
 
 _FREE_SHARE = 0.1
-"""Share of the device memory that stays free if rooms are not asked for."""
+"""Share of the device memory that stays free if buffers are not asked for."""
 
 
-class Room:
+class LandingBuffer:
     """Device memory of one partition of n elements, which holds its gradient and then its results.
 
     The gradient lies at the end and y at the start. So if their sizes differ, y of a chunk still covers only
@@ -68,29 +68,29 @@ class Room:
         host, grad_dtype = self._host, self._grad_dtype
         numel, publish_dtype = host.published.numel(), host.published.dtype
         nbytes = numel * max(grad_dtype.itemsize, publish_dtype.itemsize)
-        room = allocation.accelerator_empty(nbytes, torch.uint8, self._device)
-        self.gradient = room[room.numel() - numel * grad_dtype.itemsize :].view(grad_dtype)
+        buffer = allocation.accelerator_empty(nbytes, torch.uint8, self._device)
+        self.gradient = buffer[buffer.numel() - numel * grad_dtype.itemsize :].view(grad_dtype)
         means = None
         if host.block_means is not None:
             means = torch.empty_like(host.block_means, dtype=torch.float32, device=self._device)
-        self.results = Results(room[: numel * publish_dtype.itemsize].view(publish_dtype), means)
+        self.results = Results(buffer[: numel * publish_dtype.itemsize].view(publish_dtype), means)
 
     def release(self) -> None:
-        """Free the memory. Until `allocate` the room has neither gradient nor results."""
+        """Free the memory. Until `allocate` the buffer has neither gradient nor results."""
         del self.gradient, self.results
 
     def bring_up(self) -> None:
-        """Copy the newest results to the room, on the current stream."""
+        """Copy the newest results to the buffer, on the current stream."""
         self.results.published.copy_(self._host.published)
         if self.results.block_means is not None and self._host.block_means is not None:
             self.results.block_means.copy_(self._host.block_means)
         self.landed.record()
 
 
-def allocate_rooms(
+def allocate_landing_buffers(
     wanted: bool | None, results: Sequence[Results], grad_dtype: torch.dtype, ranks: RankGroup
-) -> list[Room] | None:
-    """Allocate a room for each partition, for `HiddenTransfers`. A collective.
+) -> list[LandingBuffer] | None:
+    """Allocate a buffer for each partition, for `HiddenTransfers`. A collective.
 
     Args:
         wanted: whether the user asks for it; None: if every rank keeps a tenth of its memory free.
@@ -99,7 +99,7 @@ def allocate_rooms(
         ranks: the data-parallel ranks.
 
     Returns:
-        The rooms; None on every rank if copies stay inside of the step.
+        The buffers; None on every rank if copies stay inside of the step.
 
     Raises:
         OutOfMemoryError: on every rank, if `wanted` and any rank has no memory for it.
@@ -107,30 +107,32 @@ def allocate_rooms(
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device() or wanted is False:
         return None
-    needed = sum(_room_bytes(host, grad_dtype) for host in results)
+    needed = sum(_needed_bytes(host, grad_dtype) for host in results)
     with together(ranks):
         free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
-    rooms = None
+    buffers = None
     if wanted or ranks.all(free - needed >= total * _FREE_SHARE):
         device = torch.device(accelerator.current_device_name())
-        rooms = allocation.try_on_all_ranks(
-            "zenflow.allocate_rooms", lambda: [Room(host, grad_dtype, device) for host in results], ranks
+        buffers = allocation.try_on_all_ranks(
+            "zenflow.allocate_landing_buffers",
+            lambda: [LandingBuffer(host, grad_dtype, device) for host in results],
+            ranks,
         )
     found = f"that takes {needed:,} bytes of device memory, and {free:,} of {total:,} are free"
-    if wanted and rooms is None:
+    if wanted and buffers is None:
         raise OutOfMemoryError(
-            f"zenflow.hide_transfers is true, but a rank cannot allocate the rooms: {found} on rank {ranks.rank}. "
-            "Leave the field out, and the copies run inside of the step"
+            f"zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers: {found} on rank "
+            f"{ranks.rank}. Leave the field out, and the copies run inside of the step"
         )
     if ranks.rank == 0:
-        where = "inside of the" if rooms is None else "beside the next"
+        where = "inside of the" if buffers is None else "beside the next"
         logger.debug(f"ZenFlow copies gradients and results {where} step: beside it, {found} (zenflow.hide_transfers)")
-    return rooms
+    return buffers
 
 
-def _room_bytes(host: Results, grad_dtype: torch.dtype) -> int:
+def _needed_bytes(host: Results, grad_dtype: torch.dtype) -> int:
     means = 0 if host.block_means is None else host.block_means.nbytes
-    return room_bytes(host.published.numel(), dtype_name(grad_dtype), dtype_name(host.published.dtype), means)
+    return landing_bytes(host.published.numel(), dtype_name(grad_dtype), dtype_name(host.published.dtype), means)
 
 
 def chunk_numel(numel: int, block_size: int) -> int:
@@ -145,7 +147,7 @@ class Chunk:
 
     span: Span
     blocks: Span
-    room: Room
+    buffer: LandingBuffer
     host: Results
 
     @property
@@ -155,23 +157,23 @@ class Chunk:
 
     def start_down(self) -> None:
         """Start copying the gradient to its slot, on the current stream."""
-        assert self.room.slot is not None
-        self.room.slot[slice(*self.span)].copy_(self.room.gradient[slice(*self.span)], non_blocking=True)
+        assert self.buffer.slot is not None
+        self.buffer.slot[slice(*self.span)].copy_(self.buffer.gradient[slice(*self.span)], non_blocking=True)
 
     def start_up(self, stream: Any) -> None:
-        """Start copying the results to the room.
+        """Start copying the results to the buffer.
 
-        The gradient has arrived, so what was launched before it is done: nobody reads the room's older contents.
+        The gradient has arrived, so what was launched before it is done: nobody reads the buffer's older contents.
         """
         with get_accelerator().stream(stream):
             for target, source, part in (
-                (self.room.results.published, self.host.published, self.span),
-                (self.room.results.block_means, self.host.block_means, self.blocks),
+                (self.buffer.results.published, self.host.published, self.span),
+                (self.buffer.results.block_means, self.host.block_means, self.blocks),
             ):
                 if target is not None and source is not None:
                     target[slice(*part)].copy_(source[slice(*part)], non_blocking=True)
             if self.is_last:
-                self.room.landed.record(stream)
+                self.buffer.landed.record(stream)
 
 
 class HiddenTransfers(Transfers):
@@ -179,7 +181,7 @@ class HiddenTransfers(Transfers):
 
     Args:
         process, results, waiting: as for `Transfers`.
-        rooms: of each partition in order, from `allocate_rooms`.
+        buffers: of each partition in order, from `allocate_landing_buffers`.
         block_size: elements per block.
         timeout_seconds: longest time without progress, before waiting is an error.
     """
@@ -188,7 +190,7 @@ class HiddenTransfers(Transfers):
         self,
         process: OptimizerProcess,
         results: Sequence[Results],
-        rooms: Sequence[Room],
+        buffers: Sequence[LandingBuffer],
         block_size: int,
         timeout_seconds: float,
         waiting: Stopwatch,
@@ -197,22 +199,22 @@ class HiddenTransfers(Transfers):
         accelerator = get_accelerator()
         self._block_size = block_size
         self._chunk_numel = chunk_numel(sum(host.published.numel() for host in results), block_size)
-        self._rooms = rooms
+        self._buffers = buffers
         self._sent: dict[int, list[tuple[Chunk, Any]]] = {}  # by partition: chunks that nobody carries yet
         self._up = accelerator.Stream()
         self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()  # one per thread
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
 
     def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
-        room, stream = self._rooms[index], get_accelerator().current_stream()
+        buffer, stream = self._buffers[index], get_accelerator().current_stream()
         with self._waiting.measured():
-            stream.wait_stream(self._down)  # which may still read the room's last gradient
+            stream.wait_stream(self._down)  # which may still read the buffer's last gradient
             stream.wait_stream(self._up)  # which may still write results that nobody has asked for
-        room.gradient.copy_(grad)
-        room.slot = slot
+        buffer.gradient.copy_(grad)
+        buffer.slot = slot
 
     def start(self) -> None:
-        taken = [index for index, room in enumerate(self._rooms) if room.slot is not None]
+        taken = [index for index, buffer in enumerate(self._buffers) if buffer.slot is not None]
         if not taken:
             return
         filled = streams.blocking_event()
@@ -221,7 +223,7 @@ class HiddenTransfers(Transfers):
         with get_accelerator().stream(self._down), self._downwards.measured():
             for index in taken:
                 self._sent[index] = [(chunk, self._sent_down(chunk)) for chunk in self._chunks(index)]
-                self._rooms[index].slot = None
+                self._buffers[index].slot = None
 
     def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
         self.start()
@@ -247,31 +249,31 @@ class HiddenTransfers(Transfers):
             chunk.start_up(self._up)
 
     def _chunks(self, index: int) -> Iterator[Chunk]:
-        host, room, size = self._results[index], self._rooms[index], self._block_size
+        host, buffer, size = self._results[index], self._buffers[index], self._block_size
         numel = host.published.numel()
         for begin in range(0, numel, self._chunk_numel):
             end = min(begin + self._chunk_numel, numel)
-            yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), room, host)
+            yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), buffer, host)
 
     def wait(self, within: Patience | None = None) -> float:
         self._courier.wait(within)
         return super().wait(within)
 
     def results(self, index: int) -> Results:
-        room = self._rooms[index]
+        buffer = self._buffers[index]
         with self._waiting.measured():
-            get_accelerator().current_stream().wait_event(room.landed)
-        return room.results
+            get_accelerator().current_stream().wait_event(buffer.landed)
+        return buffer.results
 
     def release(self) -> None:
         get_accelerator().synchronize()  # copies up have been started, and may still be under way
-        for room in self._rooms:
-            room.release()
+        for buffer in self._buffers:
+            buffer.release()
 
     def restore(self) -> None:
-        for room in self._rooms:
-            room.allocate()
-            room.bring_up()
+        for buffer in self._buffers:
+            buffer.allocate()
+            buffer.bring_up()
 
     def copying_seconds(self) -> float:
         return sum(self._downwards.lap()) + sum(self._upwards.lap())

@@ -1,4 +1,4 @@
-"""Defines sizes on the accelerator: rooms for transfers, and how much is computed at once, which bounds temporaries.
+"""Defines sizes on the accelerator: buffers for transfers, and how much is computed at once, which bounds temporaries.
 
 Plain values, no torch.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["ACCELERATOR_CHUNK_NUMEL", "LARGEST_KERNEL_BLOCK", "chunk_of", "dtype_name", "room_bytes"]
+__all__ = ["ACCELERATOR_CHUNK_NUMEL", "LARGEST_KERNEL_BLOCK", "chunk_of", "dtype_name", "landing_bytes"]
 
 LARGEST_KERNEL_BLOCK = 256
 """Elements of the largest block for which there is a device kernel; larger ones are computed as torch operations."""
@@ -28,7 +28,7 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def room_bytes(numel: int, grad_dtype: str, publish_dtype: str, means_bytes: int) -> int:
+def landing_bytes(numel: int, grad_dtype: str, publish_dtype: str, means_bytes: int) -> int:
     """Bytes of device memory of a partition's room: 2 per element if gradients and y have 16 bits, and the block means.
 
     Args:

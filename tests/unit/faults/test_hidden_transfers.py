@@ -21,7 +21,7 @@ from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.transfers import beside_step as hidden_transfers
-from deepspeed_ext.zenflow.transfers.beside_step import Chunk, Room
+from deepspeed_ext.zenflow.transfers.beside_step import Chunk, LandingBuffer
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -153,11 +153,11 @@ def refuse_the_copy(*args: Any) -> None:
 
 
 def start(config: dict, lacks: str, on_rank: int) -> tuple[str, str, list[float]]:
-    """One rank lacks memory for the rooms; how do copies run, or which error is raised, and which losses follow?"""
+    """One rank lacks memory for the landing buffers: how copies run, or which error is raised, and the losses."""
     lacking: dict[str, AbstractContextManager] = {
         "nothing": nullcontext(),
         "free memory": patch.object(allocation, "free_accelerator_bytes", lambda: 1000),
-        "an allocation": patch.object(Room, "__init__", refuse),
+        "an allocation": patch.object(LandingBuffer, "__init__", refuse),
     }
     rank = dist.get_rank()
     with lacking[lacks] if rank == on_rank else nullcontext():

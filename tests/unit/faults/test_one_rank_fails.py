@@ -91,7 +91,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective/rule.py:SelectiveRule.measured_interval",
         "zenflow/rules/predictive/rule.py:PredictiveRule.write_weights",
         "zenflow/rules/selective/rule.py:SelectiveRule.write_weights",
-        "zenflow/rules/selective/exchange.py:",
+        "zenflow/rules/selective/hot_exchange.py:",
         "zenflow/rules/selective/selection.py:select",
         "zenflow/rules/blocks.py:BlockSet.__len__",  # which that module asks for first
         "zenflow/rules/blocks.py:BlocksOfRanks",

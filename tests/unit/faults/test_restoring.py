@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
-from deepspeed_ext.checkpoint.zenflow_section import SECTION
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime import host_memory as memory
 from deepspeed_ext.runtime.ranks import RankGroup
@@ -37,7 +37,7 @@ def said(action: Callable[[], Any]) -> str:
 
 def spoil(state: dict[str, Any], how: str) -> None:
     """Do to the optimizer's part of a checkpoint what `how` says."""
-    section = state[SECTION]
+    section = state[STATE_KEY]
     if how == "version 99":
         section["version"] = 99
     elif how == "size":
@@ -45,7 +45,7 @@ def spoil(state: dict[str, Any], how: str) -> None:
     elif how == "key":
         del section["partitions"][0]["collected"]
     elif how == "no section":
-        del state[SECTION]
+        del state[STATE_KEY]
     elif how == "another step":
         section["updates"] += 1
 

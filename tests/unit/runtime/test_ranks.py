@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_ext import errors as all_errors
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
-from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, require_same_plan, section, together
+from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, require_same_plan, together, within
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks
 
@@ -167,7 +167,7 @@ def fail_around_a_section(where: str) -> tuple[str, str]:
     try:
         with together(world, otherwise=None):
             at("before")
-            with section(world, inner):
+            with within(world, inner):
                 require_same_plan("a test", 1, inner)
                 at("inside")
                 require_same_plan("a test", 2, inner)

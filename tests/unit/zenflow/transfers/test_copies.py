@@ -31,7 +31,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import streams as streams_module
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_rooms
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_landing_buffers
 from deepspeed_ext.zenflow.transfers.courier import Courier
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
@@ -94,9 +94,9 @@ def transfers_of(kind: str, numel: int) -> Transfers:
     results = [Results(torch.empty(numel), None)]
     if kind == "inside" or get_accelerator().is_synchronized_device():
         return Transfers(process, results, stopwatch())
-    rooms = allocate_rooms(True, results, torch.float32, RankGroup.alone())
-    assert rooms is not None
-    return HiddenTransfers(process, results, rooms, 32, timeout_seconds=60.0, waiting=stopwatch())
+    buffers = allocate_landing_buffers(True, results, torch.float32, RankGroup.alone())
+    assert buffers is not None
+    return HiddenTransfers(process, results, buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
 
 
 def delivered(transfers: Transfers) -> None:

@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_rooms
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_landing_buffers
 from deepspeed_ext.zenflow.transfers.inside_step import Results
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.arena import ArrayKey
@@ -76,14 +76,14 @@ def closed_with_results_on_their_way(numel: int) -> None:
     device = accelerator.current_device_name()
     process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None, submit=lambda tasks: 0)
     results = [Results(accelerator.pin_memory(torch.ones(numel)), None)]  # locked, but not by `PageLocks`
-    rooms = allocate_rooms(True, results, torch.float32, RankGroup.alone())
-    assert rooms is not None
-    transfers = HiddenTransfers(process, results, rooms, 32, timeout_seconds=60.0, waiting=stopwatch())
+    buffers = allocate_landing_buffers(True, results, torch.float32, RankGroup.alone())
+    assert buffers is not None
+    transfers = HiddenTransfers(process, results, buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
     transfers.take(0, torch.ones(numel, device=device), torch.zeros(numel), transfers.ready())
     transfers.depart([], publishes=True)
     transfers._courier.wait()
     assert transfers.close()
-    del transfers, rooms
+    del transfers, buffers
     other = torch.full((numel,), 2.0, device=device)
     assert bool((other.cpu() == 2.0).all())
 

@@ -13,7 +13,12 @@ import torch
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.transfers import beside_step as hidden_transfers
-from deepspeed_ext.zenflow.transfers.beside_step import MOST_CHUNKS, HiddenTransfers, allocate_rooms, chunk_numel
+from deepspeed_ext.zenflow.transfers.beside_step import (
+    MOST_CHUNKS,
+    HiddenTransfers,
+    allocate_landing_buffers,
+    chunk_numel,
+)
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 from deepspeed_ext.zenflow.transfers.device_sizes import chunk_of
 from deepspeed_ext.zenflow.transfers.inside_step import Results
@@ -96,9 +101,9 @@ def launches(numels: list[int]) -> tuple[int, int]:
         patch.object(hidden_transfers, "CHUNK_NUMEL", hidden_transfers.CHUNK_NUMEL // SCALE),
         patch.object(Courier, "send", noted),
     ):
-        rooms = allocate_rooms(True, results, torch.bfloat16, RankGroup.alone())
-        assert rooms is not None
-        transfers = HiddenTransfers(process, results, rooms, 32, timeout_seconds=60.0, waiting=stopwatch())
+        buffers = allocate_landing_buffers(True, results, torch.bfloat16, RankGroup.alone())
+        assert buffers is not None
+        transfers = HiddenTransfers(process, results, buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
         free = {"operator_us": 0.0, "memory_gb_per_s": 1e9, "copy_us": 0.0, "link_gb_per_s": 1e9}
         with simulation.timeline(launch_us=1.0, collective_us=0.0, network_gb_per_s=1e9, **free):
             for index, gradient in enumerate(gradients):

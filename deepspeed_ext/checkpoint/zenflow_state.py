@@ -1,7 +1,7 @@
 """Saves and restores the state that a bitwise resume needs besides p, m, v and the step count.
 
 The base optimizer's state dict holds masters, moments and step in DeepSpeed's own layout, readable without this
-package. This module adds a section with the rest: the schedule, the gradients that were not handed over, and the rule's
+package. This module adds the rest: the schedule, the gradients that were not handed over, and the rule's
 own state. A save waits for the update in flight first. That update is exact and due anyway, so saving does not affect
 later steps.
 """
@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.checkpoint.saved_state import VERSION, Section
+from deepspeed_ext.checkpoint.saved_state import VERSION, SavedState
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam, has_room_for
 from deepspeed_ext.zenflow.step.partition import Partition
 
-__all__ = ["SECTION", "adopt_optimizer_state", "restore", "section"]
+__all__ = ["STATE_KEY", "adopt_optimizer_state", "restore", "state_of"]
 
-SECTION = "deepspeed_ext_zenflow"
-"""Key of the ZenFlow section in an optimizer's state dict."""
+STATE_KEY = "deepspeed_ext_zenflow"
+"""Key of ZenFlow's state in an optimizer's state dict."""
 
 
-def section(adam: OffloadedAdam) -> dict[str, Any]:
-    """This rank's section; its tensors are copies. Call `OffloadedAdam.drain` first."""
+def state_of(adam: OffloadedAdam) -> dict[str, Any]:
+    """This rank's state; its tensors are copies. Call `OffloadedAdam.drain` first."""
     return {
         "version": VERSION,
         "rule": adam.rule.name,
@@ -76,19 +76,19 @@ def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer)
     adam.masters_changed(updates.pop() if updates else 0)
 
 
-def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
-    """Continue from a saved section; masters, moments and step count are already in place. A collective, which begins
+def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
+    """Continue from a saved state; masters, moments and step count are already in place. A collective, which begins
     with an agreement.
 
     Args:
         adam: the optimizer; nothing may be in flight.
-        saved: this rank's section; None on every rank: the checkpoint has none, because plain ZeRO-Offload wrote it.
+        saved: this rank's saved state; None on every rank: plain ZeRO-Offload wrote the checkpoint.
         where: prefix of log messages, such as the rank.
 
     Returns:
         True if the run continues bitwise. False if it starts over from the masters, because the checkpoint has no
-        section, a setting has changed, or a host has no memory for its interval. In the last two cases gradients
-        that were not handed over have been applied first.
+        state of ZenFlow, a setting has changed, or a host has no memory for its interval. In the last two cases
+        gradients that were not handed over have been applied first.
     """
     if saved is None:
         return False
@@ -116,7 +116,7 @@ def restore(adam: OffloadedAdam, saved: Section | None, where: str) -> bool:
     return True
 
 
-def _changed_setting(adam: OffloadedAdam, saved: Section) -> str | None:
+def _changed_setting(adam: OffloadedAdam, saved: SavedState) -> str | None:
     rule = adam.rule
     if saved.rule != rule.name:
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
