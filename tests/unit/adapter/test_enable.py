@@ -122,7 +122,7 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
     config = base_config(stage, torch.bfloat16) | other
     config["zero_optimization"] |= zero
     model = OddModel()
-    with patch("deepspeed_ext.adapter.engine.logger.warning") as warning:
+    with patch("deepspeed_ext.runtime.log.logger.warning") as warning:
         engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.destroy()
     return [call.args[0] for call in warning.call_args_list]

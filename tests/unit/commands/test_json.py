@@ -24,7 +24,10 @@ class Late(types.ModuleType):
 sys.modules["{module}"] = Late("{module}")
 sys.exit(cli.main({arguments}))
 """
-ANSWERS = {"tuning.tuner": (["tune", "--json"], ["{}"]), "verify.command": (["verify", "--config", "a"], ("{}", True))}
+ANSWERS = {
+    "cores.tune.tuner": (["tune", "--json"], ["{}"]),
+    "commands.verify.command": (["verify", "--config", "a"], ("{}", True)),
+}
 
 
 @pytest.mark.cpu(reason="DeepSpeed logs its choice where it finds no accelerator")

@@ -99,13 +99,15 @@ def test_another_model_is_named() -> None:
 def test_a_frozen_weight_that_is_quantized_is_refused(where: str) -> None:
     """Its file has no scale (`zero_quantized_nontrainable_weights`)."""
     param: Any = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
-    if where == "here":
-        param.ds_tensor = SimpleNamespace(ds_quant_scale=torch.ones(1))
     saved = torch.arange(4, dtype=torch.int8 if where == "in the checkpoint" else torch.float32)
     checkpoint: Any = SimpleNamespace(
         frozen=lambda name: Placement(4, 0, 0, 4, 0), frozen_part=lambda name, rank: saved
     )
-    target: Any = SimpleNamespace(frozen=lambda param: nullcontext((param.data, 0, 4)))
+    target: Any = SimpleNamespace(
+        frozen=lambda param: nullcontext((param.data, 0, 4)),
+        is_quantized=lambda param: where == "here",
+        numel=lambda param: param.numel(),
+    )
     if where == "nowhere":
         assert load_frozen(checkpoint, target, "w", param)
         assert torch.equal(param, saved)
