@@ -1,9 +1,9 @@
-"""Writes the table of rooms in docs/architecture.md from the imports of the package.
+"""Writes the table of folders in docs/architecture.md from the imports of the package.
 
     python -m tools.architecture
 
-A room is a folder of the package, without the folders in it. Its floor is one above the highest room that it imports,
-so every import runs downwards; rooms that import each other in a circle have no floor and are an error.
+A folder counts without the folders in it. Its floor is one above the highest folder that it imports, so every import
+runs downwards; folders that import each other in a circle have no floor and are an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["PAGE", "ROOT", "circles", "floors", "page", "rooms"]
+__all__ = ["PAGE", "ROOT", "circles", "floors", "page", "folders"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deepspeed_ext"
@@ -26,7 +26,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     """The folder of a module; ``""`` for the package itself, and for `errors`, which stands beside the folders."""
     return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
 
@@ -48,53 +48,55 @@ def imports(path: Path) -> Iterator[str]:
                 yield inner if inner and (is_module or is_package) else module.partition(".")[2]
 
 
-def rooms() -> dict[str, set[str]]:
-    """Every room and the other rooms that it imports."""
+def folders() -> dict[str, set[str]]:
+    """Every folder and the other folders that it imports."""
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        room = room_of(module_name(path))
-        found.setdefault(room, set()).update(room_of(module) for module in imports(path))
-    return {room: {other for other in others if other not in ("", room)} for room, others in found.items() if room}
+        folder = folder_of(module_name(path))
+        found.setdefault(folder, set()).update(folder_of(module) for module in imports(path))
+    return {
+        folder: {other for other in others if other not in ("", folder)} for folder, others in found.items() if folder
+    }
 
 
 def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The rooms by floor, the ground floor first; rooms in a circle, and those above them, are on none."""
-    left, built = {room: set(others) for room, others in graph.items()}, []
-    while ready := sorted(room for room, others in left.items() if not others):
+    """The folders by floor, the ground floor first; folders in a circle, and those above them, are on none."""
+    left, built = {folder: set(others) for folder, others in graph.items()}, []
+    while ready := sorted(folder for folder, others in left.items() if not others):
         built.append(ready)
-        left = {room: others - set(ready) for room, others in left.items() if room not in ready}
+        left = {folder: others - set(ready) for folder, others in left.items() if folder not in ready}
     return built
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[str]:
-    """Rooms that import each other, directly or through others."""
+    """Folders that import each other, directly or through others."""
 
-    def reached(room: str) -> set[str]:
+    def reached(folder: str) -> set[str]:
         seen: set[str] = set()
-        ahead = list(graph[room])
+        ahead = list(graph[folder])
         while ahead:
             if (other := ahead.pop()) not in seen:
                 seen.add(other)
                 ahead += graph[other]
         return seen
 
-    return sorted(room for room in graph if room in reached(room))
+    return sorted(folder for folder in graph if folder in reached(folder))
 
 
-def summary(room: str) -> str:
-    """The first sentence of a room's docstring."""
-    path = PACKAGE / room.replace(".", "/")
+def summary(folder: str) -> str:
+    """The first sentence of a folder's docstring."""
+    path = PACKAGE / folder.replace(".", "/")
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = " ".join((ast.get_docstring(ast.parse(source.read_text())) or "").split("\n\n")[0].split())
     return text.split(". ")[0].rstrip(".").replace(" | ", ", ").replace("|", r"\|")
 
 
 def table() -> str:
-    """The rooms by floor, the top one first, as Markdown."""
-    graph = rooms()
-    lines = ["| floor | room | what it holds |", "| --- | --- | --- |"]
+    """The folders by floor, the top one first, as Markdown."""
+    graph = folders()
+    lines = ["| floor | folder | what it holds |", "| --- | --- | --- |"]
     for number, floor in reversed(list(enumerate(floors(graph)))):
-        lines += [f"| {number} | `{room}` | {summary(room)} |" for room in floor]
+        lines += [f"| {number} | `{folder}` | {summary(folder)} |" for folder in floor]
     return "\n".join(lines)
 
 

@@ -22,14 +22,14 @@ COLORS = {"blue": ("#e8eefc", "#3f51b5"), "green": ("#e6f4ea", "#2e7d32"), "sand
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle with a title, the rooms that do its work, and lines of text."""
+    """A rectangle with a title, the folders that do its work, and lines of text."""
 
     x: int
     y: int
     width: int
     height: int
     title: str
-    rooms: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     color: str = "blue"
 
@@ -95,7 +95,7 @@ def _lines() -> Iterator[str]:
     for box in BOXES:
         yield _rectangle(box, "white", COLORS[box.color][1], 6)
         lines = [(box.title, "font-weight='bold'")]
-        lines += [("  ".join(box.rooms), "font-family='monospace' font-size='12'")] if box.rooms else []
+        lines += [("  ".join(box.folders), "font-family='monospace' font-size='12'")] if box.folders else []
         lines += [(line, "font-size='12' fill='#444'") for line in box.lines]
         for number, (line, style) in enumerate(lines):
             yield _text(box.x + 10, box.y + 20 + 18 * number, line, style)

@@ -21,7 +21,7 @@ SCHEMA_FILE = ROOT / "configs" / "schema.json"
 SECTION = "zero_optimization"
 INTRODUCTION = f"""# Config reference
 
-<!-- Written by `make docs` from deepspeed_ext/config/fields.py; edit that file. -->
+<!-- Written by `make docs` from the models in deepspeed_ext/config; edit those. -->
 
 The fields that deepspeed_ext adds to a DeepSpeed config. All of them live under `{SECTION}`, beside DeepSpeed's own
 [ZeRO fields](https://www.deepspeed.ai/docs/config-json/#zero-optimizations-for-fp16-training), and all are optional.
@@ -37,10 +37,10 @@ ENVIRONMENT = """
 |---|---|
 | `DSEXT_BIND` | `0`: bind no cores, whatever the config says |
 | `DSEXT_ALLOWED_CPUS` | CPUs that a plan may use, such as `0,4-11`. Not given: the mask before torch was imported |
-| `DSEXT_CACHE_DIR` | folder of tuning results and the compiled kernel. Not given: in the user's cache |
+| `DSEXT_CACHE_DIR` | folder of tuning results. Not given: in the user's cache |
 | `DSEXT_LOG_LEVEL` | `DEBUG`, `INFO` (default), `WARNING` or `ERROR` |
 | `DSEXT_NATIVE_KERNEL` | `0`: ZenFlow's pass uses torch operations |
-| `CXX` | compiler of the native kernel, with arguments if you like |
+| `CXX` | compiler of the native kernel when the package is installed, with arguments if you like |
 | `DEEPSPEED_TIMEOUT` | DeepSpeed's: the process group's timeout in minutes |
 """
 NOT_GIVEN = "Not given:"

@@ -243,7 +243,7 @@ def _gib(text: str) -> float | str:
 
 
 def _reserved_cores(text: str) -> int | float:
-    from deepspeed_ext.config import check_reserved_cores
+    from deepspeed_ext.runtime.reserved_cores import check_reserved_cores
 
     if text.isdecimal():
         return _whole(1, MAX_CORES)(text)

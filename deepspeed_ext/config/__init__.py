@@ -1,6 +1,6 @@
 """Defines what a user may write under ``zero_optimization``, with one model per system, and reads a config file."""
 
-from deepspeed_ext.config.core_binding import CoreBindingConfig, ReservedCores, check_reserved_cores
+from deepspeed_ext.config.core_binding import CoreBindingConfig, ReservedCores
 from deepspeed_ext.config.zenflow import OF_ONE_RULE, RuleName, ZenFlowConfig, given_of_the_other_rule
 from deepspeed_ext.config.zero import FlattenTier, ZeroFields, idle_fields
 
@@ -12,7 +12,6 @@ __all__ = [
     "RuleName",
     "ZenFlowConfig",
     "ZeroFields",
-    "check_reserved_cores",
     "given_of_the_other_rule",
     "idle_fields",
 ]

@@ -1,35 +1,16 @@
-"""The ``core_binding`` section, and how a number of reserved cores is written."""
+"""The ``core_binding`` section, and the type of a number of reserved cores."""
 
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, StrictFloat, StrictInt
 
 from deepspeed_ext.config.section import ConfigSection
+from deepspeed_ext.runtime.reserved_cores import check_reserved_cores
 
-__all__ = ["DEFAULT_RESERVED_FRACTION", "CoreBindingConfig", "ReservedCores", "check_reserved_cores"]
-
-DEFAULT_RESERVED_FRACTION = 0.5
-"""Fraction of a rank's cores kept for PyTorch if neither the user nor a tuning result gives a number."""
+__all__ = ["CoreBindingConfig", "ReservedCores"]
 
 MOST_CORES = 2**16
 """More than a Linux host can have (``NR_CPUS``)."""
-
-
-def check_reserved_cores(value: int | float) -> int | float:
-    """Return ``value`` if it is a valid number of cores for PyTorch: a count of at least 1 or a fraction in (0, 1).
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"expected a count of cores (1, 2, ...) or a fraction between 0 and 1, got {value!r}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"PyTorch needs at least 1 core, got {value}")
-    if isinstance(value, float) and not 0.0 < value < 1.0:
-        raise ValueError(
-            f"expected a fraction of the cores above 0 and below 1, got {value}; write a count as a whole number"
-        )
-    return value
 
 
 def _few_enough(cores: int | float) -> int | float:

@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from deepspeed_ext.config.core_binding import DEFAULT_RESERVED_FRACTION, ReservedCores
+from deepspeed_ext.config.core_binding import ReservedCores
 from deepspeed_ext.config.section import ConfigSection
+from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 
 __all__ = ["OF_ONE_RULE", "RuleName", "ZenFlowConfig", "given_of_the_other_rule"]
 

@@ -2,7 +2,7 @@
 
 import math
 
-from deepspeed_ext.config.core_binding import DEFAULT_RESERVED_FRACTION
+from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 
 __all__ = ["split_cores", "within_quota"]
 

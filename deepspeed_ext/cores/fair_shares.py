@@ -2,8 +2,10 @@
 
 Ranks whose usable cores overlap, directly or through other ranks, form a component. If all ranks of a component may use
 the same cores, every rank gets an equal number of each kind of core. `placement` later chooses which ones, so that each
-is near its rank's accelerator. If they may use different cores, no rank of the component is bound: a launcher has made
-their sets overlap by mistake, and threads of one rank would be confined to cores of another.
+is near its rank's accelerator. If each rank has CPUs of its own, and only some cores have hardware threads of several
+ranks, such a core goes to the rank with the fewest cores, if that leaves each rank one. Otherwise no rank of the
+component is bound: a launcher has made their sets overlap by mistake, and threads of one rank would be confined to
+cores of another.
 """
 
 from collections import Counter
@@ -57,11 +59,11 @@ def home_node(topology: Topology, wanted: int | None, cores: Sequence[Core]) -> 
     return min(held, key=lambda node: (topology.distance(wanted, node), node))
 
 
-def divide_cores(usable: Sequence[Iterable[Core]]) -> CoreDivision:
+def divide_cores(usable: Sequence[Mapping[Core, Iterable[int]]]) -> CoreDivision:
     """Divide cores among ranks.
 
     Args:
-        usable: cores that each rank may use, at least one per rank.
+        usable: cores that each rank may use, at least one per rank, each with its CPUs that the rank may use.
     """
     sets = [frozenset(cores) for cores in usable]
     pools: list[Pool] = []
@@ -69,7 +71,12 @@ def divide_cores(usable: Sequence[Iterable[Core]]) -> CoreDivision:
     unbound: list[int] = []
     for ranks in _components(sets):
         if any(sets[rank] != sets[ranks[0]] for rank in ranks):
-            unbound += ranks
+            cpus = [cpu for rank in ranks for pus in usable[rank].values() for cpu in pus]
+            owned = _own_cores(ranks, sets)
+            if len(cpus) > len(set(cpus)) or not all(owned.values()):
+                unbound += ranks
+            else:
+                pools += [Pool(mine, {rank: Counter(core.kind for core in mine)}) for rank, mine in owned.items()]
             continue
         cores = tuple(sorted(sets[ranks[0]], key=lambda core: core.order))
         if len(cores) < len(ranks):
@@ -88,6 +95,16 @@ def _components(sets: Sequence[frozenset[Core]]) -> list[Ranks]:
         ranks = {rank}.union(*(component[0] for component in meeting))
         components.append((ranks, set(cores).union(*(component[1] for component in meeting))))
     return sorted(tuple(sorted(ranks)) for ranks, _ in components)
+
+
+def _own_cores(ranks: Ranks, sets: Sequence[frozenset[Core]]) -> dict[int, tuple[Core, ...]]:
+    """The cores of ranks that have CPUs of their own; those with the fewest choose first."""
+    left = set().union(*(sets[rank] for rank in ranks))
+    owned = {}
+    for rank in sorted(ranks, key=lambda rank: (len(sets[rank]), rank)):
+        owned[rank] = tuple(sorted(sets[rank] & left, key=lambda core: core.order))
+        left -= sets[rank]
+    return owned
 
 
 def _equal_shares(cores: Sequence[Core], ranks: Ranks) -> dict[int, dict[int, int]]:

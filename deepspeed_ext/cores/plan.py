@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from deepspeed_ext.config import check_reserved_cores
 from deepspeed_ext.cores.core_split import split_cores, within_quota
 from deepspeed_ext.cores.fair_shares import Pool, divide_cores, home_node, usable_cores
 from deepspeed_ext.cores.placement import CoreDemand, RoleCores, place_roles
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.cgroup import CpuQuota
 from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.reserved_cores import check_reserved_cores
 
 __all__ = ["HostPlan", "PlanRequest", "RankFacts", "RankPlan", "plan_host"]
 

@@ -177,6 +177,6 @@ def test_help_of_the_makefile_lists_few_commands_first() -> None:
     assert set(re.findall(r"^  make ([a-z-]+) ", first + others, re.MULTILINE)) == targets
 
 
-def test_the_picture_of_the_architecture_is_current_and_names_real_rooms() -> None:
+def test_the_picture_of_the_architecture_is_current_and_names_real_folders() -> None:
     assert architecture_picture.PICTURE.read_text() == architecture_picture.picture(), "run `make docs`"
-    assert {room for box in architecture_picture.BOXES for room in box.rooms} <= set(architecture.rooms())
+    assert {folder for box in architecture_picture.BOXES for folder in box.folders} <= set(architecture.folders())

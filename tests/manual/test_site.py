@@ -75,7 +75,7 @@ def test_the_front_picture_is_current_and_names_nothing_of_the_code() -> None:
     assert f"]({front_picture.PICTURE.name})" in (ROOT / "docs" / "README.md").read_text()
     words = {word for line in re.findall(r">([^<]+)</text>", text) for word in line.split()}
     assert len(words) > 10
-    assert not words & set(architecture.rooms())
+    assert not words & set(architecture.folders())
 
 
 def test_a_second_server_of_the_site_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

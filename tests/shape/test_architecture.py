@@ -38,7 +38,7 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
 
 
 def test_no_rooms_import_each_other_in_a_circle() -> None:
-    assert architecture.circles(architecture.rooms()) == []
+    assert architecture.circles(architecture.folders()) == []
 
 
 def test_a_circle_would_be_found() -> None:
@@ -96,11 +96,11 @@ def test_only_the_adapter_names_what_is_private_to_deepspeed_and_only_one_file_m
 
 def test_the_table_is_current_and_says_what_each_room_holds() -> None:
     assert architecture.PAGE.read_text() == architecture.page(), "run `make docs`"
-    assert not re.search(r"\| *\|$", architecture.table(), re.MULTILINE), "a room has no docstring"
+    assert not re.search(r"\| *\|$", architecture.table(), re.MULTILINE), "a folder has no docstring"
 
 
 def test_walks_are_short_and_enter_real_rooms_once() -> None:
-    rooms = architecture.rooms()
+    folders = architecture.folders()
     walks = [part for part in architecture.PAGE.read_text().split("\n## ")[1:] if part.startswith("From ")]
     assert len(walks) == len(STEPS)
     for section in walks:
@@ -110,7 +110,7 @@ def test_walks_are_short_and_enter_real_rooms_once() -> None:
         names = [name for step in walk for name in step]
         assert 0 < len(walk) <= most
         assert len(set(names)) == len(names)
-        assert set(names) <= set(rooms)
+        assert set(names) <= set(folders)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(architecture.PACKAGE)))

@@ -40,7 +40,7 @@ def _notes(setup: Setup) -> Iterator[str]:
     if zenflow is not None and zenflow.update_interval is None:
         yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
     if zenflow is not None and zenflow.hide_transfers is None:
-        yield "the room is left out if a rank would have less than a tenth of its accelerator memory free"
+        yield "the landing buffers are left out if a rank would have less than a tenth of its accelerator memory free"
     if zenflow is not None and zenflow.hide_transfers is False and setup.partitions_weights:
         yield "a slow link may keep one more flat gradient of a sub-group alive"
     if zenflow is not None and zenflow.rule == "selective":

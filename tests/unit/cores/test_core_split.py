@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.config.core_binding import DEFAULT_RESERVED_FRACTION
 from deepspeed_ext.cores import worker_placement
 from deepspeed_ext.cores.core_split import split_cores
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.cgroup import CpuQuota
+from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 from tests.support.topologies import adjacent, cores
 
 many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
