@@ -23,7 +23,7 @@ __all__ = ["builders", "built_together", "joint"]
 def builders(mpu: Any) -> RankGroup:
     """Return the ranks that build an engine together: all ranks, or only this one with the user's `mpu`.
 
-    An `mpu` may give each engine its own ranks, so not all ranks may take part.
+    An `mpu` may give each engine its own ranks, so some ranks may not take part.
     """
     if mpu is not None or not dist.is_initialized():
         return RankGroup.alone()

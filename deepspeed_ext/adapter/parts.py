@@ -148,8 +148,8 @@ class Parts:
             self.gather = gather_hooks.attach(module, settings, group)
 
     def save_together(self, kind: type | None, config: Any, world: RankGroup, leads: bool, async_save: bool) -> bool:
-        """Save and load on all ranks together, in place of DeepSpeed's plain checkpoint engine; return whether it is
-        so.
+        """Save and load on all ranks together, in place of DeepSpeed's plain checkpoint engine; return False for any
+        other kind.
 
         Args:
             kind: DeepSpeed's checkpoint engine; None: pipeline stages have different numbers of files.

@@ -202,11 +202,11 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._step.states_back()
 
     def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not broken off.
+        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not interrupted.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or an exception, such as Ctrl-C, has
-                ended a step: weights, optimizer, gradients, scheduler and counters may have had a part of it.
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as Ctrl-C
+                interrupted a step: weights, optimizer, gradients, scheduler and counters may be updated in part.
         """
         if not self.zenflow_adam.link.failed:  # otherwise all ranks get its error
             self._step.require_whole()
