@@ -36,7 +36,7 @@ class StartupProfile:
     """Measures the phases of construction.
 
     Attributes:
-        peak_accelerator_bytes: peak of allocated accelerator memory, which the optimizer sets.
+        peak_accelerator_bytes: peak of allocated accelerator memory; the optimizer sets it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class StartupProfile:
         return sum(phase.cpu_seconds for phase in self.phases)
 
     def finish(self) -> None:
-        """End the measurement: `phase` no longer records, nor waits for the accelerator."""
+        """End the measurement: `phase` no longer records or waits for the accelerator."""
         self._finished = True
 
     @contextmanager
