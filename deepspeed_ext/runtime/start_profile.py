@@ -67,7 +67,7 @@ class StartupProfile:
     @contextmanager
     def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
         """Add the time of the block to the phase `name`, without that of nested phases. It is also a range
-        ``deepspeed_ext.runtime.start_profile.<name>`` of a running profiler.
+        ``deepspeed_ext.startup.<name>`` of a running profiler.
 
         Args:
             name: name of the phase.
