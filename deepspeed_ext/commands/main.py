@@ -372,8 +372,8 @@ def _prepare_run(arguments: argparse.Namespace) -> int:
     deepspeed_ext.enable()
     sys.argv = [arguments.script, *arguments.arguments]
     # Like Python, replace this command's folder by the folder of the script itself, not of a link to it. With
-    # PYTHONSAFEPATH, Python adds no such folder, and the first entry is the user's. if not getattr(sys.flags,
-    # "safe_path", False):
+    # PYTHONSAFEPATH, Python adds no such folder, and the first entry is the user's.
+    if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(script)
     return 0
 
