@@ -84,8 +84,8 @@ class LoadingRun:
         can_reshard: whether another layout can be loaded; equal on all ranks.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
         bf16: whether the run trains in bf16.
-        reads_section: whether the run continues from the ZenFlow section of a checkpoint. If not, its gradients are
-            applied to p, m, v, and the weights are p and not predictions, also where the layout stays.
+        reads_section: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are applied
+            to p, m, v, and the weights are p and not predictions, even if the layout is the run's.
         open_masters: called before p and the optimizer's state are written from outside.
         leads: whether this rank logs.
     """

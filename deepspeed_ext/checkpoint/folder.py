@@ -17,10 +17,10 @@ old one still runs. So the names of staging and replaced folders contain the uni
 moved only by renames. If another job has replaced the tag's save meanwhile, `CheckpointFolder.swap` raises an error
 instead of replacing it.
 
-Leftovers of other tags may come from a crash, or belong to a save in progress, of another engine of this process or of
-a running job. They are removed if their process on this host has ended, or after an hour without writes. Locks would be
-faster, but do not work on every file system or between hosts. Before a folder is removed, it is renamed so that it can
-no longer be taken for a save.
+Leftovers of this and other tags may come from a crash, or belong to a save in progress: of another engine of this
+process, or of another running job. They are removed if their process on this host has ended, or after an hour without
+writes. Locks would be faster, but do not work on every file system or between hosts. Before a folder is removed, it is
+renamed so that it can no longer be taken for a save.
 
 This module uses neither ranks nor torch.
 """

@@ -23,7 +23,7 @@ __all__ = [
 
 _TEMPORARY = ".dsext-tmp"
 _MOST_REMOVERS = 100
-"""How often a folder may change during its removal, each time because another process removes a part of it."""
+"""Maximum number of times that a folder may change during its removal, because other processes remove parts of it."""
 
 
 def sync_file(path: str) -> None:

@@ -32,7 +32,7 @@ def available_by_limit(root: Path = Path("/")) -> dict[str, int]:
     """Return the bytes still available on the machine, and under the limit of each of this process's control groups.
 
     The keys are equal in processes of one host that share the limit: ``machine``, and the result of `identify` for a
-        group.
+    group.
     """
     return {"machine": psutil.virtual_memory().available, **dict(_rooms_in_groups(root))}
 

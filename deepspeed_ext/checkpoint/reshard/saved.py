@@ -85,8 +85,8 @@ class SavedPartitions:
 
     @torch.no_grad()
     def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """Elements `begin` to `end` of a flat tensor's `tensors`, with the gradients of the ZenFlow section that were
-        not handed over applied."""
+        """Elements `begin` to `end` of a flat tensor's `tensors`, after applying the saved gradients that were not
+        handed over."""
         whole = self.tensors[flat]
         if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
             raise CheckpointError(

@@ -88,7 +88,7 @@ class _Accelerator:
         return [Part("landing buffers", self.landing_buffers()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
 
     def landing_buffers(self) -> int:
-        """Bytes of the landing buffers of hidden transfers."""
+        """Bytes of the landing buffers."""
         if not self.setup.hides_transfers:
             return 0
         nbytes = 0

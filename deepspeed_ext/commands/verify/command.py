@@ -96,7 +96,7 @@ def _signals_noted() -> Iterator[Callable[[], None]]:
 
 
 def _stay() -> None:
-    """Ignore signals."""
+    """Do not leave: the default of `verify`."""
 
 
 def verify(

@@ -4,10 +4,10 @@ Each gives bitwise the results of its namesake in `definition`: products and sum
 multiply-add), division and square root are correctly rounded, and a 16-bit result is rounded once, when it is stored.
 
 A kernel works on rows of `BLOCK` contiguous elements, `ROWS` of them at once. Rows are masked as a whole, so memory
-accesses are wide even if the length is odd; the first program handles a short last block. No argument is specialized:
-not the length, not a number that happens to be 1, and not a pointer. Instead `ALIGNED` says that every row of every
-array begins at a multiple of 16 bytes. So there are two variants for each set of dtypes, aligned and unaligned. Offsets
-have 64 bits.
+accesses are wide for any length; the first program handles a short last block. No argument is specialized: not the
+length, not a number that happens to be 1, and not a pointer. Instead `ALIGNED` says that every row of every array
+begins at a multiple of 16 bytes. So there are two variants for each set of dtypes, aligned and unaligned. Offsets have
+64 bits.
 """
 
 # ruff: noqa: N803

@@ -1,7 +1,7 @@
 """Decides from measured prediction errors whether steps wait for their own update. Plain values, no torch.
 
-Every so many steps a hand-over is *probed*: the weights predicted for a sample are compared with the worker's result
-once it has arrived (see `probe`). The allowed error is `factor` times the larger of
+About every `PROBE_EVERY` steps a hand-over is *probed*: the weights predicted for a sample are compared with the
+worker's result once it has arrived (see `probe`). The allowed error is `factor` times the larger of
 
 - the error of rounding the result to the dtype of the weights, which is harmless, and
 - a third of the update. At the default factor of 3, the predicted weights must be nearer to the result than the weights
