@@ -106,7 +106,8 @@ class LoadingRun:
 
 class Resharder:
     """Loads checkpoints for one engine. The engine's overrides of DeepSpeed's methods call its methods in this order:
-    `loading` around all, `plan`, `all_names`, `load_model`, `optimizer_states`, `loading_optimizer`, `finish`."""
+    `loading` around all, `plan`, `with_optimizer`, `model_names`, `load_model`, `load_partitions` around
+    `optimizer_states` and `loads_fp32`, `finish`."""
 
     def __init__(self) -> None:
         self._run: LoadingRun | None = None

@@ -81,7 +81,7 @@ class _Host:
 
     def laid_out(self) -> list[tuple[list[int], int]]:
         """Groups of partitions whose arrays are placed together, and the number of such groups. Exact for up to
-        `MOST_PLACED` partitions. With more, each counts like the first, and may be off by one page per array."""
+        `MOST_PLACED` partitions. With more, each counts like the first; its arrays may lie on one page more or less."""
         if sum(run.times for run in self.partitions) <= MOST_PLACED:
             return [([run.numel for run in self.partitions for _ in range(run.times)], 1)]
         return [([run.numel], run.times) for run in self.partitions]

@@ -49,8 +49,8 @@ _BIG_BYTES = 1 << 20
 """The position of an array matters only from this size on; smaller arrays stay in a cache anyway."""
 _HUGE_PAGE_BYTES = 1 << 21
 _APART_BYTES = 3 * _PAGE_BYTES + 5 * _LINE_BYTES
-"""Staggers the starts of arrays so that they do not share cache sets. Both numbers are odd, so 64 arrays start on 64
-different lines of a page, and 256 arrays on 256 different pages."""
+"""Staggers the starts of arrays so that they do not share cache sets. Both numbers are odd, so `_PLACES` arrays start
+on as many different lines of a page; then the pattern repeats."""
 _PLACES = 64
 
 
