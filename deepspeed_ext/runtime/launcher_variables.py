@@ -141,7 +141,7 @@ def _of_mpi(launcher: str, given: Mapping[str, str], names: tuple[str, ...]) -> 
 def _slurm(given: Mapping[str, str]) -> _Place | None:
     if "SLURM_PROCID" not in given:
         return None
-    if "SLURM_STEP_NUM_TASKS" not in given:  # a batch script, outside srun
+    if "SLURM_STEP_NUM_TASKS" not in given:  # a batch script, outside of srun
         if _number(given, "SLURM_NTASKS", 1) > 1:
             raise ConfigError(
                 f"this Slurm job has {given['SLURM_NTASKS']} tasks, but this process was not started by srun: write "

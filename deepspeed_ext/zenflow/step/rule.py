@@ -94,11 +94,12 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     @abstractmethod
     def measured_interval(self, plan: PlanT) -> int | None:
-        """Choose the interval that the config left open, once enough steps are measured. Called after the step. A
-        collective if the schedule asks for it, which it does on every rank or on none.
+        """Choose the interval that the config left open, once enough steps are measured. Called after the step.
 
-                Returns:
-                    The interval, the same on every rank; None: nothing to choose, or not yet.
+        A collective if the schedule asks for it, which it does on every rank or on none.
+
+        Returns:
+            The interval, the same on every rank; None: nothing to choose, or not yet.
         """
 
     # -- queries --------------------------------------------------------------------------------------------------
