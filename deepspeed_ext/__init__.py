@@ -11,7 +11,8 @@ Glossary. For one parameter group of P elements on N data-parallel ranks:
     partition          1-D view of the flat buffer, P/N elements: the part that this rank updates.
     master partition   1-D, fp32 (or the configured master dtype), where the optimizer steps: accelerator, or host with
                        CPU offload, then page-locked if asked for.
-    staging chunks     two page-locked host buffers of 32 MiB through which anything pageable crosses the link.
+    staging chunks     two page-locked host buffers of 32 MiB through which pageable memory is copied to and from the
+    accelerator.
 
 Importing this package imports neither torch nor DeepSpeed; the functions below do.
 """
@@ -31,7 +32,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "shared_buffers":  # it needs DeepSpeed
+    if name == "shared_buffers":  # importing it needs DeepSpeed
         return importlib.import_module("deepspeed_ext.adapter.shared_buffers")
     raise AttributeError(f"module 'deepspeed_ext' has no attribute {name!r}")
 
@@ -40,7 +41,7 @@ def enable() -> None:
     """Make ``deepspeed.initialize`` accept the extended config and build the extended optimizers. Idempotent.
 
     Raises:
-        UpstreamError: the installed DeepSpeed is outside the supported range or has moved something.
+        UpstreamError: the installed DeepSpeed is outside the supported range, or lacks a member that we rely on.
     """
     from deepspeed_ext.adapter import enable as switch
 
@@ -48,7 +49,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo `enable`: DeepSpeed is as it was. Engines that exist already keep working. Idempotent."""
+    """Undo `enable` and restore DeepSpeed. Existing engines keep working. Idempotent."""
     from deepspeed_ext.adapter import enable as switch
 
     switch.disable()

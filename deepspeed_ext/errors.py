@@ -32,7 +32,7 @@ class DeepSpeedExtError(Exception):
     """Base of every error raised by deepspeed_ext.
 
     Attributes:
-        agreed: number of ranks that raise it together, so that these need not tell each other; 0: only this rank.
+        agreed: number of ranks that raise it together, so that they need not exchange it again; 0: only this rank.
     """
 
     agreed = 0

@@ -38,27 +38,26 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 __all__ = ["AsyncCheckpointEngine"]
 
 _PART_BYTES = 1 << 28
-"""One answer of the worker for so many bytes: waiting for it is bounded, and it writes slowly at worst."""
+"""The worker answers after each part of this many bytes, so every wait is bounded even if the disk is slow."""
 _WRITTEN = "written-by-rank-"
 _POLL_SECONDS = 0.05
 _SILENCE_SECONDS = 30.0
 _WRITE_SECONDS = 3600.0
-"""For one part of a file, beside training: a file system may stall for minutes while it fails over. A longer timeout of
-the worker counts instead; as soon as something waits for the file, the worker's timeout counts alone."""
+"""Timeout for one part of a file that is written beside training: a file system may stall for minutes while it fails
+over. The worker's timeout applies instead if it is longer, or once something waits for the file."""
 
 
 class AsyncCheckpointEngine(JointCheckpointEngine):
-    """`JointCheckpointEngine` whose saves go on after `commit` has returned.
+    """A `JointCheckpointEngine` that continues a save after `commit` has returned.
 
     `save` writes a file without the bytes of its tensors (`checkpoint.skeleton`). The worker writes what lies in its
-    arena, before the passes that are submitted later; so nothing is copied, and a step that needs a later pass waits.
-    A thread writes copies of other tensors, and waits for the disk. The checkpoint is complete, under its name, after
-    `finish`, which the engine calls after a step in which all ranks had written everything.
-
-    Without such a step, `finish_alone` completes it: at the engine's end, or at the end of the process.
+    arena before the passes that are submitted later: nothing is copied, but a step that needs a later pass waits. A
+    thread writes copies of other tensors and waits for the disk. `finish` gives the complete checkpoint its name; the
+    engine calls it after the first step at which all ranks have written everything. If there is no such step,
+    `finish_alone` does it when the engine or the process ends.
 
     Args:
-        config_params, ranks, leads: as for `JointCheckpointEngine`; `leads` on one rank only.
+        config_params, ranks, leads: as for `JointCheckpointEngine`; `leads` is true on one rank only.
         link: connection to the worker. Nothing is in flight while DeepSpeed saves.
     """
 
@@ -73,11 +72,11 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         self._is_watching_exit = False
 
     def begin_save(self, names_latest: bool) -> None:
-        """Complete the save before this one, then begin. A collective while a save goes on."""
+        """Complete the previous save, then begin. A collective if a save is in progress."""
         self.finish()
         super().begin_save(names_latest)
         self._begin, self._waited = time.perf_counter(), self._link.write_wait_seconds
-        if not self._is_watching_exit:  # after all other users of atexit, which then run later
+        if not self._is_watching_exit:  # registered after all other atexit functions, so it runs first
             self._is_watching_exit = True
             atexit.register(_finish_at_exit, weakref.ref(self))
             # Processes that multiprocessing has forked do not run atexit's functions before Python 3.13.
@@ -116,7 +115,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         self._files.append(self._writer.submit(_finish_file, path, copies, self._link.process, numbers))
 
     def commit(self, info: Any) -> bool:
-        """Let the save go on. A model alone is complete when this returns, as in the base class."""
+        """Return while the save continues. A model saved alone is complete when this returns, as in the base class."""
         if self._folder is None:
             return super().commit(info)
         self._saving, self._folder, self._is_begun = (info, self._folder), None, False
@@ -125,23 +124,23 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
 
     def break_off(self) -> None:
         if self._folder is not None:
-            self._files = []  # whatever is still written is in a folder of its own
+            self._files = []  # files still being written are in a folder of their own
             self._end_writer()
         super().break_off()
 
     def _end_writer(self) -> None:
-        """Let the thread end after its last file."""
+        """Tell the thread to end after its last file."""
         if self._writer is not None:
             self._writer.end()
             self._writer = None
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save goes on; equal on all ranks."""
+        """Whether a save is in progress; equal on all ranks."""
         return self._saving is not None
 
     def finish_if_written(self) -> None:
-        """Complete the save if every rank has written its files. A collective while a save goes on.
+        """Complete the save if every rank has written its files. A collective if a save is in progress.
 
         Raises:
             CheckpointError: as from `finish`.
@@ -150,20 +149,20 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save, if one goes on, and complete it. A collective then. If an exception breaks it off, such as
-        Ctrl-C, the save goes on, and the next of these calls completes it.
+        """Wait for the save in progress, if any, and complete it. A collective if there is one. If an exception such as
+        Ctrl-C interrupts this, the save continues, and the next call completes it.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
                 are unchanged.
         """
-        if self._saving is not None:  # the other ranks wait in a collective, which must not time out first
+        if self._saving is not None:  # the other ranks' collective must not time out first
             with self._ending(*self._saving, within_seconds=self._link.longest_wait_seconds):
                 self._complete(*self._saving)
 
     def finish_alone(self) -> None:
         """Like `finish` without a collective, for the end of an engine: other ranks may be gone. The leading rank waits
-        for the files of the others, but not long after the last sign of them.
+        for the files of the others, and gives up soon after they stop making progress.
 
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
@@ -197,7 +196,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             ) from failure
 
     def _said(self) -> str:
-        """What the leading rank is told: this rank's error with its remedy; empty: it has written its files."""
+        """What this rank tells the leading rank: its error with the remedy, or nothing if it has written its files."""
         me = f"rank {self._ranks.rank}: "
         try:
             with advised():
@@ -208,7 +207,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         return ""
 
     def lose(self, why: str) -> None:
-        """Give up the save that goes on, if there is one, and say so in one line of the log. No collective."""
+        """Give up the save in progress, if any, and log one line about it. No collective."""
         saving, self._saving, self._files = self._saving, None, []
         if saving is not None:
             if self._leads:
@@ -217,11 +216,10 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
 
     @contextlib.contextmanager
     def _ending(self, info: Any, folder: CheckpointFolder, *, within_seconds: float) -> Iterator[None]:
-        """Wait for this rank's files and keep their error; the block completes the save. An exception that is not the
-        save's own, such as Ctrl-C, leaves it to a later call.
+        """Wait for this rank's files and keep their error; the block completes the save. After an exception that is not
+        the save's own, such as Ctrl-C, a later call completes it.
 
-        The wait for the worker has the worker's timeout, anew after each part that it has written, but in all it has
-        `within_seconds`."""
+        The worker may take its timeout for each part that it writes, and `within_seconds` in all."""
         begin = time.monotonic()
         if not self.has_written:
             try:
@@ -230,7 +228,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                 self.kept.note(error)
         for file in self._files:
             left = within_seconds - (time.monotonic() - begin)
-            failure = _failure_of(file, left)  # not raised: what is raised here is not the save's
+            failure = _failure_of(file, left)  # kept, not raised: an exception raised here counts as not the save's own
             if failure is not None:
                 self.kept.note(failure if isinstance(failure, Exception) else CheckpointError(repr(failure)))
         try:
@@ -253,7 +251,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
 
 
 def _failure_of(file: Future[None], within_seconds: float) -> BaseException | None:
-    """Why a file could not be written, or not within so many seconds; None: it is on disk."""
+    """Why a file could not be written, or not within `within_seconds`; None: it is on disk."""
     try:
         return file.exception(max(0.0, within_seconds) if math.isfinite(within_seconds) else None)
     except FutureTimeout:
@@ -264,7 +262,7 @@ def _failure_of(file: Future[None], within_seconds: float) -> BaseException | No
 
 
 def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[list[int], list[Hole]]:
-    """Let the worker write what lies in its arena; returns the numbers of its submissions, and the other holes."""
+    """Submit to the worker what lies in its arena; return the numbers of the submissions, and the other holes."""
     parts: list[FilePart] = []
     others: list[Hole] = []
     for hole in holes:
@@ -279,7 +277,7 @@ def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[l
 
 
 def _made_for_this_save(content: Any) -> set[int]:
-    """Addresses of the ZenFlow section's tensors, which are copies that nobody else has."""
+    """Addresses of the tensors in ZenFlow's state, which are copies made for this save alone."""
     state = content.get(keys.OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
     section = state.get(STATE_KEY) if isinstance(state, dict) else None
     return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(section) if isinstance(leaf, torch.Tensor)}
@@ -312,10 +310,10 @@ def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, number
 
 
 def _require_all(staging: str, size: int) -> None:
-    """Wait for the signs of `size` ranks.
+    """Wait until `size` ranks have reported that their files are written.
 
     Raises:
-        CheckpointError: a rank could not write, or shows no sign.
+        CheckpointError: a rank could not write, or has not reported.
     """
     wanted = {f"{_WRITTEN}{rank}" for rank in range(size)}
     last, silent_since = None, time.monotonic()
@@ -361,5 +359,5 @@ def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:
         found.finish_alone()
     except CheckpointError as error:
         logger.error(str(error))
-    except BaseException as error:  # also Ctrl-C: nobody is left to catch it
+    except BaseException as error:  # also Ctrl-C: at exit no caller could catch it
         found.lose(f"{type(error).__name__} {error}".rstrip())

@@ -1,7 +1,8 @@
-"""Keeps the ranks in agreement while `deepspeed.initialize` builds an engine.
+"""Raises an error of one rank on every rank while `deepspeed.initialize` builds an engine.
 
-An engine is built inside `built_together`. DeepSpeed's own constructors run there too, so a rank that fails anywhere
-meets the others at their next agreement. Only if DeepSpeed's next collective comes before that, the others wait in it.
+An engine is built inside `built_together`. DeepSpeed's own constructors run there too: a rank that fails anywhere
+reports it at the other ranks' next agreement. If a collective of DeepSpeed comes before that agreement, the others wait
+in it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["builders", "built_together", "joint"]
 def builders(mpu: Any) -> RankGroup:
     """Return the ranks that build an engine together: all ranks, or only this one with the user's `mpu`.
 
-    An `mpu` may give each engine its own ranks, so all ranks need not take part.
+    An `mpu` may give each engine its own ranks, so some ranks may not take part.
     """
     if mpu is not None or not dist.is_initialized():
         return RankGroup.alone()
@@ -31,7 +32,7 @@ def builders(mpu: Any) -> RankGroup:
 
 @contextmanager
 def built_together(mpu: Any) -> Iterator[None]:
-    """Raise an error of the block on every rank, as `together`. An error that all ranks have keeps its type."""
+    """Raise an error of the block on every rank, as `together` does. An error that all ranks have keeps its type."""
     error = None
     try:
         yield
@@ -44,7 +45,7 @@ def built_together(mpu: Any) -> Iterator[None]:
 
 def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
     """Return `deepspeed.initialize` with an agreement around it: an error of one rank, such as a config that it cannot
-    read, is raised on every rank. The other ranks go on to build their engines, whose first agreement answers."""
+    read, is raised on every rank. The other ranks learn of it at the first agreement while they build their engines."""
     signature = inspect.signature(initialize)
 
     @functools.wraps(initialize)

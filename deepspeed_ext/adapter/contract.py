@@ -2,10 +2,10 @@
 
 `upstream` names the classes. This file lists their members: what our subclasses override, call through ``super()``, or
 read or assign through ``self``, and the attributes that DeepSpeed sets on parameters. A test searches our sources for
-members that are missing here. A renamed method of DeepSpeed is therefore an error at start-up, not an override without
-effect.
+members that are missing here. So if DeepSpeed renames a method, start-up fails; otherwise our override would silently
+have no effect.
 
-`stand_ins` lists the other side: what DeepSpeed uses of the objects that we put in the place of its own.
+`stand_ins` lists the other side: what DeepSpeed uses of the objects that we put in place of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["ASSIGNED", "CONTRACT", "EXISTS", "Takes", "broken", "undecorated"]
 
 EXISTS = "exists"
-"""A class, a property, or a function whose parameters do not matter."""
+"""A class, a property, or a function with any parameters."""
 
 ASSIGNED = "assigned"
 """An attribute that methods of the class assign; for a module, one that its functions set on any object."""
@@ -295,13 +295,13 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "stop": "(self, global_step, report_speed)",
     },
 }
-"""Class (``module:Class``) or module -> name of the member -> what is expected of it."""
+"""Class (``module:Class``) or module -> name of the member -> what we expect of it."""
 
 
 def broken() -> list[str]:
     """Compare the installed DeepSpeed with `CONTRACT`; return one line per member that differs.
 
-    What is `ASSIGNED` only a test compares, because that takes reading DeepSpeed's bytecode.
+    `ASSIGNED` members are compared only by a test, which reads DeepSpeed's bytecode.
     """
     found = []
     for owner_name, members in CONTRACT.items():

@@ -22,7 +22,8 @@ def _swaps() -> list[upstream.Swap]:
 
 
 def _check() -> None:
-    """Raise an error if DeepSpeed is not the one that this package extends; warn of what would make it wait forever."""
+    """Raise an error if this package does not support the installed DeepSpeed; warn of conditions that would make it
+    hang."""
     upstream.check()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return

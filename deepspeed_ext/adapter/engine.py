@@ -83,7 +83,8 @@ class Engine(DeepSpeedEngine):
     # -- construction, in DeepSpeed's order -----------------------------------------------------------------------
 
     def _do_sanity_check(self) -> None:
-        """DeepSpeed's check, which is the first to see the config, plus ours. `_set_distributed_vars` raises errors."""
+        """Run DeepSpeed's check, the first method to see the config, and ours. `_set_distributed_vars` raises its
+        errors."""
         parts, settings = self._parts, fields_of(self._config.zero_config)
         with parts.refused.keeping():
             parts.require_supported(settings, self._zenflow, self.use_node_local_storage())
@@ -94,8 +95,8 @@ class Engine(DeepSpeedEngine):
 
         Raises:
             ConfigError: the ``zenflow`` section is combined with an unsupported setting.
-            PlanMismatchError: on every rank, if one of our parts is on on some ranks only: they would wait for the
-                others in its collectives.
+            PlanMismatchError: on every rank, if one of our parts is enabled on some ranks only: these would wait for
+                the others in its collectives.
         """
         super()._set_distributed_vars(args)
         ranks, switches = builders(self.mpu), Parts.switches(fields_of(self._config.zero_config), self._zenflow)
@@ -156,7 +157,7 @@ class Engine(DeepSpeedEngine):
             if self._parts.save_together(kind, self._config, self._world(), leads, zenflow.async_save):
                 self.checkpoint_engine = self._parts.saver.files
 
-    # -- what DeepSpeed asks of the config ------------------------------------------------------------------------
+    # -- what DeepSpeed reads from the config ---------------------------------------------------------------------
 
     def zenflow_config(self) -> Any:
         """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
@@ -180,7 +181,7 @@ class Engine(DeepSpeedEngine):
         """Run the module.
 
         Raises:
-            StateError: its weights are on the host, or an exception has broken off the last step.
+            StateError: its weights are on the host, or an exception interrupted the last step.
         """
         self._require_states_here(OffloadStateTypeEnum.lp_params)
         return super().forward(*inputs, **kwargs)
@@ -189,14 +190,14 @@ class Engine(DeepSpeedEngine):
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or an exception has broken off the
-                last step.
+            StateError: `offload_states` was called and `reload_states` was not, or an exception interrupted the last
+                step.
         """
         self._require_states_here()
         return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
-        """Called first in a backward pass, also of the loss itself."""
+        """Called first in a backward pass, also in ``loss.backward()``."""
         self._require_states_here()
         super()._backward_prologue()
 
@@ -230,12 +231,12 @@ class Engine(DeepSpeedEngine):
     # -- states on the host -------------------------------------------------------------------------------------------
 
     def offload_states(self, include: Container[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        """Offload as DeepSpeed does. With ZenFlow, ``lp_params`` includes frozen parameters, ``optim_states`` is all
-        that ZenFlow keeps on the accelerator between steps, an update in flight is awaited, and it is a collective.
+        """Offload as DeepSpeed does. With ZenFlow this is a collective and waits for an update in flight; ``lp_params``
+        includes frozen parameters, and ``optim_states`` means all that ZenFlow keeps on the accelerator between steps.
 
         Raises:
-            OutOfMemoryError: with ZenFlow, on every rank, if the host of any has no memory for them; all states, also
-                those that were away before, are on the accelerator again.
+            OutOfMemoryError: with ZenFlow, on every rank, if any rank's host has no memory for them; all states,
+                including those offloaded before, are on the accelerator again.
         """
         theirs = super().offload_states
         if not isinstance(self.optimizer, ZenFlowStepping):
@@ -280,7 +281,7 @@ class Engine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save as DeepSpeed does. With ``zenflow.async_save`` the save goes on beside the next steps.
+        """Save as DeepSpeed does. With ``zenflow.async_save`` the save continues during the next steps.
 
         Raises:
             CheckpointError: with ZenFlow, on every rank, if any rank could not write its files; training can continue.
@@ -310,7 +311,7 @@ class Engine(DeepSpeedEngine):
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load as DeepSpeed does, and also what another number of ranks or another ZeRO stage saved.
+        """Load as DeepSpeed does; a checkpoint of another number of ranks or another ZeRO stage is also accepted.
 
         Raises:
             CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load another checkpoint
@@ -338,7 +339,7 @@ class Engine(DeepSpeedEngine):
             optimizer=self.optimizer,
             module=self.module,
             config=self._config,
-            # with an `mpu` those of this engine
+            # with an `mpu`, the ranks of this engine
             ranks=self._world() if self.mpu is None else RankGroup.of(self.seq_data_parallel_group),
             stage=int(self.zero_optimization_stage()),
             shapes=self._get_zero_param_shapes,
@@ -386,7 +387,7 @@ class Engine(DeepSpeedEngine):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        with self._parts.closing():  # what it closes is closed even if DeepSpeed fails
+        with self._parts.closing():  # closes our parts even if DeepSpeed fails
             self._parts.detach_gather(self.module)
             super().destroy()
 

@@ -1,10 +1,10 @@
 """Single-parameter all-gather for a model under ZeRO-3.
 
 To fetch parameters in forward, backward and prefetch, DeepSpeed's parameter coordinator calls ``all_gather_coalesced``,
-a closure that ``zero.Init`` sets on each parameter. `attach` replaces it once ``deepspeed.initialize`` has partitioned
-the whole model, no matter which ``zero.Init`` did so and when. Every other path (``GatheredParameters``, external
-parameters, persistent parameters after a step, checkpoints) calls ``param.all_gather``, with which upstream gathers
-each parameter directly into its own storage.
+a closure that ``zero.Init`` sets on each parameter. `attach` replaces it once the whole model is partitioned, at the
+end of ``deepspeed.initialize``, no matter which ``zero.Init`` partitioned it and when. Every other path
+(``GatheredParameters``, external parameters, persistent parameters after a step, checkpoints) calls
+``param.all_gather``, with which DeepSpeed gathers each parameter directly into its own storage.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class FetchedParameter(PendingParameter):
 
     @classmethod
     def of(cls, parameter: PartitionedParameter, partition: torch.Tensor) -> FetchedParameter:
-        """`partition` is this rank's part of it: the usual one, or hpZ's secondary one."""
+        """Build it for `parameter`; `partition` is this rank's part of it: the usual one, or hpZ's secondary one."""
         dtype = communication_dtype(parameter, partition)
         return cls(parameter.ds_numel, partition, dtype, parameter=parameter)
 
     def make_available(self) -> None:
-        """Make the parameter a view of its storage, and available; a cast if the communication had another dtype."""
+        """Make the parameter a view of its storage, cast if it was communicated in another dtype, and mark it
+        available."""
         assert self.storage is not None
         self.parameter.data = self.storage.view(self.parameter.ds_shape).to(self.parameter.ds_tensor.dtype)
         self.storage = None
@@ -69,7 +70,7 @@ class FetchedParameter(PendingParameter):
 
 
 class GatherHandle:
-    """The handle of a running fetch, with the interface of DeepSpeed's handles (`stand_ins`)."""
+    """The handle of a running fetch, with the interface of DeepSpeed's handles (see `stand_ins`)."""
 
     def __init__(self, works: list[Work], pending: list[FetchedParameter], upstream: Sequence[Any] = ()) -> None:
         self._works = works
@@ -79,10 +80,10 @@ class GatherHandle:
     def wait(self, handle_dependency: bool = True) -> None:
         """Make every parameter of the fetch available; idempotent.
 
-        On an accelerator, the current stream waits for the collectives, as with upstream's handles.
+        On an accelerator, the current stream waits for the collectives, as with DeepSpeed's handles.
 
         Args:
-            handle_dependency: for upstream's handles only; ours keep no temporary that a stream could still read.
+            handle_dependency: passed to DeepSpeed's handles; ours keep no temporary that a stream could still read.
 
         Raises:
             RuntimeError: a collective failed.
@@ -109,12 +110,12 @@ class GatherHandle:
 
 
 class SingleParameterGather:
-    """Replaces upstream's ``all_gather_coalesced`` on the parameters of one model.
+    """Replaces DeepSpeed's ``all_gather_coalesced`` on the parameters of one model.
 
     Attributes:
         plan: the mode of every parameter.
         grouped: whether one launch gathers all single parameters of a fetch.
-        num_collectives: collectives launched so far. A grouped launch counts as one; upstream's own do not count.
+        num_collectives: collectives launched so far. A grouped launch counts as one; DeepSpeed's own do not count.
     """
 
     def __init__(self, plan: GatherPlan, stock: dict[int, Callable[..., Any]], grouped: bool) -> None:
@@ -128,7 +129,7 @@ class SingleParameterGather:
     def __call__(
         self, params: Iterable[PartitionedParameter], safe_mode: bool = False, quantize: bool = False
     ) -> GatherHandle:
-        """Start gathering `params`; same arguments and effect on ``ds_status`` as upstream's closure.
+        """Start gathering `params`; same arguments and effect on ``ds_status`` as DeepSpeed's closure.
 
         Raises:
             UnsupportedError: a parameter was partitioned after `attach`.
@@ -156,7 +157,7 @@ class SingleParameterGather:
         return GatherHandle(works, pending, self._leave_to_upstream([by_id[i] for i in fetch.upstream]))
 
     def stock(self, param: PartitionedParameter) -> Callable[..., Any]:
-        """Return upstream's closure of a parameter that this object serves."""
+        """Return DeepSpeed's closure of a parameter that this object serves."""
         return self._stock[param.ds_id]
 
     def _leave_to_upstream(
@@ -189,7 +190,7 @@ def _mark_in_flight(params: Sequence[PartitionedParameter]) -> None:
 
 
 def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleParameterGather | None:
-    """Gather the parameters of `module` singly, if `settings` ask for it; otherwise as upstream does. A collective.
+    """Gather the parameters of `module` singly, if `settings` ask for it; otherwise as DeepSpeed does. A collective.
 
     Args:
         module: the model; all its parameters must be partitioned.
@@ -197,7 +198,7 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
         group: the process group of all ranks that hold a part of the model.
 
     Returns:
-        The gather that the parameters now call; None if they call upstream's.
+        The gather that the parameters now call; None if they call DeepSpeed's.
 
     Raises:
         PlanMismatchError: on every rank, if the ranks' plans differ.
@@ -214,7 +215,7 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
     grouped = can_group(ranks)
     plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
     require_same_plan("the all-gather of single parameters", plan, ranks)
-    level = logging.INFO if plan.leaves_all_to_upstream else logging.DEBUG  # else it is in the start report
+    level = logging.INFO if plan.leaves_all_to_upstream else logging.DEBUG  # otherwise it is in the start report
     for reason, count in Counter(plan.reasons.values()).items() if dist.get_rank() == 0 else ():
         log_once(level, f"{count} of {len(params)} parameters keep upstream's all-gather: {reason}")
     if plan.leaves_all_to_upstream:
@@ -227,11 +228,11 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
 
 
 def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -> None:
-    """Restore upstream's all-gather on the parameters of `module`; parameters that still have it are unchanged.
+    """Restore DeepSpeed's all-gather on the parameters of `module`; parameters that still have it are unchanged.
 
     Args:
         module: the model.
-        only: the gather to take away; a later engine of the same model may have another. None: any.
+        only: remove this gather and no other, because a later engine of the same model may have its own. None: any.
     """
     served = [
         param
@@ -243,7 +244,8 @@ def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -
 
 
 def _set_gather(params: Iterable[PartitionedParameter], choose: Callable[[PartitionedParameter], Any]) -> None:
-    """Set the all-gather of each parameter: the only attribute that we set on parameters, because upstream calls it."""
+    """Set the all-gather of each parameter: the only attribute that we set on parameters, because DeepSpeed calls
+    it."""
     for param in params:
         param.all_gather_coalesced = choose(param)
 

@@ -43,13 +43,13 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norms of many tensors, converted to fp64 and summed by the accelerator as it reads them.
+    """The norms of many tensors; the accelerator converts to fp64 and sums as it reads.
 
     Args:
         tensors: any shapes and float dtypes, on one device.
 
     Returns:
-        0-D fp64 tensors on the tensors' device, in order. Takes two launches for some hundred tensors of one dtype.
+        0-D fp64 tensors on the tensors' device, in order. A few hundred tensors of one dtype take two launches.
     """
     norms: dict[int, torch.Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors}:  # one dtype at a time: mixed dtypes are not fused
@@ -87,6 +87,6 @@ def norm_tensors(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> li
 
 
 def _fuses(device: torch.device) -> bool:
-    """Whether `fused_l2_norms` is fused on `device`; elsewhere it is a loop with an fp64 copy of each gradient."""
+    """Whether `fused_l2_norms` is fused on `device`; otherwise it loops and makes an fp64 copy of each gradient."""
     has_kernel = kernels.missing(device) is None or _device_has_foreach_support(device)
     return device.type != "cpu" and has_kernel and get_accelerator().is_fp64_supported()

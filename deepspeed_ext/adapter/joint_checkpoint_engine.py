@@ -35,18 +35,18 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     DeepSpeed calls `create`, `makedirs` and `save` between its own collectives, then `commit` on every rank. So an
     error is kept until `commit`, which raises it on all ranks. Until then the files lie in a staging folder. `commit`
-    puts that folder in the place of an older save under the same tag (see `checkpoint.folder`) and updates ``latest``
-    last. When `commit` returns, the checkpoint is on disk.
+    replaces an older save under the same tag with that folder (see `checkpoint.folder`) and updates ``latest`` last.
+    When `commit` returns, the checkpoint is on disk.
 
     Every file holds the id of its save, and `load` refuses files of different saves.
 
-    DeepSpeed also saves a model alone through this class, into a folder of the user's. Such a save, which does not come
-    after `begin_save`, writes just that file; an error is raised on all ranks, too.
+    DeepSpeed also saves a model alone through this class, to a folder that the user names. Such a save does not follow
+    `begin_save` and writes just that file; an error is raised on all ranks, too.
 
     Args:
         config_params: as for DeepSpeed's class.
         ranks: all ranks that save and load; each calls `load` equally often.
-        leads: whether this rank creates and renames folders: one rank, or one rank per node if checkpoints are on
+        leads: whether this rank creates and renames folders. One rank does, or one per node if checkpoints are on
             node-local storage.
 
     Attributes:
@@ -68,18 +68,18 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin_save(self, names_latest: bool) -> None:
-        """Call this before anything else of a checkpoint's save.
+        """Prepare a save; call this before any other method of it.
 
         Args:
-            names_latest: whether `commit` updates ``latest``; DeepSpeed must then not do it itself.
+            names_latest: whether `commit` updates ``latest``; if so, DeepSpeed must not.
         """
         self.break_off()
         self._is_begun, self._names_latest = True, names_latest
         self.kept.take()
 
     def break_off(self) -> None:
-        """Give up the save that has begun and for which `commit` has not returned; no collective. Call this when an
-        exception, such as Ctrl-C, leaves it."""
+        """Give up a save that has begun and not been committed. Call this if an exception such as Ctrl-C interrupts it.
+        No collective."""
         folder, self._folder, self._is_begun = self._folder, None, False
         if folder is not None and self._leads:
             folder.give_up()
@@ -99,12 +99,12 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._save_id = self._ranks.broadcast(uuid.uuid4().hex)
         what = f"checkpoint {info.tag!r} was not saved"
         with self._all(what):
-            self.kept.raise_here()  # kept when the folder of all tags was created
+            self.kept.raise_here()  # an error from creating the folder of all tags
             folder = CheckpointFolder(info.save_dir, info.tag, self._save_id)
             folder.require_savable()
         try:
             self._recover(folder)
-        except CheckpointError as error:  # advises those who load
+        except CheckpointError as error:  # its remedy is written for loading
             remedy = remedy_for(str(error), "save under another tag")
             raise agreed(CheckpointError(f"{what}: {error}. To go on: {remedy}"), self._ranks) from error
         self._folder = folder  # before it begins, for `break_off`
@@ -148,8 +148,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         return super().commit(info)
 
     def _complete(self, info: Any, folder: CheckpointFolder) -> None:
-        """Make what lies in the staging folder the checkpoint. A collective. If an exception breaks it off between its
-        agreements, it can be called again."""
+        """Make the content of the staging folder the checkpoint. A collective. If an exception interrupts it between
+        its agreements, it can be called again."""
         try:
             what = f"checkpoint {info.tag!r} was not saved"
             with self._all(what):
@@ -183,8 +183,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     @contextmanager
     def _all(self, what: str, remedy: str = "") -> Iterator[None]:
-        """`together`, with a longer message. Without a `remedy`, it is that of the error, given on the rank that has
-        it."""
+        """`together`, with a longer message. Without `remedy`, the rank with the error adds the remedy for that
+        error."""
         try:
             with together(self._ranks, CheckpointError):
                 if remedy:
@@ -230,7 +230,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             if self._leads:
                 folder.finish_swap()
             state = folder.state() if self._leads else None
-        first = self._ranks.broadcast(state)  # usually of all nodes: then that is all that the ranks exchange
+        first = self._ranks.broadcast(state)  # usually equal on all nodes; then nothing else is exchanged
         states = [each for each, _ in self._ranks.distinct(state if self._leads else first) if each is not None]
         with together(self._ranks, CheckpointError):
             save_id = choose_save(states)

@@ -16,9 +16,9 @@ __all__ = ["Offloader"]
 
 
 class Offloader:
-    """The states of one engine that may be away from the accelerator between two steps.
+    """Moves the states of one engine off the accelerator between two steps, and back.
 
-    Both methods are collectives, and stand before those of DeepSpeed's engine, which they get as `theirs`.
+    Both methods are collectives. They wrap the methods of DeepSpeed's engine, which they get as `theirs`.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Offloader:
         """Move the states that `theirs` moves, and with the weights also those that are not trained.
 
         Raises:
-            OutOfMemoryError: on every rank, if the host of any has no memory for them.
+            OutOfMemoryError: on every rank, if any rank's host has no memory for them.
         """
         with together(world, otherwise=None), _refusals("the host", "states to offload"):
             theirs()
@@ -39,7 +39,7 @@ class Offloader:
         """Move all states back.
 
         Raises:
-            OutOfMemoryError: on every rank, if any accelerator has no memory for them; call it again then.
+            OutOfMemoryError: on every rank, if any accelerator has no memory for them; free some and call this again.
         """
         with together(world, otherwise=None), _refusals("the accelerator", "states to reload"):
             theirs()
@@ -55,7 +55,7 @@ def _frozen_weights(module: Any) -> list[Any]:
 
 @contextmanager
 def _refusals(place: str, what: str) -> Iterator[None]:
-    """Say in a refused allocation's error what it was for."""
+    """Add to an out-of-memory error where memory was missing, and for what."""
     try:
         yield
     except DeepSpeedExtError:

@@ -1,6 +1,6 @@
-"""What an engine of ours has besides DeepSpeed's own: plain objects, each usable without an engine.
+"""Holds what our engines add to DeepSpeed's: plain objects, each usable without an engine.
 
-`engine` overrides DeepSpeed's methods and forwards to these. They know nothing of each other.
+`engine` overrides DeepSpeed's methods and forwards to these objects, which know nothing of each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ZERO_STAGE_WEIGHTS = 3
 
 
 def fields_of(zero_config: Any) -> ZeroConfig | None:
-    """The ``zero_optimization`` section with our fields; None: it was parsed while the extension was off."""
+    """The ``zero_optimization`` section with our fields; None if it was parsed while the extension was off."""
     return zero_config if isinstance(zero_config, ZeroConfig) else None
 
 
@@ -49,13 +49,13 @@ class Parts:
     """The parts of one engine.
 
     Args:
-        undo: receives what must be undone if the engine's constructor fails after a part was built.
+        undo: receives what to undo if the engine's constructor fails after a part was built.
 
     Attributes:
         refused: keeps what the check of the config has found, until all ranks can raise it.
         binding: this rank's placement on the host's cores; None: unbound.
         gather: gathers parameters at stage 3; None: DeepSpeed does.
-        adam: the optimizer in a process of its own; None: DeepSpeed's optimizer.
+        adam: the optimizer that runs in a separate process; None: DeepSpeed's optimizer.
         saver, resharder, offloader: save, load and move the engine's states.
     """
 
@@ -79,7 +79,7 @@ class Parts:
         Args:
             settings: see `fields_of`.
             zenflow: see `section_in_use`.
-            node_local: whether every node saves to storage of its own.
+            node_local: whether each node saves to its own storage.
 
         Raises:
             ConfigError: ``zenflow`` is combined with an unsupported setting.
@@ -90,7 +90,7 @@ class Parts:
 
     @staticmethod
     def switches(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None) -> dict[str, bool]:
-        """Our parts with collectives of their own, by the field that turns them on, and whether they are on."""
+        """Our parts that call collectives: the config field that turns each on -> whether it is on."""
         if settings is None:
             return {}
         binds_cores = settings.core_binding.enabled
@@ -102,7 +102,7 @@ class Parts:
 
     def bind_cores(self, settings: ZeroConfig, zenflow: ZenFlowConfig | None, world: RankGroup, local: int) -> None:
         """Bind this rank to its share of the cores, if requested or if the optimizer runs in a separate process. A
-        collective then.
+        collective if so.
 
         Args:
             settings, zenflow: see `switches`.
@@ -142,12 +142,14 @@ class Parts:
         ]
 
     def attach_gather(self, module: Any, settings: ZeroConfig, builders: RankGroup, group: Any) -> None:
-        """Gather the parameters of `module` singly, if asked for. A collective of `builders`, and of `group` inside."""
+        """Gather the parameters of `module` singly, if `settings` ask for it. A collective of `builders` and of
+        `group`."""
         with within(builders, RankGroup.of(group, builders.device)):
             self.gather = gather_hooks.attach(module, settings, group)
 
     def save_together(self, kind: type | None, config: Any, world: RankGroup, leads: bool, async_save: bool) -> bool:
-        """Save and load on all ranks together, if DeepSpeed's plain checkpoint engine would do it; returns whether.
+        """Save and load on all ranks together, in place of DeepSpeed's plain checkpoint engine; return False for any
+        other kind.
 
         Args:
             kind: DeepSpeed's checkpoint engine; None: pipeline stages have different numbers of files.
@@ -164,7 +166,7 @@ class Parts:
 
     @staticmethod
     def warn_of_idle_fields(settings: ZeroConfig, stage: int, optimizer: Any) -> None:
-        """Name the fields that the user set and that have no effect; called on rank 0."""
+        """Warn of fields that the user set and that have no effect; called on rank 0."""
         where = f"ZeRO stage {stage} with {type(optimizer).__name__}"
         flattens = isinstance(optimizer, ZeroOptimizer)
         for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
@@ -175,7 +177,7 @@ class Parts:
     # -- while it trains ----------------------------------------------------------------------------------------------
 
     def refresh_cores(self) -> None:
-        """Bind the threads that backends and autograd have started during the first step."""
+        """Bind the threads that backends and autograd started during the first step."""
         if self.binding is not None and not self._cores_refreshed:
             self._cores_refreshed = True
             self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
@@ -194,14 +196,14 @@ class Parts:
     # -- at its end -----------------------------------------------------------------------------------------------
 
     def detach_gather(self, module: Any) -> None:
-        """Give the parameters of `module` DeepSpeed's all-gather back."""
+        """Restore DeepSpeed's all-gather on the parameters of `module`."""
         if self.gather is not None:
             gather_hooks.detach(module, self.gather)
             self.gather = None
 
     def closing(self) -> ExitStack:
-        """A stack that finishes a save now, and at its end closes what outlives DeepSpeed's `destroy`, then raises the
-        save's error."""
+        """Finish a save now; return a stack that closes what outlives DeepSpeed's `destroy`, then raises the save's
+        error."""
         kept = self.saver.finished_alone(self.adam)
         afterwards = ExitStack()
         afterwards.callback(kept.raise_here)
@@ -213,8 +215,8 @@ class Parts:
 
 
 def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
-    """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only hooks, which
-    this removes, and the worker refer to it."""
+    """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only the worker and
+    hooks that this removes refer to it."""
     try:
         saver.finish_alone()
     finally:

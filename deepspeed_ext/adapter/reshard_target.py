@@ -22,7 +22,7 @@ class ZeroTarget(Target):
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
-        shapes: of each flat tensor, the shape of each parameter by name, in order.
+        shapes: for each flat tensor, the shape of each parameter by name, in order.
     """
 
     def __init__(self, optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> None:
@@ -79,7 +79,7 @@ class GroupsTarget(ZeroTarget):
 
     @contextmanager
     def frozen(self, param: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-        values = param.data.reshape(-1)  # a copy if its elements are in another order, as after a transposition
+        values = param.data.reshape(-1)  # a copy if its elements are not in row-major order, as after a transposition
         yield values, 0, param.numel()
         if values.data_ptr() != param.data_ptr():
             param.data.copy_(values.view(param.shape))

@@ -1,10 +1,11 @@
-"""Lets DeepSpeed's `load_checkpoint` take a checkpoint of another number of ranks or another ZeRO stage.
+"""Lets DeepSpeed's `load_checkpoint` read a checkpoint of another number of ranks or another ZeRO stage.
 
-If the layout of a checkpoint is not that of the run, every rank reads from the checkpoint's files what belongs to its
-own partitions and hands it to DeepSpeed as if it had been saved so. p and the optimizer's state arrive to the bit; the
-weights are p, rounded to their dtype. A checkpoint with the run's layout is loaded as ever.
+If the layout of a checkpoint differs from the run's, every rank reads what belongs to its own partitions from the
+checkpoint's files and hands it to DeepSpeed as if it had been saved in the run's layout. p and the optimizer's state
+are restored bitwise; the weights are p, rounded to their dtype. A checkpoint with the run's layout is loaded by
+DeepSpeed as usual.
 
-Not for model parallelism, pipelines, mixtures of experts, universal checkpoints and state on NVMe.
+Model parallelism, pipelines, mixtures of experts, universal checkpoints and state on NVMe are not supported.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["LoadingRun", "Resharder"]
 
 
 class _OpenedFile(TorchCheckpointEngine):
-    """Hands DeepSpeed the `content` of the model's file, which is open already; its tensors are mapped, not read."""
+    """Gives DeepSpeed the `content` of the model's file, which is already open; its tensors are mapped, not read."""
 
     def __init__(self, config_params: Any, content: Mapping[str, Any]) -> None:
         super().__init__(config_params)
@@ -58,7 +59,7 @@ class Resharding:
     Attributes:
         saved, target: the arguments.
         whole_weights: whether the checkpoint and this rank both have all weights, which DeepSpeed can then load.
-        model_path, files: the model's file, and what loads it.
+        model_path, files: the model's file, and the checkpoint engine that reads it.
     """
 
     def __init__(self, saved: SavedCheckpoint, target: Target, partitions_weights: bool, config_params: Any) -> None:
@@ -71,7 +72,7 @@ class Resharding:
 
 @dataclass(frozen=True)
 class LoadingRun:
-    """What loading has to know of the engine.
+    """What loading needs to know about the engine.
 
     Attributes:
         optimizer: DeepSpeed's ZeRO optimizer.
@@ -79,12 +80,12 @@ class LoadingRun:
         config: DeepSpeed's parsed config.
         ranks: the ranks that load together.
         stage: the ZeRO stage.
-        shapes: returns the shape of each parameter by name, in order, of each flat tensor.
+        shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
         can_reshard: whether another layout can be loaded; equal on all ranks.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
         bf16: whether the run trains in bf16.
-        reads_section: whether the run continues from the ZenFlow section of a checkpoint. If not, its gradients are
-            applied to p, m, v, and the weights are p and not predictions, also where the layout stays.
+        reads_section: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are applied
+            to p, m, v, and the weights are p and not predictions, even if the layout is the run's.
         open_masters: called before p and the optimizer's state are written from outside.
         leads: whether this rank logs.
     """
@@ -104,13 +105,14 @@ class LoadingRun:
 
 
 class Resharder:
-    """One engine's loading. Its methods belong between the ones of DeepSpeed that the engine overrides, in their order:
-    `loading` around all, `plan`, `all_names`, `load_model`, `optimizer_states`, `loading_optimizer`, `finish`."""
+    """Loads checkpoints for one engine. The engine's overrides of DeepSpeed's methods call its methods in this order:
+    `loading` around all, `plan`, `with_optimizer`, `model_names`, `load_model`, `load_partitions` around
+    `optimizer_states` and `loads_fp32`, `finish`."""
 
     def __init__(self) -> None:
         self._run: LoadingRun | None = None
         self._resharding: Resharding | None = None
-        self._loads_state = False  # that of ZenFlow, in the layout of this run
+        self._loads_state = False  # ZenFlow's state, in the layout of this run
 
     @contextmanager
     def loading(self, run: LoadingRun) -> Iterator[None]:
@@ -136,7 +138,8 @@ class Resharder:
             how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
 
         Returns:
-            What reads the model's file in place of DeepSpeed's checkpoint engine; None: DeepSpeed can load it all.
+            The checkpoint engine that reads the model's file in place of DeepSpeed's; None: DeepSpeed can load
+            everything.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be read.
@@ -173,7 +176,7 @@ class Resharder:
         return found
 
     def _differing(self, folder: str, only_weights: bool) -> Resharding | None:
-        """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or can say why not."""
+        """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports better why it cannot."""
         if not holds_partitions(folder):
             return None
         run = self._loading
@@ -187,13 +190,14 @@ class Resharder:
             fits = same_kind and target.layout.fits(saved.layout)
             is_same = fits and (run.reads_section or not saved.has_section)
         except Exception:
-            if same_kind:  # DeepSpeed loads it, and says what is damaged
+            if same_kind:  # DeepSpeed loads it, and reports damage
                 return None
             raise
         return None if is_same else Resharding(saved, target, run.partitions_weights, run.config)
 
     def _require_newer(self, saved: SavedCheckpoint) -> None:
-        """Refuse an optimizer's files that may be older than the model's file; DeepSpeed takes those of its dtype."""
+        """Refuse optimizer files that may be older than the model's file; DeepSpeed prefers the files of its own
+        dtype."""
         saved.require_newer(self._loading.bf16)
         if self._loading.leads:
             logger.warning(
@@ -204,17 +208,17 @@ class Resharder:
     # -- while DeepSpeed reads ----------------------------------------------------------------------------------------
 
     def with_optimizer(self, how: Mapping[str, Any]) -> dict[str, Any]:
-        """`how` DeepSpeed is to load: asked to leave the optimizer's state out, it would gather a whole fp32 model for
-        stage 3."""
+        """Return `how`, changed so that DeepSpeed loads the optimizer's state; without it, stage 3 would gather a whole
+        fp32 model."""
         return {**how, "load_optimizer_states": True}
 
     def loads_fp32(self, wanted: bool) -> bool:
-        """Whether p is loaded: if `wanted`, or if the weights cannot give p. While resharding they may not be loaded
-        yet, and those that ZenFlow saved are predictions."""
+        """Whether p is loaded: if `wanted`, or if p cannot be taken from the weights. While resharding these may not be
+        loaded yet, and those that ZenFlow saved are predictions."""
         if wanted or (self._resharding is None and not self._loads_state):
             return wanted
         run = self._loading
-        if run.leads and not run.partitions_weights:  # stage 3 has no use for the field
+        if run.leads and not run.partitions_weights:  # stage 3 ignores the field
             why = "ZenFlow's weights are predictions" if self._resharding is None else "the layout has changed"
             log_once(
                 logging.INFO,
@@ -228,7 +232,7 @@ class Resharder:
         return theirs() if self._resharding is None else [self._resharding.model_path]
 
     def load_model(self, theirs: Callable[[], None], checkpoint: Any, strict: bool) -> None:
-        """Load the weights: all, or those that the optimizer does not have. A collective."""
+        """Load the weights: all of them, or those that the optimizer does not have. A collective."""
         if self._resharding is None or self._resharding.whole_weights:
             theirs()
             return
@@ -253,7 +257,7 @@ class Resharder:
             )
 
     def optimizer_states(self, theirs: Callable[[], Any]) -> Any:
-        """The optimizer's states of all ranks, in order; while resharding only this rank's. A collective."""
+        """The optimizer's states of all ranks, in order; while resharding, only this rank's. A collective."""
         if self._resharding is None:
             states = theirs()
             self._loads_state = any(isinstance(state, Mapping) and STATE_KEY in state for state in states or ())
@@ -294,7 +298,7 @@ class Resharder:
     # -- after DeepSpeed has read -------------------------------------------------------------------------------------
 
     def finish(self, result: tuple[Any, Any], how: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Load p if DeepSpeed has left it out; returns DeepSpeed's `result`. A collective."""
+        """Load p if DeepSpeed did not; return DeepSpeed's `result`. A collective."""
         resharding = self._resharding
         assert resharding is not None
         if _only_weights(how):

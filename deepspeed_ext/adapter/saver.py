@@ -1,4 +1,4 @@
-"""Saves and loads an engine's checkpoints on all ranks together, if the optimizer runs in a process of its own."""
+"""Saves and loads an engine's checkpoints on all ranks together, if the optimizer runs in a separate process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """Stands before the checkpoint engine that DeepSpeed calls.
+    """Wraps what DeepSpeed's engine does while it saves and loads.
 
     Attributes:
-        files: our checkpoint engine; None: DeepSpeed's own writes and reads the files.
+        files: our checkpoint engine; None: DeepSpeed's own checkpoint engine is used.
     """
 
     def __init__(self, files: JointCheckpointEngine | None = None) -> None:
@@ -41,7 +41,8 @@ class Saver:
 
     @contextmanager
     def saving(self, names_latest: bool) -> Iterator[bool]:
-        """Wrap a save; its beginning is a collective while another one goes on. What an exception breaks off is undone.
+        """Wrap a save; it begins with a collective if another save is in progress. If an exception interrupts the save,
+        it is undone.
 
         Args:
             names_latest: whether the save updates ``latest``.
@@ -64,7 +65,7 @@ class Saver:
         return nullcontext() if self.files is None else self.files.kept.keeping()
 
     def copied_without(self, error: OSError, save_path: str) -> None:
-        """Go on without DeepSpeed's recovery script; its own checkpoint engine lets the save fail.
+        """Continue without DeepSpeed's recovery script, which could not be copied.
 
         Raises:
             OSError: `error`, with DeepSpeed's own checkpoint engine.
@@ -80,7 +81,7 @@ class Saver:
         return tag if self.files is None else self.files.begin_load(load_dir, tag)
 
     def after_step(self) -> None:
-        """Complete a save that goes on, if all ranks have written everything. A collective while one goes on.
+        """Complete a save in progress, if all ranks have written everything. A collective if one is in progress.
 
         Raises:
             CheckpointError: on every rank, if the save failed.
@@ -89,7 +90,7 @@ class Saver:
             self.files.finish_if_written()
 
     def finish_alone(self) -> None:
-        """Complete a save that goes on, without the other ranks.
+        """Complete a save in progress, without the other ranks.
 
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
@@ -98,7 +99,7 @@ class Saver:
             self.files.finish_alone()
 
     def finished_alone(self, adam: OffloadedAdam | None) -> KeptError:
-        """`finish_alone`; keeps its error, unless a step has told the user about its cause."""
+        """Call `finish_alone`; keep its error, unless a step has already reported its cause."""
         kept = KeptError()
         with kept.keeping():
             self.finish_alone()

@@ -1,4 +1,4 @@
-"""Avoids and finds DeepSpeed's buffers in /dev/shm: 69 MB per rank without an accelerator, which are never removed.
+"""Avoids and finds the buffers that DeepSpeed leaves in /dev/shm: 69 MB per rank, on hosts without an accelerator.
 
 DeepSpeed's communication compiles an operator when it starts. If ``LOCAL_SIZE`` says that all ranks are on this host,
 the operator makes ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>``. Only all-reduce for
@@ -22,7 +22,8 @@ def not_made() -> Iterator[None]:
     """Start DeepSpeed's communication without these buffers and without their operator, which takes most of a minute to
     compile: call ``init_distributed`` inside the block.
 
-    Use it for training without tensor parallelism. DeepSpeed's all-reduce for inference on CPUs is torch's afterwards.
+    Use it for training without tensor parallelism. Afterwards DeepSpeed's all-reduce for inference on CPUs uses
+    torch's.
     """
     from deepspeed_ext.adapter.upstream import no_shared_buffers, swapped  # `doctor` calls left_over without DeepSpeed
 

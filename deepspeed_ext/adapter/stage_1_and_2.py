@@ -74,8 +74,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         use_cpu_data: bool = False,
         param_padding: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """During construction, build the next group's flat buffer with the tier that fits; afterwards behave as
-        upstream."""
+        """During construction, build the next group's flat buffer with the tier that fits; afterwards do as DeepSpeed
+        does."""
         if self._flattener is None or param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, param_padding)
         with self._direct_buffers.resting():
@@ -86,10 +86,10 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     ) -> torch.Tensor:
         assert self._flattener is not None
         group_index = len(self.bit16_groups_flat)
-        if not self._flatten_ranks:  # these allocate a little memory: create them before the first flat buffer takes it
+        if not self._flatten_ranks:  # they allocate a little memory: create them before the first flat buffer takes it
             self._flatten_ranks = [RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group]
         ranks, layout = self._flatten_ranks[group_index], GroupLayout.of(tensor_list, param_padding, alignment)
-        # Groups of experts have other ranks than the rest.
+        # Parameter groups of experts belong to other ranks than the rest.
         with self.startup.phase("flatten", layout.nbytes), within(self._construction_ranks, ranks):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)
         self.flatten_plans.append(plan)
@@ -119,8 +119,9 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             super().create_gradient_handling_hooks()
 
     def _link_all_hp_params(self) -> None:
-        """Link in the order of the partitions. DeepSpeed takes that of the groups: with ``round_robin_gradients``, the
-        ``safe_get_*`` functions and universal checkpoints have another parameter's state."""
+        """Link in the order of the partitions. DeepSpeed links in the order of the groups, so with
+        ``round_robin_gradients`` the ``safe_get_*`` functions and universal checkpoints would return another
+        parameter's state."""
         in_order, self.bit16_groups = self.bit16_groups, self.round_robin_bit16_groups
         try:
             with self.startup.phase("link masters to parameters"):
@@ -132,6 +133,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         """Metrics for a training log, by name; units are in the names."""
         flatten = sum(phase.seconds for phase in self.startup.phases if phase.name == "flatten")
         times = {"startup_seconds": self.startup.seconds, "flatten_seconds": flatten}
-        if get_accelerator().device_name() == "cpu":  # there it would be this process's whole memory
+        if get_accelerator().device_name() == "cpu":  # on the CPU it would be this process's whole memory
             return times
         return times | {"startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30}

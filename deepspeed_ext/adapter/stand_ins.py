@@ -1,4 +1,4 @@
-"""Lists what DeepSpeed uses of the objects that we put in the place of its own.
+"""Lists what DeepSpeed uses of the objects that we put in place of its own.
 
 The other side of `contract`. A test compares the list with DeepSpeed's source.
 """
@@ -12,11 +12,12 @@ __all__ = ["STAND_INS", "StandIn"]
 
 @dataclass(frozen=True)
 class StandIn:
-    """An object of ours that DeepSpeed finds in the place of one of its own. A test compares `uses` with its source.
+    """An object of ours that DeepSpeed finds in place of one of its own. A test compares `uses` with DeepSpeed's
+    source.
 
     Attributes:
         ours: our class, as ``module:Class`` inside `deepspeed_ext.adapter` or with its full name.
-        where: the functions of DeepSpeed that have it, as ``module:Class.function``.
+        where: the functions of DeepSpeed that use it, as ``module:Class.function``.
         known_as: the expressions by which they reach it; ``*`` stands for anything.
         uses: the attributes of it that they use; ``()``: they call it.
     """

@@ -21,7 +21,7 @@ from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 __all__ = ["log_start"]
 
 MOST_RANKS = 8
-"""Ranks of this host whose cores are listed; `deepspeed-ext plan` lists all."""
+"""The cores of at most this many ranks of this host are listed; `deepspeed-ext plan` lists all."""
 
 
 def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None) -> None:
@@ -29,8 +29,8 @@ def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | Non
 
     Args:
         settings: the engine's ``zero_optimization``.
-        optimizer: the engine's, of any class.
-        gather: the gather of single parameters; None: upstream's.
+        optimizer: the engine's optimizer, of any class.
+        gather: the gather of single parameters; None: DeepSpeed's.
         binding: this rank's core binding; None: unbound.
     """
     if dist.get_rank() != 0 or not isinstance(settings, ZeroConfig):

@@ -23,9 +23,9 @@ scheduler, ``zero_grad``, counters      the same
 ``engine.step`` returns                 the same                             STEPPING -> BETWEEN
 ======================================= ==================================== ==========================================
 
-A test records the calls of real steps and compares them with `CALLS`. If an exception leaves a step anywhere, even
-between its parts, weights, optimizer, gradients, scheduler, loss scale and counters may have had a part of it. The
-phase is then BROKEN_OFF, and the engine refuses to go on.
+A test records the calls of real steps and compares them with `CALLS`. If an exception interrupts a step at any
+point, even between two calls, weights, optimizer, gradients, scheduler, loss scale and counters may be updated in part.
+The phase is then BROKEN_OFF, and the engine refuses to continue.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ CALLS = {
     },
 }
 """The methods of the optimizer that DeepSpeed calls, by part of the step: before the factor is known; on an overflow,
-instead of what follows; for each partition; afterwards. ``get_grad_norm_direct`` is called for each parameter group or
+in place of what follows; for each partition; afterwards. ``get_grad_norm_direct`` is called for each parameter group or
 sub-group, and stage 3 with fp16 calls ``check_overflow`` first."""
 
 
 class StepPhase(enum.Enum):
-    """What of a step has happened."""
+    """How far a step has got."""
 
     BETWEEN = "no step goes on"
     AWAY = "no step goes on, and states are on the host"
@@ -73,7 +73,7 @@ class StepPhase(enum.Enum):
 
 
 class GradientReceiver:
-    """Stands in for a master while DeepSpeed steps, and receives the gradient that DeepSpeed would give to it.
+    """Stands in for a master while DeepSpeed steps, and receives the gradient that DeepSpeed would give the master.
 
     Attributes:
         data: the partition of the weights, 1-D [n], in the model's dtype.
@@ -91,16 +91,16 @@ class GradientReceiver:
         return self.data.numel()
 
     def release(self) -> None:
-        """Refer to no weights and no gradient any more."""
+        """Drop the references to weights and gradient."""
         self.data = torch.empty(0, dtype=self.data.dtype, device="cpu")
         self.grad = None
 
 
 class Step:
-    """The state of the step that goes on, or of the one that comes next.
+    """The state of the current step or, between steps, of the next one.
 
     Attributes:
-        phase: what of it has happened.
+        phase: how far it has got.
         receivers: one for each partition, in order.
     """
 
@@ -114,7 +114,7 @@ class Step:
 
     @contextmanager
     def of_engine(self) -> Iterator[None]:
-        """Wrap DeepSpeed's engine while it steps. A part of it that also is called alone may be wrapped once more."""
+        """Wrap DeepSpeed's engine while it steps. May be nested, for a part of the step that is also called alone."""
         if self.phase is not StepPhase.BETWEEN:
             yield
             return
@@ -129,7 +129,7 @@ class Step:
 
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
-        """Wrap DeepSpeed's optimizer while it steps; also without an engine's step around it."""
+        """Wrap DeepSpeed's optimizer while it steps, inside an engine's step or without one."""
         with self.of_engine():
             self.phase = StepPhase.CHECKING
             try:
@@ -141,7 +141,7 @@ class Step:
             self.phase = StepPhase.STEPPING
 
     def begin(self) -> bool:
-        """Whether the caller is the first of the step that must begin: the gradients are about to be taken."""
+        """Begin to take gradients; return whether this is the first such call in the step."""
         if self.phase is not StepPhase.CHECKING:
             return False
         self.phase = StepPhase.TAKING
@@ -150,7 +150,7 @@ class Step:
     # -- the factor ---------------------------------------------------------------------------------------------------
 
     def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
-        """Find the factor of the step's gradients, by letting DeepSpeed unscale and clip a tensor that holds 1. Later
+        """Find the factor of the step's gradients by letting DeepSpeed unscale and clip a tensor that holds 1. Later
         calls in the same step do nothing.
 
         Args:
@@ -163,7 +163,7 @@ class Step:
 
     @property
     def factor(self) -> float:
-        """What the step's gradients are multiplied with, after it was found."""
+        """The multiplier of the step's gradients; call `find_factor` first."""
         assert self._factor is not None, "DeepSpeed stepped without unscaling"
         return self._factor
 
@@ -175,15 +175,15 @@ class Step:
         return self.phase in (StepPhase.CHECKING, StepPhase.TAKING)
 
     def states_back(self) -> None:
-        """They are back."""
+        """Note that the offloaded states are on the accelerator again."""
         if self.phase is StepPhase.AWAY:
             self.phase = StepPhase.BETWEEN
 
     def require_whole(self) -> None:
-        """Refuse to go on after a step that was broken off.
+        """Refuse to continue after an interrupted step.
 
         Raises:
-            StateError: the last step was.
+            StateError: the last step was interrupted.
         """
         # STEPPING or later: an exception came before `of_engine` could note it, or this is called inside a step.
         if self.phase not in (StepPhase.BETWEEN, StepPhase.AWAY):

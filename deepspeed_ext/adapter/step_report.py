@@ -15,7 +15,7 @@ def report_step(figures: Mapping[str, float], monitor: Any, samples: int, *, log
 
     Args:
         figures: values by name; units are in the names.
-        monitor: DeepSpeed's, with TensorBoard, CSV files and others as the user has set.
+        monitor: DeepSpeed's monitor: TensorBoard, CSV files and others, as configured.
         samples: samples trained on so far.
         logs: whether to write them to the log as well.
     """

@@ -13,10 +13,10 @@ __all__ = ["StreamThroughputTimer"]
 class StreamThroughputTimer(ThroughputTimer):
     """DeepSpeed's timer, which waits for the current stream in every step instead of the whole device.
 
-    The device also runs the copies of `hidden_transfers`: waiting for them would expose what they hide.
+    The device also runs copies beside the step (`transfers.beside_step`); waiting for them would undo the overlap.
 
     Args:
-        config: ``timers.throughput``; with ``synchronized``, it waits.
+        config: ``timers.throughput``; the timer waits if ``synchronized`` is set.
         args, kwargs: as for DeepSpeed's timer.
     """
 

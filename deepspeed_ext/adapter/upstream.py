@@ -1,7 +1,7 @@
 """The only module that imports private parts of DeepSpeed.
 
-It has the supported versions, the classes that we subclass and the names that we replace. `_contract` lists the members
-of these classes that we rely on; `check` compares the list with the installed DeepSpeed.
+It holds the supported versions, the classes that we subclass and the names that we replace. `contract` lists the
+members of these classes that we rely on; `check` compares the list with the installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def entry_swaps(
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
     """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines
-    and the class of its config's ZeRO section, for an operator that training does not need, and for the way in which it
-    compiles operators."""
+    and the class of its config's ZeRO section, for an operator that training does not need, and for how it compiles
+    operators."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -191,8 +191,8 @@ def no_shared_buffers() -> Swap:
 
 def announced_builds() -> Swap:
     """Return a swap for the method by which DeepSpeed compiles an operator or loads what is compiled already: the first
-    rank of this host logs what is compiled and how long that takes, in place of what torch prints on every rank. The
-    error of a failed build has the compiler's output."""
+    rank of this host logs what is compiled and how long that takes, in place of what torch prints on every rank. If a
+    build fails, the error contains the compiler's output."""
     jit_load = OpBuilder.jit_load
 
     @functools.wraps(jit_load)
@@ -210,7 +210,7 @@ def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
 
 def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
     """Wrap the start of DeepSpeed's communication, which compiles an operator on machines without an accelerator.
-    Only its all-reduce for inference uses it, and without it takes torch's."""
+    Only the all-reduce for inference uses that operator; without it, it falls back to torch's."""
 
     @functools.wraps(build_shm_op)
     def build_if_possible() -> Any:
@@ -266,7 +266,7 @@ def pipeline_topology(model: Any) -> Any:
 
 
 class _RoomyAccelerator:
-    """The accelerator, but it always reports room for another flat buffer."""
+    """The accelerator, except that it always reports enough free memory for another flat buffer."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -278,7 +278,7 @@ class _RoomyAccelerator:
         return sys.maxsize
 
     def pin_memory(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._accelerator.is_pinned(tensor):  # upstream would copy it again
+        if self._accelerator.is_pinned(tensor):  # DeepSpeed would copy it again
             return tensor
         return self._accelerator.pin_memory(tensor, *args, **kwargs)
 
@@ -287,8 +287,8 @@ def accelerator_branch_only() -> Swap:
     """Return a swap that keeps the stage 1/2 constructor from moving parameters through pageable host memory.
 
     In a loop, that constructor asks the accelerator (on NVIDIA: NVML) for free memory and decides whether a group fits.
-    If there seems to be room, it always calls ``flatten_dense_tensors_aligned``. Our subclass overrides this method and
-    makes the decision there.
+    If memory seems to suffice, it always calls ``flatten_dense_tensors_aligned``, which our subclass overrides and
+    where it makes the decision.
     """
     return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
 
@@ -303,11 +303,11 @@ def all_gather_of_partitions() -> Callable[..., None]:
 
 
 def exchange_instead(optimizer: Any) -> None:
-    """Let ``optimizer.exchange_partitions`` take the place of `all_gather_of_partitions` for this optimizer.
+    """Call ``optimizer.exchange_partitions`` in place of `all_gather_of_partitions` for this optimizer.
 
-    DeepSpeed calls that function by a name of its module, with the optimizer's own list of flat buffers. So one
-    function takes its place for good, once any optimizer needs this, and finds the optimizer by that list. Nothing is
-    replaced while a step runs, in whatever thread.
+    DeepSpeed looks that function up in its module and passes the optimizer's own list of flat buffers. So once any
+    optimizer needs this, one function replaces it permanently and finds the optimizer by that list. Nothing is replaced
+    while a step runs, in any thread.
     """
     _exchanging.add(optimizer)
     stage_1_and_2_module.all_gather_dp_groups = _gather_or_exchange
@@ -319,7 +319,7 @@ def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:
-    """Return the stream on which stage 3 gathers parameters. DeepSpeed lets it wait for no other."""
+    """Return the stream on which stage 3 gathers parameters. DeepSpeed makes it wait for no other stream."""
     return optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
 
 
@@ -334,7 +334,7 @@ def is_on_nvme(param: PartitionedParameter) -> bool:
 
 
 def is_zero_optimizer(optimizer: Any) -> bool:
-    """Whether `optimizer` is DeepSpeed's of ZeRO stage 1, 2 or 3, or a subclass."""
+    """Whether `optimizer` is DeepSpeed's optimizer of ZeRO stage 1, 2 or 3, or of a subclass."""
     return isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizerStage3)
 
 
@@ -372,7 +372,7 @@ def loss_scaler(dtype: torch.dtype, fp16: Mapping[str, Any]) -> Any:
 
 
 def fp16_on_any_cpu() -> None:
-    """Let DeepSpeed train in fp16 on a CPU whose library has no fast fp16: torch can, slowly."""
+    """Let DeepSpeed train in fp16 on CPUs without fast fp16; torch supports it, slowly."""
 
     class PatientCpu(CPU_Accelerator):
         def is_fp16_supported(self) -> bool:

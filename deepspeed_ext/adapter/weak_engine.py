@@ -9,8 +9,8 @@ __all__ = ["WeakEngine"]
 
 
 class WeakEngine:
-    """What hooks on the module and on gradients, which only `destroy` removes, call in place of the engine. After the
-    engine is gone, they do nothing."""
+    """Called in place of the engine by hooks on the module and on gradients, which only `destroy` removes. Once the
+    engine is gone, calls do nothing."""
 
     def __init__(self, engine: Any) -> None:
         self.module = engine.module

@@ -33,7 +33,7 @@ class MasterFragment(TensorFragment):
     """This rank's part of a parameter's p, m and v, as used by DeepSpeed's ``safe_get_*`` and ``safe_set_*``.
 
     Attributes:
-        expose: called before any of it is read or written. It returns False if the worker has failed: the state then
+        expose: called before the state is read or written. It returns False if the worker has failed: the state then
             reads as NaN on all ranks, and the next step raises the error on every rank.
     """
 
@@ -48,15 +48,15 @@ class MasterFragment(TensorFragment):
 class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     """DeepSpeed's stage 1/2 optimizer on top of `OffloadedAdam`.
 
-    It is constructed as if with CPU offload, which puts the masters on the host. It steps as if without, which keeps
-    the gradient partition on the accelerator until the weights are computed.
+    It is constructed as if CPU offload were on, so that the masters are on the host. It steps as if it were off, so
+    that the gradient partition stays on the accelerator until the weights are computed.
 
     Args:
         args, kwargs, settings, check_replicas: as for `ZeroOptimizer`.
         start: see `ZenFlowStart`.
 
     Attributes:
-        hot_exchange: under the selective rule, how the ranks exchange weights at the end of a step; else None.
+        hot_exchange: exchanges weights at the end of a step under the selective rule; otherwise None.
     """
 
     single_partition_of_fp32_groups: list[Any]
@@ -75,8 +75,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:
-        """Start the worker, instead of allocating host gradients and moments. From here on DeepSpeed treats nothing
-        as offloaded."""
+        """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
+        offloaded."""
         with self.startup.phase("optimizer process"), self._direct_buffers.resting():
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
         if self._start.run.config.rule == "selective":
@@ -112,19 +112,19 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def exchange_partitions(self, *args: Any, **kwargs: Any) -> None:
-        """Called in place of DeepSpeed's all-gather of weights, under the selective rule; only a step changes less than
-        all of them."""
+        """Called in place of DeepSpeed's all-gather of weights, under the selective rule. Inside a step only changed
+        blocks may need exchanging; outside, all weights do."""
         exchange = self.hot_exchange if self._step.takes_gradients else None
         (exchange or all_gather_of_partitions())(*args, **kwargs)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and counts as an
-        overflow too. With model parallelism a rank's norm may leave out some of its gradients, so the check runs."""
+        """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and then counts as an
+        overflow, too. With model parallelism a rank's norm may omit some of its gradients, so the check runs."""
         if self.mpu is not None:
             super().check_overflow(partition_gradients)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
-        """The flat gradient, if DeepSpeed need not build one: its own, or one laid out in the ring slot.
+        """The flat gradient, if DeepSpeed need not build one: DeepSpeed's own, or one laid out in the ring slot.
 
         DeepSpeed asks for it once it knows that the step will be applied. The slot is free once the step has begun.
         """
@@ -154,7 +154,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         try:
             super().offload_states(*args, **kwargs)
-        except Exception:  # half of them may have moved: reloading puts these back if DeepSpeed takes all for offloaded
+        except Exception:  # some may have moved: marked as offloaded, reloading moves them back
             self.offloaded_states |= {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
             raise
 

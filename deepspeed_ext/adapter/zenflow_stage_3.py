@@ -26,10 +26,10 @@ from deepspeed_ext.runtime.ranks import RankGroup, together
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
 _WEIGHTS = "weights"
-"""Key in the ZenFlow section of the partitions of the weights, which stage 3 saves nowhere else."""
+"""Key in ZenFlow's state for the partitions of the weights, which stage 3 saves nowhere else."""
 
 _PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
-"""DeepSpeed's copies in page-locked memory: once made, it reloads from them, also what was offloaded without them."""
+"""DeepSpeed's page-locked copies. Once they exist, it reloads from them even what was offloaded without them."""
 
 
 class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
@@ -52,8 +52,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_optimizer_states(self) -> None:
-        """Start the worker, instead of allocating host gradients and moments. From here on DeepSpeed treats nothing
-        as offloaded."""
+        """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
+        offloaded."""
         with together(RankGroup.of(self.dp_process_group), otherwise=None):
             self._start_instead()
 
@@ -101,8 +101,9 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, also the reduced ones. DeepSpeed keeps these, and applies that of a parameter which the
-        coming step does not use again. The engine calls this after every step; a step calls it before it takes them."""
+        """Zero the gradients, including the reduced ones. DeepSpeed keeps these, and would apply them again to
+        parameters that the next step does not use. The engine calls this after every step; a step calls it before it
+        takes the gradients."""
         super().zero_grad(set_to_none)
         if not self._step.takes_gradients:
             self.grad_partitions_flat_buffer.zero_()
@@ -113,7 +114,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self._order_gathers()
 
     def _order_gathers(self) -> None:
-        """Let the coming all-gathers, which run on a stream of their own, wait for the weights written so far."""
+        """Make the next all-gathers, which run on their own stream, wait for the weights written so far."""
         if (stream := gather_stream(self)) is not None:
             stream.wait_stream(get_accelerator().current_stream())
 
@@ -136,8 +137,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Offload, with the trained parameters as DeepSpeed's: it lays its buffer of trained weights over all
-        parameters of the module in their order, which would give frozen ones the weights of others."""
+        """Offload, and let DeepSpeed see only trained parameters: it maps its buffer of trained weights to all
+        parameters of the module in order, which would give frozen ones the weights of others."""
         self.empty_partition_cache()  # first, so that after an error all ranks gather the same again
         if not pin_memory:
             for name in _PAGE_LOCKED:

@@ -1,7 +1,7 @@
-"""What both ZenFlow optimizers have in common: DeepSpeed steps, `OffloadedAdam` computes.
+"""Holds what both ZenFlow optimizers share: DeepSpeed steps, `OffloadedAdam` computes.
 
-DeepSpeed's `step` runs unchanged, with receivers in the place of the masters (see `step`). No method body of DeepSpeed
-is copied.
+DeepSpeed's `step` runs unchanged, with a `GradientReceiver` in place of each master (see `step`). No method body of
+DeepSpeed is copied.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = ["ZenFlowStart", "ZenFlowStepping"]
 
 @dataclass(frozen=True)
 class ZenFlowStart:
-    """What a ZenFlow optimizer is built with beside DeepSpeed's arguments.
+    """Arguments of a ZenFlow optimizer besides DeepSpeed's.
 
     Attributes:
         run: the ``zenflow`` section of this run.
         builders: the ranks that build the engine together.
         placement: the worker's cores and memory node from the core plan; None: unbound.
-        undo: receives what stops the worker, if the engine's constructor fails later.
+        undo: receives what stops the worker if the engine's constructor fails later.
     """
 
     run: ZenFlowRun
@@ -58,7 +58,7 @@ class ZenFlowStart:
 
 
 class ZenFlowStepping(ZeROOptimizer, ABC):
-    """Behaviour shared by both ZenFlow optimizers; precedes DeepSpeed's optimizer of a stage among the bases.
+    """Behaviour shared by both ZenFlow optimizers; comes before DeepSpeed's optimizer class among the bases.
 
     Attributes:
         zenflow_adam: the optimizer that owns the worker.
@@ -134,7 +134,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             with adam.link.keeping():
                 for index, receiver in enumerate(self._step.receivers):
                     receiver.data = self._weights(index)
-            # even after an error: they take gradients of the device, as masters do not
+            # also after an error: unlike masters, they accept gradients on the device
             self._masters = self._step.receivers
             try:
                 super().step(closure)
@@ -146,7 +146,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
                 self._masters = masters
 
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
-        """As DeepSpeed's, but computed from the gradients' norms, which need no fp64 copy of each gradient."""
+        """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the gradient."""
         if norm_type == 2:
             norms: list[torch.Tensor] | None = None
             with self.zenflow_adam.link.keeping():
@@ -185,10 +185,10 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Offload as DeepSpeed does. Masters and moments are on the host already: ``optim_states`` are the room and
-        what the update rule keeps on the accelerator."""
+        """Offload as DeepSpeed does. Masters and moments are on the host already: ``optim_states`` are the landing
+        buffers and what the update rule keeps on the accelerator."""
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
-        for receiver in self._step.receivers:  # which keep the last step's weights
+        for receiver in self._step.receivers:  # they keep the last step's weights
             receiver.release()
         if OffloadStateTypeEnum.optim_states in wanted:
             self.zenflow_adam.offload()
@@ -202,13 +202,13 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._step.states_back()
 
     def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not broken off.
+        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not interrupted.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or an exception, such as Ctrl-C, has
-                ended a step: weights, optimizer, gradients, scheduler and counters may have had a part of it.
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as Ctrl-C
+                interrupted a step: weights, optimizer, gradients, scheduler and counters may be updated in part.
         """
-        if not self.zenflow_adam.link.failed:  # else all ranks get its error
+        if not self.zenflow_adam.link.failed:  # otherwise all ranks get its error
             self._step.require_whole()
         is_away = self._step.phase is StepPhase.AWAY
         away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if is_away else set())
@@ -221,7 +221,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v in their usual places, plus the ZenFlow section."""
+        """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
         self.zenflow_adam.drain()
         self.zenflow_adam.bind_state()
         return {**super().state_dict(), checkpoint.STATE_KEY: checkpoint.state_of(self.zenflow_adam)}
@@ -264,7 +264,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             self.zenflow_adam.drain()
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
-        """Return this rank's ZenFlow section, checked; None if the checkpoint has none.
+        """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none.
 
         Raises:
             CheckpointError: it does not fit.
@@ -286,7 +286,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     @abstractmethod
     def _refresh_weights(self, saved: SavedState | None) -> None:
-        """Update this rank's weights after masters were loaded: from the section if it has them, otherwise from the
+        """Update this rank's weights after masters were loaded: from the saved state if it has them, otherwise from the
         masters."""
 
     def _exchange_weights(self, saved: SavedState | None) -> None:
@@ -305,7 +305,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
 
 def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
-    """Refuse sections of different runs or steps, with which the ranks would diverge later.
+    """Refuse saved states of different runs or steps, with which the ranks would diverge later.
 
     Raises:
         CheckpointError: on every rank.

@@ -27,7 +27,7 @@ class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
 class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     """DeepSpeed's ``zero_optimization`` section with our fields.
 
-    It only reads. `Engine` refuses combinations that are not supported, so tools can read any config.
+    It does not refuse unsupported combinations, which `Engine` does, so tools can read any config.
 
     Raises:
         ConfigError: one of our fields has an invalid value, a field is unknown to both, or two fields contradict each
@@ -43,7 +43,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             super().__init__(**data)
         except ValidationError as error:
             if message := self._explain(error):
-                raise ConfigError(message) from None  # it says all that pydantic's says
+                raise ConfigError(message) from None  # it contains all of pydantic's message
             raise
         except RecursionError:  # raised by a check of DeepSpeed that prints the value
             raise ConfigError("zero_optimization: a value is nested too deeply for any field: remove it") from None

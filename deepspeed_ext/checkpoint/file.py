@@ -1,4 +1,4 @@
-"""What one file of a checkpoint is: the id of its save, and errors that name the file."""
+"""Holds what all files of a checkpoint share: the id of their save, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAVE_ID = "deepspeed_ext_save_id"
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Say which file it was that the block could not read.
+    """Name the file in any error of the block, which reads it.
 
     Raises:
         CheckpointError: for any error of the block.

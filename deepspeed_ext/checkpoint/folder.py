@@ -1,7 +1,7 @@
-"""Manages the folder of one checkpoint tag so that it always holds one complete save, even after a crash.
+"""Manages the folder of one checkpoint tag. The folder always holds one complete save, even after a crash.
 
-A save writes to a staging folder beside the tag's folder. Once every rank has written its files, two renames put the
-staging folder in the place of the older save. The older save is kept under a third name until every node has done this:
+A save writes to a staging folder beside the tag's folder. Once every rank has written its files, two renames replace
+the older save with the staging folder. The older save is kept under a third name until every node has done this:
 
 ======================= ==================== =============================================
 time of the crash       names on a node      result of `choose_save` and `settle`
@@ -12,16 +12,17 @@ after the renames       tag, replaced        the new save
 nodes differ            any of the above     the save that every node has
 ======================= ==================== =============================================
 
-Two jobs may save into one folder at once, even under one tag: a job was queued again while the old one still runs. So
-the names of staging and replaced folders hold the id of their save, which no other save shares, and only renames move
-a save. If another job has replaced the tag's save meanwhile, `CheckpointFolder.swap` says so instead of replacing it.
+Two jobs may save to one folder at the same time, even under one tag, for instance if a job was queued again while the
+old one still runs. So the names of staging and replaced folders contain the unique id of their save, and saves are
+moved only by renames. If another job has replaced the tag's save meanwhile, `CheckpointFolder.swap` raises an error
+instead of replacing it.
 
-What a save finds beside it may be the rest of a crash, or belong to a save that goes on: of another engine of this
-process, or of another job. It touches only what belongs to a process of this host that has ended, or what nobody has
-written to for an hour. Locks would tell at once, but not on every file system, nor between hosts. Whatever is removed
-first gets a name under which nobody looks for a save.
+Leftovers of this and other tags may come from a crash, or belong to a save in progress: of another engine of this
+process, or of another running job. They are removed if their process on this host has ended, or after an hour without
+writes. Locks would be faster, but do not work on every file system or between hosts. Before a folder is removed, it is
+renamed so that it can no longer be taken for a save.
 
-This module knows neither ranks nor torch.
+This module uses neither ranks nor torch.
 """
 
 from __future__ import annotations
@@ -47,24 +48,25 @@ UNKNOWN = ""
 _MARKER = "deepspeed_ext_save.json"
 _STAGING, _REPLACED, _REMOVING = "saving", "replaced", "removing"
 _BESIDE = re.compile(rf"(?P<tag>.+)\.dsext-(?P<role>{_STAGING}|{_REPLACED}|{_REMOVING})(?:\.(?P<key>\w+))?")
-"""Names beside a tag's folder. Those without a key are of an older version."""
+"""Names beside a tag's folder. Names without a key come from an older version."""
 _KEY_LENGTH = 16
 _STATES = "_states.pt"
 _QUIET_SECONDS = 3600.0
 _in_use: set[str] = set()
-"""Staging folders of saves of this process that go on, however long ago they were written: a later step ends them."""
+"""Staging folders of saves in progress in this process. They are kept however old they are: a later step ends the
+save."""
 
 
 @dataclass(frozen=True)
 class FolderState:
-    """Save ids of what a node has under the names of a tag."""
+    """Save ids of the folders that a node has under a tag's names."""
 
     saved: str | None
     """Under the tag itself; None: nothing there."""
     staged: tuple[str, ...] = ()
-    """Of which every rank of the node has written its files."""
+    """Staging folders to which every rank of the node has written its files."""
     replaced: tuple[str, ...] = ()
-    """Older saves that were in the tag's place."""
+    """Older saves that were under the tag's name."""
 
 
 def choose_save(states: Sequence[FolderState]) -> str | None:
@@ -93,12 +95,12 @@ def choose_save(states: Sequence[FolderState]) -> str | None:
 class CheckpointFolder:
     """The folder of one tag on one node.
 
-    All its paths are absolute, because a save may go on when the script has gone to another folder.
+    All its paths are absolute, because a save may still run when the script has changed the working directory.
 
     Args:
         save_dir: the folder of all tags.
         tag: name of the checkpoint.
-        save_id: id of the save that this object makes, which no other save has; None: it only reads.
+        save_id: unique id of the save that this object makes; None: it only reads.
 
     Attributes:
         save_dir: the argument.
@@ -119,7 +121,7 @@ class CheckpointFolder:
         return f"{self.path}.dsext-{role}{'.' if key else ''}{key}"
 
     def _keys(self, role: str) -> list[str]:
-        """Keys of the folders of a role beside the tag's, in an order that is the same on every node."""
+        """Keys of the folders with a role beside the tag's folder, in the same order on every node."""
         parent, tag = os.path.split(self.path)
         found = map(_BESIDE.fullmatch, os.listdir(parent) if os.path.isdir(parent) else ())
         return sorted(m["key"] or "" for m in found if m is not None and (m["tag"], m["role"]) == (tag, role))
@@ -140,7 +142,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
 
     def require_loadable(self) -> None:
-        """Refuse a tag without a save, such as after a first save that was interrupted.
+        """Refuse a tag without a save, for instance if its first save was interrupted.
 
         Raises:
             CheckpointError: the folder does not exist, or has no model file.
@@ -156,7 +158,7 @@ class CheckpointFolder:
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Create an empty staging folder; remove what interrupted saves have left."""
+        """Create an empty staging folder; remove the leftovers of interrupted saves."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self.finish_swap()
         self._found = _save_id(self.path)
@@ -167,11 +169,11 @@ class CheckpointFolder:
 
     @property
     def is_marked(self) -> bool:
-        """Whether `mark` was called, also if the staging folder is in place already."""
+        """Whether `mark` was called, even if the staging folder is already in place."""
         return self._save_id in (_save_id(self.staging), _save_id(self.path))
 
     def mark(self) -> None:
-        """Say in the staging folder that it is complete, and of which save it is. Idempotent."""
+        """Write a marker to the staging folder that it is complete, with the id of its save. Idempotent."""
         if not self.is_marked:
             self._write_marker(self._save_id)
 
@@ -180,8 +182,8 @@ class CheckpointFolder:
         files.replace_file(os.path.join(self.staging, _MARKER), json.dumps(marker) + "\n")
 
     def swap(self) -> None:
-        """Put the staging folder in place. Call it when every rank of every node has written its files. Idempotent, and
-        it completes a call that an exception has broken off.
+        """Put the staging folder in place. Call it when every rank of every node has written its files. Idempotent;
+        completes an earlier call that an exception interrupted.
 
         Raises:
             CheckpointError: another job has saved under the tag since `begin`, or has removed the staging folder.
@@ -226,7 +228,7 @@ class CheckpointFolder:
         self._drop_replaced(self._replaced)
 
     def give_up(self) -> None:
-        """Undo the save as far as possible; the next save or load does the rest.
+        """Undo the save as far as possible; the next save or load completes this.
 
         If there was an older save and it is gone, the new one is the only copy and stays.
         """
@@ -235,7 +237,7 @@ class CheckpointFolder:
             has_older = os.path.lexists(self._replaced)
             if _save_id(self.path) == self._save_id and (has_older or self._found is None):
                 os.rename(self.path, self.staging)
-                if _save_id(self.staging) != self._save_id:  # another job has been faster
+                if _save_id(self.staging) != self._save_id:  # another job was faster
                     os.rename(self.staging, self.path)
             if has_older and not os.path.lexists(self.path):
                 files.rename(self._replaced, self.path)
@@ -245,7 +247,7 @@ class CheckpointFolder:
                 self._drop_replaced(self._replaced)
 
     def _drop_replaced(self, replaced: str) -> None:
-        """Remove an older save; files that others have added to it move to the newer one."""
+        """Remove an older save; move files that others have added to it to the newer one."""
         if not os.path.lexists(replaced):
             return
         for name in os.listdir(replaced) if not os.path.islink(replaced) else ():
@@ -262,7 +264,7 @@ class CheckpointFolder:
         self._discard(replaced)
 
     def _discard(self, folder: str) -> None:
-        """Remove a folder. Its parts are never under a name of a save, and no save can still be made of it."""
+        """Remove a folder. It is renamed first, so that a partly removed folder is never taken for a save."""
         doomed = self._beside(_REMOVING, uuid.uuid4().hex)
         with contextlib.suppress(FileNotFoundError):
             os.rename(folder, doomed)
@@ -271,7 +273,7 @@ class CheckpointFolder:
     # -- after a crash --------------------------------------------------------------------------------------------
 
     def finish_swap(self) -> None:
-        """Complete a swap that was interrupted between its two renames, or that another job does now."""
+        """Complete a swap that was interrupted between its two renames, or that another job is making now."""
         replaced = [] if os.path.lexists(self.path) else self._keys(_REPLACED)
         staged = [key for key in replaced if os.path.lexists(self._beside(_STAGING, key))]
         sources = [self._beside(_STAGING, key) for key in staged] or [self._beside(_REPLACED, key) for key in replaced]
@@ -279,7 +281,7 @@ class CheckpointFolder:
             try:
                 files.rename(source, self.path)
             except OSError:
-                if not os.path.lexists(self.path):  # else that job has completed it
+                if not os.path.lexists(self.path):  # otherwise that job has completed it
                     raise
 
     def state(self) -> FolderState:
@@ -292,9 +294,9 @@ class CheckpointFolder:
         )
 
     def settle(self, state: FolderState, save_id: str | None) -> None:
-        """Put the save `save_id` under the tag's name, which `choose_save` has chosen by this node's `state` and
-        others."""
-        if state.saved == save_id:  # whatever another job has put there since
+        """Put the save `save_id` under the tag's name; `choose_save` has chosen it from the states of all nodes, of
+        which `state` is this node's."""
+        if state.saved == save_id:  # even if another job has replaced it since
             return
         assert save_id is not None, "choose_save chooses a save that every node has"
         if save_id in state.staged:
@@ -307,9 +309,9 @@ class CheckpointFolder:
             files.rename(self._beside(_REPLACED, keys[0]), self.path)
 
     def _clear_remains(self) -> None:
-        """Remove what is left of interrupted saves under any tag, as far as possible."""
+        """Remove leftovers of interrupted saves under any tag, as far as possible."""
         parent = os.path.dirname(self.path)
-        now = os.stat(self.staging).st_mtime  # by the clock of the file system, which may be that of another host
+        now = os.stat(self.staging).st_mtime  # by the file system's clock, which may be another host's
         names = os.listdir(parent)
         for name in filter(files.is_temporary, names):
             with contextlib.suppress(OSError):
@@ -317,14 +319,15 @@ class CheckpointFolder:
                     os.unlink(path)
         for found in filter(None, map(_BESIDE.fullmatch, names)):
             other = CheckpointFolder(parent, found["tag"])
-            with contextlib.suppress(OSError, CheckpointError):  # its job has changed it now, or it is another user's
+            with contextlib.suppress(OSError, CheckpointError):  # its job has just changed it, or it is another user's
                 if found["role"] == _REMOVING:
                     files.remove_tree(os.path.join(parent, found.string))
                 elif other._is_rest(found["key"] or "", now, is_own=other.path == self.path):
                     other._clear(found["key"] or "")
 
     def _is_rest(self, key: str, now: float, is_own: bool) -> bool:
-        """Whether no job goes on with the save of this key; `is_own`: of the tag under which this job saves."""
+        """Whether no job still works on the save with this key; `is_own`: its tag is the one under which this job
+        saves."""
         staging, replaced = self._beside(_STAGING, key), self._beside(_REPLACED, key)
         if staging in _in_use:
             return False
@@ -337,7 +340,7 @@ class CheckpointFolder:
         return _last_written((staging, self.path, replaced)) < now - _QUIET_SECONDS
 
     def _clear(self, key: str) -> None:
-        """Remove what is left of an interrupted save; complete it if it is whole and the only one."""
+        """Remove the leftovers of an interrupted save; if it is complete and the only one, finish it instead."""
         self.finish_swap()
         self._discard(self._beside(_STAGING, key))
         if _holds_save(self.path):
@@ -345,7 +348,8 @@ class CheckpointFolder:
 
 
 def _last_written(folders: Sequence[str]) -> float:
-    """When anything in these folders was written; a swap that happens now is seen under one of its names."""
+    """The time of the last write in these folders. A folder that is being swapped is found under one of its two
+    names."""
     times = [0.0]
     for folder in folders:
         if os.path.isdir(folder):
@@ -363,7 +367,7 @@ def _is_of_model(name: str) -> bool:
 
 
 def _marker(folder: str) -> dict[str, Any]:
-    """What a save says of itself; empty: it is by plain DeepSpeed.
+    """The content of a save's marker; empty: plain DeepSpeed wrote the save.
 
     Raises:
         CheckpointError: it is damaged.

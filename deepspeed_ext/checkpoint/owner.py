@@ -1,4 +1,4 @@
-"""Names the process that leads a save, so that another process can tell whether that one has ended."""
+"""Identifies the process that leads a save, so that another process can tell whether it has ended."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ENDED = ("Z", "X")
 
 @dataclass(frozen=True)
 class Owner:
-    """One process, told apart from every other one on any host.
+    """Identifies one process among all processes of all hosts.
 
     Attributes:
         host: the kernel's boot id.
-        namespace: of process ids; containers of one host have different ones.
-        pid: the process id in it.
-        started: when the process started, in ticks since the boot; a process id is used again.
+        namespace: the namespace of process ids; containers of one host have different ones.
+        pid: the process id in the namespace.
+        started: start time in ticks since boot, because process ids are reused.
     """
 
     host: str
@@ -38,7 +38,7 @@ class Owner:
 
     @classmethod
     def read(cls, found: Any) -> Owner | None:
-        """The owner of which `as_dict` gave `found`; None for anything else."""
+        """The owner described by `found`, a result of `as_dict`; None for anything else."""
         try:
             return cls(str(found["host"]), str(found["namespace"]), int(found["pid"]), str(found["started"]))
         except (KeyError, TypeError, ValueError):
@@ -49,7 +49,7 @@ class Owner:
         return asdict(self)
 
     def has_ended(self) -> bool:
-        """Whether the process has certainly ended; False if that cannot be seen from here, as on another host."""
+        """Whether the process has certainly ended; False if that cannot be determined, as for another host."""
         if not self.started or (self.host, self.namespace) != (host_id(), _namespace()):
             return False
         state, started = _status(self.pid)
@@ -64,7 +64,7 @@ def _namespace() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """State and start of a process; empty if there is none."""
+    """State and start time of a process; empty if there is no such process."""
     text = read_text(Path(f"/proc/{pid}/stat")) or ""
-    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain anything
     return (fields[0], fields[19]) if len(fields) > 19 else ("", "")

@@ -1,4 +1,4 @@
-"""Says what to do about an error of a save: the remedy fits the cause, not the call that failed."""
+"""Chooses the remedy for an error of a save by its cause, not by the call that failed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BY_NUMBER: dict[int, str] = {
     errno.ENAMETOOLONG: "use a shorter tag or folder",
     errno.EMLINK: "remove older checkpoints, or save elsewhere",
 }
-"""What to do, by the number of an `OSError`."""
+"""Remedy by the error number of an `OSError`."""
 
 _BY_TEXT: tuple[tuple[str, str], ...] = (
     ("can't start new thread", THREADS),
@@ -61,12 +61,12 @@ _BY_TEXT: tuple[tuple[str, str], ...] = (
     ("out of memory", _MEMORY),
     ("pickle", "give save_checkpoint a client_state that pickle can store"),
 )
-"""What to do about other errors, by a part of their type and text."""
+"""Remedies for other errors, by a part of their type and text."""
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 def remedy_for(said: str, otherwise: str = OTHERWISE) -> str:
-    """What to do about an error of a save, given its type and text, which may come from another process.
+    """The remedy for an error of a save, given its type and text; the error may come from another process.
 
     Args:
         said: type and text.
@@ -82,7 +82,7 @@ def advised() -> Iterator[None]:
     """Add the remedy to an error of the block.
 
     Raises:
-        CheckpointError: for any error except those of ours that already advise.
+        CheckpointError: for any error, except our own errors that already contain a remedy.
     """
     try:
         yield

@@ -41,19 +41,19 @@ class _SavedState(SavedValues):
 
 
 class PredictiveSavedState(_SavedState):
-    """The section of the predictive rule."""
+    """The saved state of the predictive rule."""
 
     rule: Literal["predictive"]
     schedule: PredictiveSavedSchedule
     partitions: list[PredictivePartitionValues]
 
     def has_means(self, index: int) -> bool:
-        """Whether a partition has what remains of its block means."""
+        """Whether a partition has the values derived from its block means."""
         return self.partitions[index].inverse is not None
 
 
 class SelectiveSavedState(_SavedState):
-    """The section of the selective rule."""
+    """The saved state of the selective rule."""
 
     rule: Literal["selective"]
     schedule: SelectiveSavedSchedule
@@ -65,14 +65,14 @@ _READER: TypeAdapter[SavedState] = TypeAdapter(Annotated[SavedState, Field(discr
 
 
 def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
-    """Check a section and return it typed; its tensors are shared with `saved`, not copied.
+    """Check a saved state and return it typed; its tensors are shared with `saved`, not copied.
 
     Args:
-        saved: the section as loaded.
+        saved: the state as loaded.
         numels: elements of this rank's partitions, in order.
 
     Raises:
-        CheckpointError: the section has another version, belongs to other partitions, or is damaged.
+        CheckpointError: the state has another version, belongs to other partitions, or is damaged.
     """
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the ZenFlow section is a {type(saved).__name__}, expected a dict: {_ANOTHER}")

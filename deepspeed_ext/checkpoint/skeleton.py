@@ -1,7 +1,7 @@
-"""Writes a checkpoint file without the bytes of its tensors, and says where they belong.
+"""Writes a checkpoint file without the bytes of its tensors, and returns where they belong.
 
-`torch.save` can leave out the bytes (`torch.serialization.skip_data`). The file has its full size then, with a hole for
-each storage. Once somebody has filled the holes, `torch.load` reads it like any other file.
+`torch.save` can leave out the bytes (`torch.serialization.skip_data`). The file then has its full size, with a hole for
+each storage. Once the holes are filled, `torch.load` reads it like any other file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 __all__ = ["Hole", "SkeletonError", "write_skeleton"]
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a member of a zip file: 26 bytes, the length of its name, the length of its extra field."""
+"""Header of a member of a zip file: 26 bytes, the length of its name, the length of its extra field."""
 
 
 class SkeletonError(Exception):
@@ -31,7 +31,7 @@ class Hole:
 
     Attributes:
         storage: the storage, on any device.
-        offset: bytes from the begin of the file.
+        offset: bytes from the beginning of the file.
     """
 
     storage: torch.UntypedStorage

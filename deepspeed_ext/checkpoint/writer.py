@@ -1,4 +1,4 @@
-"""A thread that writes files, and that no process waits for at its end."""
+"""Writes files in a thread for which the process does not wait at exit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["Writer"]
 
 
 class Writer:
-    """Runs what it is given one after another in a thread of its own.
+    """Runs jobs one after another in a separate thread.
 
-    Python waits for the threads of its own executors at exit, before anything else that could say so or give up.
+    Python's own executors are no alternative: at exit, Python waits for their threads before any code could log or give
+    up.
 
     Raises:
         RuntimeError: no thread can be started.
@@ -25,13 +26,13 @@ class Writer:
         threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
 
     def submit(self, job: Callable[..., None], *args: object) -> Future[None]:
-        """Run `job` after those before it; the result holds its error."""
+        """Run `job` after all earlier jobs; the future holds its error."""
         future: Future[None] = Future()
         self._jobs.put((future, partial(job, *args)))
         return future
 
     def end(self) -> None:
-        """Let the thread end after its last job."""
+        """Tell the thread to end after its last job."""
         self._jobs.put(None)
 
 
@@ -45,4 +46,4 @@ def _run(jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
             future.set_exception(error)
         else:
             future.set_result(None)
-        del future, work  # which hold the copies of tensors
+        del future, work  # they hold the copies of tensors

@@ -87,8 +87,8 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
 
     Returns:
         True if the run continues bitwise. False if it starts over from the masters, because the checkpoint has no
-        state of ZenFlow, a setting has changed, or a host has no memory for its interval. In the last two cases
-        gradients that were not handed over have been applied first.
+        ZenFlow state, a setting has changed, or a host has no memory for the checkpoint's interval. In the last two
+        cases gradients that were not handed over have been applied first.
     """
     if saved is None:
         return False
@@ -126,8 +126,8 @@ def _changed_setting(adam: OffloadedAdam, saved: SavedState) -> str | None:
 
 
 def _unaffordable_interval(adam: OffloadedAdam, there: int | None) -> str | None:
-    """Name the interval of a checkpoint, which was chosen on another host, if any rank here has no memory for it. A
-    collective."""
+    """Name a checkpoint's interval, which may have been chosen on another host, if any rank here has no memory for it.
+    A collective."""
     if not raise_together(adam.ranks, None, CheckpointError, flag=not has_room_for(adam, there)):
         return None
     return f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so many gradients)"

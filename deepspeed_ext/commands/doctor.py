@@ -1,4 +1,4 @@
-"""Checks whether this machine can run each part of deepspeed_ext, and says how to repair what is missing."""
+"""Checks whether this machine can run each part of deepspeed_ext, and gives a remedy for each problem."""
 
 import os
 import platform
@@ -56,7 +56,8 @@ def _problem(name: str, detail: str, remedy: str) -> Check:
 
 
 def examine() -> list[Check]:
-    """Run every check; one that itself raises is a problem, or a warning if this machine only lacks a feature."""
+    """Run every check. A check that raises counts as a problem, or as a warning if this machine only lacks a
+    feature."""
     return [_run(check) for check in CHECKS]
 
 
@@ -157,7 +158,7 @@ def check_backends() -> Check:
     wanted = get_accelerator().communication_backend_name()
     if get_accelerator().device_name() == "cpu":
         wanted = "gloo"
-    # Accelerators with a torch of their own, such as NPU (hccl) and MLU (cncl), register theirs when they are found.
+    # Accelerators with their own build of torch, such as NPU (hccl) and MLU (cncl), register their backends when found.
     names = sorted({"gloo", "mpi", "nccl", "ucc", "xccl", wanted})
     detail = ", ".join(name for name in names if dist.is_backend_available(name)) or "none"
     if not dist.is_backend_available(wanted):
@@ -329,7 +330,7 @@ def _extent_of_the_mask() -> str:
     try:
         topology = read_topology()
         return "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
-    except UnsupportedError:  # `check_cores` says it
+    except UnsupportedError:  # `check_cores` reports it
         return "the host's CPUs are unknown"
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input.
 
     Args:
-        argv: the arguments; None: those of this process.
+        argv: the arguments; None: this process's own.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -296,7 +296,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _require_of_one_plan(arguments: argparse.Namespace) -> None:
-    """Raise `ConfigError` if arguments of the plan of cores and of that of memory are mixed, or needed ones lack."""
+    """Raise `ConfigError` if arguments of the core plan and of the memory plan are mixed, or required ones are
+    missing."""
     given = {name for name, value in vars(arguments).items() if value is not None}
     wrong = sorted(given & (OF_CORES if arguments.memory else OF_MEMORY))
     if wrong:
@@ -347,7 +348,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _set_launch_variables() -> None:
-    """Add what srun or MPI says to the environment, in the names that DeepSpeed reads."""
+    """Add the variables of srun or MPI to the environment, under the names that DeepSpeed reads."""
     from deepspeed_ext.runtime.launcher_variables import plan_launch
     from deepspeed_ext.runtime.log import logger
 
@@ -370,8 +371,8 @@ def _prepare_run(arguments: argparse.Namespace) -> int:
 
     deepspeed_ext.enable()
     sys.argv = [arguments.script, *arguments.arguments]
-    # Like Python, replace this command's folder by that of the script itself, not of a link to it. With PYTHONSAFEPATH,
-    # Python adds no such folder, and the first entry is one of the user's.
+    # Like Python, replace this command's folder by the folder of the script itself, not of a link to it. With
+    # PYTHONSAFEPATH, Python adds no such folder, and the first entry is the user's.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(script)
     return 0

@@ -1,4 +1,4 @@
-"""The ready configs of the folder ``configs``, and the schema for editors, in a checkout and in a wheel."""
+"""Finds the ready-made configs of the folder ``configs``, and the schema for editors, in a checkout and in a wheel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["config_text", "listing"]
 
 PACKAGE = Path(__file__).resolve().parent
 FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
-"""A wheel has them inside of the package (setup.py)."""
+"""A wheel has them inside the package (see setup.py)."""
 
 
 def listing() -> str:
-    """The folder, and the names that `config_text` knows."""
+    """The folder, and the names that `config_text` accepts."""
     return "\n".join([f"in {FOLDER}:", *(f"  {path.stem}" for path in _files())])
 
 
@@ -23,7 +23,7 @@ def config_text(name: str) -> str:
     """The content of a config, by the name of its file with or without ``.json``.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no config of this name.
     """
     found = {path.stem: path for path in _files()}
     path = found.get(name.removesuffix(".json"))

@@ -2,8 +2,8 @@
 
 `topology` and `allowed` read facts from a directory tree. `fair_shares`, `placement` and `plan` compute a plan from
 these facts, without torch, DeepSpeed or system calls. In `exchange` the ranks agree on the plan. `thread_masks`,
-`openmp` and `worker_placement` bind real threads, and `process_threads` those of this process for all its engines.
-`binding` is the object that an engine holds.
+`openmp` and `worker_placement` bind threads; `process_threads` binds those of this process on behalf of all its
+engines. `binding` holds the object that an engine uses.
 
 Importing this package imports nothing else, so recording the initial mask is cheap.
 """

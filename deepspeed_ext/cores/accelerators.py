@@ -30,7 +30,8 @@ def pci_address(index: int | None = None) -> str | None:
     A failure is a warning, because a plan needs no address.
 
     Args:
-        index: device index; None for the current device. Device masks renumber devices, so a local rank is no index.
+        index: device index; None for the current device. Device masks renumber devices, so a local rank is not an
+            index.
     """
     try:
         return _look_up(index)

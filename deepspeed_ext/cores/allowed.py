@@ -39,8 +39,8 @@ def omp_binding(environ: Mapping[str, str]) -> str | None:
 def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None) -> Allowed:
     """Find the allowed CPUs of this process (root "/") or of the process that the tree ``root`` describes.
 
-    The first of these that exists counts: DSEXT_ALLOWED_CPUS, the mask from before torch was imported or, while core
-    binding is in force, what was found before it, the union of all threads' masks, the calling thread's mask, every
+    The first of these that exists is used: DSEXT_ALLOWED_CPUS; the mask from before torch was imported or, while core
+    binding is in force, the CPUs found before it; the union of all threads' masks; the calling thread's mask; every
     online CPU. The result contains online CPUs only.
 
     Raises:

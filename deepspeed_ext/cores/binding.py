@@ -91,7 +91,7 @@ class CoreBinding:
                 runs in this process, which then keeps the rank's whole share of the host.
             pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's cores, or None.
             kernel: name of the optimizer kernel, to find its tuning result.
-            undo: receives `restore`, for a caller that may fail later.
+            undo: receives `restore`, in case the caller fails later.
 
         Raises:
             ConfigError: on every rank, if the settings of any rank contradict each other or its host.
@@ -160,7 +160,7 @@ class CoreBinding:
         return found
 
     def verify(self, worker_pid: int | None = None) -> Verification:
-        """Compare with the plan where the kernel lets this process's and the optimizer process's threads run.
+        """Compare the masks of all threads of this process and the optimizer process with the plan.
 
         Args:
             worker_pid: process id of the optimizer process; None if there is none.
@@ -173,8 +173,8 @@ class CoreBinding:
         return Verification(outside(planned), worker, lost)
 
     def restore(self) -> None:
-        """Restore the masks and thread counts from before `start`, unless another binding of this process goes on.
-        Idempotent; the process is then unbound, or bound as that one wants it."""
+        """Restore the masks and thread counts from before `start`. If another binding of this process is still active,
+        apply its plan instead. Idempotent."""
         if self._release is not None:
             self._release()  # does nothing the second time
         self.plan = None

@@ -13,7 +13,8 @@ def split_cores(total: int, reserved: int | float | None = None, optimizer: int 
     Args:
         total: cores of the rank, at least 1. A single core serves both.
         reserved: cores kept for PyTorch, a count or a fraction, rounded up. None: what ``optimizer`` leaves, or half.
-        optimizer: most cores that the optimizer gets. If both do not fit, ``reserved`` is reduced. None: the rest.
+        optimizer: maximum number of cores for the optimizer. If both do not fit, ``reserved`` is reduced. None: the
+            rest.
     """
     if total == 1:
         return 1, 1

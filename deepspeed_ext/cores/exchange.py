@@ -26,7 +26,7 @@ __all__ = ["Agreement", "RankReport", "agree", "report_rank"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank tells the others, in few bytes: it arrives at the ranks of all hosts."""
+    """What a rank tells the others. It is small, because it is sent to the ranks of all hosts."""
 
     rank: int
     boot_id: str
@@ -48,7 +48,7 @@ class RankReport:
     """Why this rank must not be bound; None if it may be."""
 
     def facts(self, local_rank: int) -> RankFacts:
-        """What the planner needs to know about this rank, under this local rank."""
+        """The planner's facts about this rank, with the given local rank."""
         return RankFacts(local_rank, parse_cpulist(self.allowed), self.accelerator_node, self.quotas)
 
 
@@ -174,7 +174,8 @@ def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[Rank
 
 
 def _with_tuning(topology: Topology, facts: Sequence[RankFacts], leader: RankReport) -> PlanRequest:
-    """The request; if it leaves the split open, with the leader's tuning result for exactly this situation."""
+    """The request; if it leaves the split open, completed by the leader's tuning result for this hardware and these
+    ranks."""
     request = leader.request
     if request.pt_reserved_cores is not None or request.optimizer_cores is not None or not request.separate:
         return request

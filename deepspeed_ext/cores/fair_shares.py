@@ -37,7 +37,7 @@ class CoreDivision:
     oversubscribed: Mapping[int, Core]
     """Rank -> its only core, which other ranks use too, because there are more ranks than cores."""
     unbound: Ranks = ()
-    """Ranks whose sets of cores overlap in part only."""
+    """Ranks that share only a part of their cores with another rank."""
 
 
 def usable_cores(topology: Topology, allowed: frozenset[int]) -> dict[Core, tuple[int, ...]]:

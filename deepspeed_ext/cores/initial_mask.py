@@ -23,8 +23,8 @@ def keep(cpus: frozenset[int] | None) -> None:
 
 
 def initial() -> frozenset[int] | None:
-    """Return the mask that `record` saw, else what `keep` keeps; None if torch was imported first and nothing is bound,
-    or the platform has no affinity masks."""
+    """Return the mask that `record` saw, otherwise the CPUs kept by `keep`; None if torch was imported first and
+    nothing is bound, or the platform has no affinity masks."""
     return _initial if _initial is not None else _before_binding
 
 

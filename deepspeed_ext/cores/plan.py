@@ -19,7 +19,7 @@ __all__ = ["HostPlan", "PlanRequest", "RankFacts", "RankPlan", "plan_host"]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What the planner knows about one rank of the host."""
+    """Facts about one rank of the host."""
 
     local_rank: int
     allowed: frozenset[int]
@@ -33,16 +33,16 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user or the tuner asks for.
+    """The request of the user or the tuner.
 
     Raises:
         ValueError: a value is out of its range.
     """
 
     pt_reserved_cores: int | float | None = None
-    """Cores of a rank kept for PyTorch: a count or a fraction. None: what the optimizer leaves, or half."""
+    """Cores of a rank kept for PyTorch: a count or a fraction. None: those that the optimizer leaves, or half."""
     optimizer_cores: int | None = None
-    """Most cores of a rank for its optimizer process. None: what PyTorch leaves."""
+    """Maximum number of cores of a rank for its optimizer process. None: all that PyTorch leaves."""
     separate: bool = True
     """False if the optimizer runs in the trainer's own process: a rank's cores are then not split."""
 
@@ -82,7 +82,7 @@ class HostPlan:
 
     ranks: tuple[RankPlan, ...]
     unbound: tuple[int, ...] = ()
-    """Local ranks that are not in `ranks`, because their sets of CPUs overlap with another rank's in part only."""
+    """Local ranks that are not in `ranks`, because their CPUs overlap only partly with those of another rank."""
     idle: tuple[int, ...] = ()
     """Allowed CPUs of unused cores; unused hardware threads of used cores are not included."""
     warnings: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ def plan_host(topology: Topology, ranks: Sequence[RankFacts], request: PlanReque
     Args:
         topology: the host.
         ranks: its ranks; their local ranks must differ.
-        request: what is asked for; by default half of each rank's cores go to the optimizer.
+        request: the request; by default half of each rank's cores go to the optimizer.
 
     Raises:
         ValueError: a rank has no allowed CPU that is online.

@@ -1,7 +1,7 @@
 """Binds the threads of this process, which all its engines share.
 
-The first binding keeps how the threads ran before, and the end of the last one restores it. In between, the plan of the
-latest binding is in force.
+The first binding records the threads' previous state, and the end of the last binding restores it. In between, the plan
+of the latest binding is in force.
 """
 
 import os
@@ -19,7 +19,7 @@ __all__ = ["bind", "confine_again", "in_force", "release"]
 
 @dataclass
 class _Before:
-    """How the threads ran before any binding."""
+    """State of the threads before any binding."""
 
     masks: Masks
     counts: ThreadCount | None = None
@@ -36,11 +36,12 @@ def in_force() -> RankPlan | None:
 
 
 def bind(plan: RankPlan, allowed: frozenset[int]) -> None:
-    """Confine every thread to the CPUs that `plan` has for PyTorch, until `release`, which is due even if this raises.
+    """Confine every thread to the CPUs that `plan` has for PyTorch, until `release`, which must be called even if this
+    raises.
 
     Args:
         plan: this rank's plan.
-        allowed: the CPUs from which it was made; as long as anything is bound, further plans are made from them too.
+        allowed: the CPUs from which it was made; while a binding is active, further plans are made from them, too.
 
     Raises:
         OSError: the kernel refused, or does not tell the threads' masks.
@@ -84,7 +85,8 @@ def confine_again(plan: RankPlan) -> None:
 
 
 def release(plan: RankPlan) -> None:
-    """End a binding: the plan of the one before it is in force again, or how the threads ran before. Never raises."""
+    """End a binding: the previous binding's plan applies again or, after the last one, the original state. Never
+    raises."""
     global _before
     if plan not in _plans:
         return

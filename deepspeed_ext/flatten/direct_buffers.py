@@ -1,6 +1,6 @@
 """Makes the buffers of the stage 1/2 constructor without temporary copies.
 
-Upstream makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``. With CPU offload, this
+DeepSpeed makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``. With CPU offload, this
 clones the partition, makes an fp32 copy of it on the accelerator, transfers that to pageable memory, and copies it on
 the host for page-locking. The constructor offers no method to override, so `DirectBuffers` intercepts the torch calls
 while it runs.
@@ -44,8 +44,8 @@ class DirectBuffers(TorchFunctionMode):
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Leave torch calls alone inside the block, in which the ranks agree: their collectives make tensors too, and
-        an error inside of one would separate the ranks."""
+        """Do not intercept torch calls inside the block, in which the ranks agree: their collectives make tensors, too,
+        and an error inside a collective would separate the ranks."""
         self._rests = True
         try:
             yield

@@ -18,7 +18,7 @@ Exchange: TypeAlias = Callable[[torch.Tensor, RankGroup, int], None]
 Args:
     flat: flat buffer; 1-D, on the ranks' device, its length a multiple of the number of ranks.
     ranks: the ranks, each with its own slice filled in.
-    bucket_numel: most elements per broadcast.
+    bucket_numel: maximum number of elements per broadcast.
 """
 
 _GATHERS_IN_PLACE = frozenset({"nccl"})

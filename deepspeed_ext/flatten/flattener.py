@@ -23,7 +23,7 @@ class Flattener:
     Args:
         forced: the config's ``flatten_tier``; None: choose.
         reserve_fraction: the config's ``flatten_reserve_fraction``, a fraction of the accelerator's total memory.
-        bucket_numel: most elements per broadcast (``allgather_bucket_size``).
+        bucket_numel: maximum number of elements per broadcast (``allgather_bucket_size``).
         check_replicas: check first that the ranks hold equal parameters (``enable_sanity_checks``).
     """
 

@@ -56,7 +56,7 @@ def _broadcast_buffer(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor:
 
 
 def _allocate(segment: Segment, device: torch.device) -> bool:
-    """Allocate a parameter's storage; return False if `device` has no room and it is in host memory instead."""
+    """Allocate a parameter's storage; return False if `device` has no memory for it and it is on the host instead."""
     parameter = segment.parameter
     try:
         parameter.data = allocation.accelerator_empty(segment.numel, parameter.dtype, device).view(segment.shape)

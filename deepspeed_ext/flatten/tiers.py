@@ -5,9 +5,9 @@ loses nothing. `accelerator`, and `distributed` until its slices are packed, kee
 holds its 1/N slice of the flat buffer, on the accelerator or the host. The tier builds the flat buffer from these
 slices; if it does not fit, `rollback.restore_parameters` restores the parameters from them.
 
-All work of a rank between two collectives runs inside `allocation.try_on_all_ranks`, so a failure never separates the
-ranks. What could fail outside of it is done before the parameters are freed.
-`allocation.accelerator_empty` and `allocation.host_empty` make all allocations.
+All work of a rank between two collectives runs inside `runtime.memory.try_on_all_ranks`, so a failure never separates
+the ranks. Work outside it that could fail is done before the parameters are freed. `runtime.memory.accelerator_empty`
+and `runtime.memory.host_empty` make all allocations.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 __all__ = ["PendingParameter", "Work", "can_group", "gather_singles", "gather_together"]
 
 _SEGMENT_BYTES = 64
-"""Alignment of parameters in a shared bucket, as the CPU allocator's: kernels may depend on the alignment."""
+"""Alignment of parameters in a shared bucket. It is that of the CPU allocator, because kernels may depend on it."""
 
 
 class Work(Protocol):
-    """The interface of what an asynchronous collective returns."""
+    """The interface of the object that an asynchronous collective returns."""
 
     def wait(self) -> Any: ...
 

@@ -1,10 +1,10 @@
-"""Decides how each ZeRO-3 parameter is gathered: into its own storage, in a shared bucket, or by upstream.
+"""Decides how each ZeRO-3 parameter is gathered: into its own storage, in a shared bucket, or by DeepSpeed.
 
 Pure functions from plain facts to frozen plans, without torch or DeepSpeed. There are two decisions:
 
-* `plan_gather`, once per model: the mode of every parameter, and the reason if upstream gathers it. All ranks must
+* `plan_gather`, once per model: the mode of every parameter, and the reason if DeepSpeed gathers it. All ranks must
   make the same plan, because it decides which collectives they call.
-* `GatherPlan.split`, once per fetch: divides the parameters of the fetch into singles, buckets and upstream's part.
+* `GatherPlan.split`, once per fetch: divides the parameters of the fetch into singles, buckets and DeepSpeed's part.
 """
 
 from collections import Counter
@@ -61,11 +61,11 @@ class GatherPlan:
     numels: Mapping[int, int]
     modes: Mapping[int, GatherMode]
     reasons: Mapping[int, str]
-    """Why upstream gathers a parameter; only for mode `GatherMode.UPSTREAM`."""
+    """Why DeepSpeed gathers a parameter; only for mode `GatherMode.UPSTREAM`."""
 
     @property
     def leaves_all_to_upstream(self) -> bool:
-        """Whether upstream gathers every parameter."""
+        """Whether DeepSpeed gathers every parameter."""
         return len(self.reasons) == len(self.modes)
 
     def split(self, parameter_ids: Iterable[int]) -> Fetch:

@@ -29,7 +29,7 @@ PREFIX = "dsext/"
 def log_measurements(trainer: Trainer) -> None:
     """Add the optimizer's measurements to every log of `trainer`.
 
-    The callback is inserted before those of the reporters, which would not see the values otherwise.
+    The callback is inserted before those of the reporters, which otherwise would not see the values.
     """
     trainer.callback_handler.callbacks.insert(0, MeasurementsCallback())
 

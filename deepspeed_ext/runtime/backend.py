@@ -1,6 +1,6 @@
-"""The public parts of DeepSpeed: its communication and its accelerator, and facts that launchers tell.
+"""The public parts of DeepSpeed (its communication and its accelerator), and facts from the launcher.
 
-Outside of `deepspeed_ext.adapter`, this is the only module that imports DeepSpeed.
+Outside `deepspeed_ext.adapter`, only this module imports DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Locks that killed builds of DeepSpeed's operators have left. torch waits for them forever, without a message."""
+"""Finds locks that killed builds of DeepSpeed's operators left behind. torch waits for them forever, without a
+message."""
 
 from __future__ import annotations
 
@@ -11,19 +12,20 @@ import psutil
 __all__ = ["abandoned", "operator_folder"]
 
 BETWEEN_COMPILERS_SECONDS = 60
-"""A build may have no compiler running for a moment; a lock younger than this may be of such a build."""
+"""A build may have no compiler running for a moment, so a lock younger than this may still be in use."""
 
 
 def operator_folder() -> Path:
-    """The folder in which torch compiles operators, one folder an operator."""
+    """The folder in which torch compiles operators, in one folder per operator."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # a user may have no home
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
 
 
 def abandoned() -> list[Path]:
-    """Locks of builds that no process of this host works on; a build of another host that shares the folder is one.
+    """Locks of builds on which no process of this host works. They may include a running build of another host that
+    shares the folder.
 
-    Empty if the folder or the processes cannot be read: no start may fail for a warning.
+    Empty if the folder or the processes cannot be read: a start must not fail because of a warning.
     """
     now = time.time()
     try:
@@ -42,7 +44,7 @@ def _age(path: Path, now: float) -> float:
 
 
 def _working_folders() -> set[Path]:
-    """Where the processes that this one may look at work; compilers work in their operator's folder."""
+    """Working folders of all visible processes; compilers run in their operator's folder."""
     found = set()
     for process in psutil.process_iter():
         try:

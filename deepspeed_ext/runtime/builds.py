@@ -1,4 +1,4 @@
-"""Reports builds of DeepSpeed's operators, which torch compiles in silence: what is compiled, and for how long."""
+"""Reports builds of DeepSpeed's operators, which torch compiles silently: the operator and the time so far."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from deepspeed_ext.runtime.log import logger
 __all__ = ["announced"]
 
 FIRST_SECONDS = 3.0
-"""A load of what is compiled already has ended by then."""
+"""Loading an operator that is already compiled takes less than this."""
 EVERY_SECONDS = 10.0
 
 
 @contextmanager
 def announced(operator: str) -> Iterator[None]:
-    """Log that `operator` is compiled: before the block if nothing is compiled yet, and while the block takes long."""
+    """Log that `operator` is being compiled: before the block if it is not compiled yet, and repeatedly if the block
+    takes long."""
     begin, done = time.monotonic(), threading.Event()
     is_new = not any(build_locks.operator_folder().glob(f"**/{operator}/*.so"))
     if is_new:
@@ -36,7 +37,7 @@ def announced(operator: str) -> Iterator[None]:
 
 
 def _report(operator: str, is_new: bool, begin: float, done: threading.Event) -> None:
-    """Log a sign of life every few seconds until `done`."""
+    """Log progress every few seconds until `done`."""
     pause, doing = FIRST_SECONDS, "still compiling" if is_new else "checking, and compiling again if it is out of date,"
     while not done.wait(pause):
         pause, took = EVERY_SECONDS, f"{time.monotonic() - begin:.0f} s"

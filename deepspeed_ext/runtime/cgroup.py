@@ -27,12 +27,12 @@ _MAX_DEPTH = 128
 
 @dataclass(frozen=True)
 class CpuQuota:
-    """A limit on the CPU time of a control group, which all groups below it share."""
+    """A limit on the CPU time of a control group, shared by all groups below it."""
 
     group: str
     """Identifies the group on its host."""
     cores: float
-    """CPU time per time."""
+    """CPU seconds per second."""
 
 
 def own_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -87,7 +87,7 @@ def identify(group: Path) -> str:
     """Identify a group on its host by its inode, which is the same in all namespaces and mounts; its path is not."""
     try:
         return str(group.stat().st_ino)
-    except OSError:  # it has just been removed
+    except OSError:  # the group has just been removed
         return str(group)
 
 

@@ -1,4 +1,4 @@
-"""How this package starts Python processes of its own, and how those end with the process that started them."""
+"""Starts Python processes of this package, and ends them with the process that started them."""
 
 import ctypes
 import signal
@@ -12,11 +12,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``main()`` of a module of this very copy of the package.
+    """Return the command that runs ``main()`` of a module of this copy of the package.
 
     Args:
         module: its full name.
-        arguments: what the module finds in ``sys.argv[1:]``.
+        arguments: the module's ``sys.argv[1:]``.
     """
     return [sys.executable, str(START_PROCESS), module, *arguments]
 
@@ -24,6 +24,6 @@ def python_command(module: str, *arguments: str) -> list[str]:
 def end_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends.
 
-    That thread may have ended before; the caller checks this afterwards.
+    The thread may already have ended; the caller checks this afterwards.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -23,7 +23,7 @@ __all__ = [
 
 _TEMPORARY = ".dsext-tmp"
 _MOST_REMOVERS = 100
-"""Times that a folder may change while it is removed; each time another process has removed a part of it."""
+"""Maximum number of times that a folder may change during its removal, because other processes remove parts of it."""
 
 
 def sync_file(path: str) -> None:
@@ -34,7 +34,7 @@ def sync_file(path: str) -> None:
 
 @contextlib.contextmanager
 def opened(path: str, flags: int) -> Iterator[int]:
-    """Open an existing file; yields its descriptor."""
+    """Open an existing file; yield its descriptor."""
     descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -43,7 +43,7 @@ def opened(path: str, flags: int) -> Iterator[int]:
 
 
 def write_memory(descriptor: int, address: int, nbytes: int, offset: int) -> None:
-    """Write `nbytes` bytes of memory at `address` to a file, `offset` bytes behind its begin."""
+    """Write `nbytes` bytes of memory at `address` to a file, `offset` bytes behind its beginning."""
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)) if nbytes else memoryview(b"")
     while memory:
         written = os.pwrite(descriptor, memory, offset)
@@ -51,7 +51,8 @@ def write_memory(descriptor: int, address: int, nbytes: int, offset: int) -> Non
 
 
 def sync_folder(path: str) -> None:
-    """Wait until the disk has the names in a folder; some network file systems do not support this, and need not."""
+    """Wait until the disk has the names in a folder; some network file systems do not support this and do not need
+    it."""
     try:
         sync_file(path)
     except OSError as error:
@@ -68,8 +69,8 @@ def rename(source: str, target: str) -> None:
 def replace_file(path: str, content: str) -> None:
     """Write a small text file. At any time, even after a crash, `path` has the whole old or the whole new content.
 
-    If several processes write it at a time, it has the content of one of them. A crash may leave a file beside it,
-    whose name `is_temporary`.
+    If several processes write it at the same time, it has the content of one of them. A crash may leave another file
+    beside it; `is_temporary` recognizes its name.
     """
     aside = f"{path}{_TEMPORARY}.{uuid.uuid4().hex}"
     try:
@@ -86,13 +87,13 @@ def replace_file(path: str, content: str) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a crash in `replace_file` can have left a file of this name."""
+    """Whether a crash in `replace_file` may have left a file of this name."""
     return _TEMPORARY in name
 
 
 def remove_tree(path: str) -> None:
     """Remove a folder with its content, or a link to a folder; do nothing if it does not exist. Several processes may
-    do so at a time."""
+    do so at the same time."""
     if os.path.islink(path):
         os.unlink(path)
     for _ in range(_MOST_REMOVERS):

@@ -1,7 +1,7 @@
-"""Tells an exception that a signal handler has raised from one of the code that it has interrupted.
+"""Distinguishes exceptions raised by a signal handler from those of the interrupted code.
 
-A handler may raise anything, at any moment. Code that catches the errors of what it calls would take a handler's
-`TimeoutError`, say, for one of a connection.
+A handler may raise anything, at any moment. Code that catches errors of its own calls could mistake a handler's
+`TimeoutError`, for instance, for that of a connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host memory that this process may use, within the limits of its control groups."""
+"""Measures the host memory that this process may use, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def available_by_limit(root: Path = Path("/")) -> dict[str, int]:
-    """Return the bytes that the machine and the limit of each of this process's control groups leave.
+    """Return the bytes still available on the machine, and under the limit of each of this process's control groups.
 
-    The keys are equal in processes of one host that share the limit: ``machine``, and what `identify` says of a group.
+    The keys are equal in processes of one host that share the limit: ``machine``, and the result of `identify` for a
+    group.
     """
     return {"machine": psutil.virtual_memory().available, **dict(_rooms_in_groups(root))}
 
 
 def _rooms_in_groups(root: Path) -> Iterator[tuple[str, int]]:
-    """Yield each group and what its limit leaves, in bytes, from this process's own up to the root."""
+    """Yield each group with a limit and the bytes still available under it, from this process's own group to the
+    root."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in own_groups(root, "memory"):
         for limit, use in ((read_int(folder / limit), read_int(folder / use)) for limit, use in names):

@@ -1,11 +1,11 @@
 """Maps the variables of srun, mpirun and mpiexec to those that DeepSpeed reads. Pure: environment in, variables out.
 
 DeepSpeed reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun, ``deepspeed`` and
-``accelerate launch`` set them; srun and MPI number their processes under names of their own.
+``accelerate launch`` set them; srun and MPI use other names.
 
-A value that is set by hand counts, unless it contradicts the launcher. If all that a rank needs is set by hand, what
-the launcher says may be incomplete or make no sense. The host of rank 0 is known from Slurm, or if all ranks share one
-host; MPI does not tell it.
+A value set by hand is used, unless it contradicts the launcher. If everything that a rank needs is set by hand, the
+launcher's variables may be incomplete or inconsistent. The host of rank 0 is known from Slurm, or if all ranks share
+one host; MPI does not provide it.
 """
 
 import re
@@ -19,7 +19,8 @@ from deepspeed_ext.runtime.log import quoted
 __all__ = ["LaunchPlan", "first_host", "plan_launch", "tasks_on_node"]
 
 SETS_THEM_ITSELF = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
-"""Variables by which launchers are known that set everything. Below srun, its variables number them, not the ranks."""
+"""Variables that identify launchers that set everything. If srun starts these, its variables number launchers, not
+ranks."""
 LEFT_TO_DEEPSPEED = {"AZUREML_EXPERIMENT_ID": "Azure Machine Learning", "SM_TRAINING_ENV": "SageMaker"}
 """Services whose variables DeepSpeed maps itself."""
 
@@ -27,7 +28,7 @@ OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_R
 PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 NEEDED = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
-"""What makes a rank without any launcher."""
+"""The variables that a rank needs without a launcher."""
 
 # Below the ports that Linux hands out by itself, which start at 32768.
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -48,7 +49,7 @@ class _Place:
     local_rank: int
     local_size: int
     job: str = ""
-    """The same text on all ranks of a job and, if possible, no other; empty if unknown."""
+    """The same text on all ranks of a job and, if possible, different for other jobs; empty if unknown."""
     address: str | None = None
     """The host of rank 0; None if unknown."""
 
@@ -62,19 +63,19 @@ class _Place:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to set so that DeepSpeed finds its place."""
+    """The variables to set so that DeepSpeed knows its rank."""
 
     launcher: str | None
-    """Who started this process; None if no launcher did."""
+    """The launcher that started this process; None if there is none."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What to add to the environment, which lacks these names."""
+    """Variables to add to the environment, which lacks them."""
 
 
 def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
     """Plan the variables that are missing in `environ`.
 
     Raises:
-        ConfigError: the variables contradict each other, or not all can be found.
+        ConfigError: the variables contradict each other, or some cannot be determined.
     """
     given = {name: value for name, value in environ.items() if value}
     for variable, launcher in (SETS_THEM_ITSELF | LEFT_TO_DEEPSPEED).items():
@@ -102,7 +103,7 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
 
 
 def _place(given: Mapping[str, str]) -> _Place | None:
-    """What the innermost launcher says; mpirun may itself run below srun. None if there is none."""
+    """The place given by the innermost launcher, because srun may start mpirun. None if there is no launcher."""
     for find in (_open_mpi, _pmi, _slurm):
         place = find(given)
         if place is not None:
@@ -165,10 +166,10 @@ def _slurm(given: Mapping[str, str]) -> _Place | None:
 def first_host(hostlist: str) -> str:
     """Return the first of Slurm's host names, such as node01 of ``node[01-03,7],login``.
 
-    DeepSpeed needs no other, so ``scontrol show hostnames``, which containers often lack, is not called.
+    DeepSpeed needs only this one, so ``scontrol show hostnames``, which containers often lack, is not called.
 
     Raises:
-        ConfigError: it is no list of host names.
+        ConfigError: the text is not a list of host names.
     """
     found = _FIRST_HOST.fullmatch(hostlist)
     if found is None:
@@ -216,14 +217,14 @@ def _job(given: Mapping[str, str]) -> str:
 
 
 def _is_numbered_by_hand(given: Mapping[str, str], place: _Place) -> bool:
-    """Whether the ranks are others than the launcher's processes: each of these has started several, say."""
+    """Whether the ranks are not the launcher's processes, for instance if each of these has started several ranks."""
     if not all(name in given for name in RANK_VARIABLES):
         return False
     return _number(given, "WORLD_SIZE") != place.size
 
 
 def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
-    """Raise `ConfigError` unless all or none of the ranks' numbers are set, and fit."""
+    """Raise `ConfigError` unless either none of the ranks' numbers are set, or all are set and consistent."""
     missing = [name for name in RANK_VARIABLES if name not in given]
     if len(missing) == len(RANK_VARIABLES):
         return
@@ -262,7 +263,7 @@ def _address(place: _Place) -> str:
 
 
 def _port(given: Mapping[str, str], place: _Place) -> int:
-    """The given port, or one that another job on the same host is unlikely to have."""
+    """The given port, or one that another job on the same host is unlikely to use."""
     if "MASTER_PORT" in given:
         port = _number(given, "MASTER_PORT")
         if not 1 <= port <= 65535:

@@ -1,4 +1,4 @@
-"""The package's logger, functions that log a message only once, and how messages quote a user's text.
+"""The package's logger, functions that log a message only once, and a function that quotes a user's text.
 
 The environment variable ``DSEXT_LOG_LEVEL`` sets the level, by a standard ``logging`` name; default INFO.
 """

@@ -61,8 +61,8 @@ def total_accelerator_bytes() -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that an allocation did not fit, on an accelerator or on the host, page-locked or not.
 
-    A refusal of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked memory, is recognised
-    by its text: torch has no type for it, or one for all errors of the runtime.
+    An error of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked memory, is recognised
+    by its text: torch has no type for it, or one type for all errors of the runtime.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -103,8 +103,8 @@ def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def host_pages(nbytes: int) -> torch.Tensor:
-    """Allocate zeroed host memory of at least `nbytes` bytes that shares no page with other memory, so that it can be
-    page-locked by itself; 1-D uint8. A forked process does not inherit it."""
+    """Allocate at least `nbytes` bytes of zeroed host memory on pages of their own, so that these can be page-locked;
+    1-D uint8. A forked process does not inherit it."""
     whole = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
     memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)

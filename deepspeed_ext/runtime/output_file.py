@@ -1,4 +1,4 @@
-"""Output files that a user names: checked before the work begins, and written without damage to existing files."""
+"""Checks output files named by a user before work begins, and writes them without damage to existing files."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Keeps the bytes of device tensors on the host for a while; the tensors stay the objects that they are."""
+"""Moves the data of device tensors to the host for a while; the tensor objects stay the same."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Parked"]
 class Parked:
     """Tensors whose data is on the host until `restore`.
 
-    If the host has no memory for all of them, the error comes before any has moved.
+    If the host has no memory for all of them, the constructor raises before any has moved.
 
     Args:
-        tensors: each the only one that uses its memory; those that are on the host already are left alone.
+        tensors: none shares its memory with another tensor; tensors already on the host are not moved.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -26,7 +26,7 @@ class Parked:
             tensor.data = copy
 
     def restore(self) -> None:
-        """Move all of them back to where they were. Idempotent; if device memory runs out, the rest stays parked."""
+        """Move all of them back to their devices. Idempotent; if device memory runs out, the rest stays on the host."""
         while self._tensors:
             tensor, device = self._tensors[-1]
             tensor.data = tensor.data.to(device)

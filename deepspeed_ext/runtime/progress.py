@@ -1,4 +1,4 @@
-"""Says every few seconds what processes do that print nothing, and what they compile."""
+"""Reports every few seconds that silent processes still run, and what they compile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LOOK_SECONDS, LIFE_SECONDS = 0.5, 5.0
 
 
 def being_compiled(processes: Iterable[int]) -> list[str]:
-    """What compilers below these processes work on: DeepSpeed's operators by name, other sources by file.
+    """The targets of compilers that these processes have started: DeepSpeed's operators by name, other sources by file.
 
     Args:
-        processes: their ids; those that have ended count for nothing.
+        processes: process ids; processes that have ended are ignored.
     """
     found: dict[str, None] = {}
     for pid in processes:
@@ -44,12 +44,12 @@ def _subject(compiler: psutil.Process) -> list[str]:
 
 
 class Progress:
-    """Tells that a silent wait goes on; `look` is called again and again meanwhile.
+    """Reports that a silent wait continues; call `look` repeatedly during the wait.
 
     Args:
-        what: is waited for.
+        what: the thing waited for.
         processes: ids of the processes that work on it.
-        tell: takes a line.
+        tell: called with each line.
     """
 
     def __init__(self, what: str, processes: Callable[[], Iterable[int]], tell: Callable[[str], object]) -> None:
@@ -58,7 +58,7 @@ class Progress:
         self._compiled: set[str] = set()
 
     def look(self) -> None:
-        """Say what has begun to be compiled, and every `LIFE_SECONDS` that the wait goes on."""
+        """Report each compilation that has begun and, every `LIFE_SECONDS`, that the wait continues."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return

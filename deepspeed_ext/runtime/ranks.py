@@ -1,6 +1,6 @@
 """Keeps the ranks in agreement: equal plans, and the same error on every rank.
 
-Two rules prevent that one rank fails and the others wait forever in a collective:
+Two rules ensure that if one rank fails, the others do not wait forever in a collective:
 
 - Ranks compare plans before they use them (`require_same_plan`).
 - An error on one rank is raised on every rank. Our code without collectives runs inside `together`, which ends with a
@@ -43,10 +43,10 @@ __all__ = [
 ]
 
 MOST_TOLD = 8
-"""Most different plans or errors in one message, however many ranks have another one."""
+"""Maximum number of different plans or errors in one message."""
 
 _FAILED, _FLAGGED, _FINE = range(3)
-"""What a rank says in an agreement. The least of all ranks counts."""
+"""A rank's state in an agreement. The minimum over all ranks decides."""
 _SCRATCH_NUMEL = 8
 all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 _SHOWN_BEFORE, _SHOWN = 100, 1000
@@ -77,7 +77,7 @@ class RankGroup:
     def of(cls, group: Any, device: torch.device | None = None, *, keeps_scratch: bool = False) -> RankGroup:
         """Look up rank and size of `group` (None: all ranks); with `keeps_scratch`, allocate `scratch`.
 
-        Without a `device`, it is the accelerator's current one.
+        Without `device`, the accelerator's current device is used.
         """
         device = device or torch.device(get_accelerator().current_device_name())
         scratch = torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device) if keeps_scratch else None
@@ -95,7 +95,7 @@ class RankGroup:
         return group._get_backend(self.device)
 
     def global_rank(self, rank: int) -> int:
-        """Return the number among all ranks of the group's `rank`."""
+        """Return the global number of the group's `rank`."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def minimum(self, *values: int) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class RankGroup:
 
         Args:
             value: this rank's value, any object that pickles.
-            most: values to return; ranks with others are left out.
+            most: maximum number of values to return; further values and their ranks are left out.
 
         Returns:
             The values in the order of the lowest rank that has them.
@@ -207,7 +207,7 @@ def raise_together(
         error: this rank's error, of any type; None if it has none.
         otherwise: type to raise for an error that is not a `DeepSpeedExtError`. None: `RankError`, but if every rank
             has an error and all are of one type, each rank raises its own.
-        flag: what this rank tells the others beside its error, without another collective.
+        flag: a value to share besides the error, without another collective.
 
     Returns:
         Whether `flag` is true on any rank.
@@ -223,7 +223,7 @@ def raise_together(
         return least == _FLAGGED
     if error is not None and ranks.size == 1 and (otherwise is None or isinstance(error, DeepSpeedExtError)):
         raise agreed(error, ranks)
-    if error is not None:  # its frames may hold tensors, and memory may be short
+    if error is not None:  # frames may hold tensors, and memory may be short
         traceback.clear_frames(error.__traceback__)
     mine = None if error is None else _Told.of(error, ranks, otherwise or RankError)
     is_common = ranks.equal(mine and mine.own)  # always asked: the ranks may meet here from different agreements
@@ -244,7 +244,7 @@ def raise_together(
 
 
 def agreed(error: Failure, ranks: RankGroup) -> Failure:
-    """Return `error`, marked as raised on all of `ranks`."""
+    """Return `error`, marked as raised on all `ranks`."""
     if isinstance(error, DeepSpeedExtError):
         error.agreed = ranks.size
     return error
@@ -252,13 +252,13 @@ def agreed(error: Failure, ranks: RankGroup) -> Failure:
 
 @dataclass(frozen=True)
 class _Told:
-    """What one rank tells the others about its error.
+    """What a rank tells the others about its error.
 
     Attributes:
         kind: name of the type to raise.
         own: name of the error's own type.
         message: the message, without the rank's number.
-        names_ranks: whether the message says on which ranks it happened.
+        names_ranks: whether the message names the ranks on which it happened.
     """
 
     kind: str
@@ -298,7 +298,7 @@ def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] | None = RankE
 
 @contextmanager
 def within(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
-    """Run a block of `inner`'s collectives inside a ``together(outer)``. The beginning and the end are collectives.
+    """Run a block of `inner`'s collectives inside ``together(outer)``. The beginning and the end are collectives.
 
     A rank of `outer` that failed before the block meets the others at its beginning; an error inside the block is
     raised on all ranks of `inner`.
@@ -331,12 +331,12 @@ class KeptError:
             self.note(caught)
 
     def take(self) -> Exception | None:
-        """Return the error and keep it no longer; for `raise_together`."""
+        """Return the error and clear it; for `raise_together`."""
         error, self.error = self.error, None
         return error
 
     def raise_here(self) -> None:
-        """Raise the error, if there is one, and keep it no longer; for use inside `together`."""
+        """Raise the error, if there is one, and clear it; for use inside `together`."""
         if (error := self.take()) is not None:
             raise error
 
@@ -350,7 +350,7 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     """Compare `plan` over the ranks, by its ``repr``. A collective, which begins with an agreement.
 
     Args:
-        what: what the plan is for, for the message.
+        what: purpose of the plan, for the message.
         plan: this rank's plan.
         ranks: the ranks; all of them call this.
 

@@ -1,8 +1,7 @@
-"""Runs ``main()`` of a module of this very copy of the package: ``python .../start_process.py MODULE ARGS``.
+"""Runs ``main()`` of a module of this copy of the package: ``python .../start_process.py MODULE ARGS``.
 
-The search path stays as it is. Code for ``python -c`` would find the modules of the working folder first, and with a
-PYTHONPATH entry for the package's folder, which may be site-packages, everything there would come before the standard
-library.
+The search path does not change. ``python -c`` would find modules of the working folder first. A PYTHONPATH entry for
+the package's folder, which may be site-packages, would put everything there before the standard library.
 """
 
 import os
@@ -20,6 +19,6 @@ assert spec.loader is not None
 package = sys.modules["deepspeed_ext"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 
-if __name__ == "__main__":  # multiprocessing runs this file again, under another name, in processes that it spawns
+if __name__ == "__main__":  # processes spawned by multiprocessing run this file under another name
     del sys.argv[0]
     importlib.import_module(sys.argv[0]).main()

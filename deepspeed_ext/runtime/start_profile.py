@@ -36,7 +36,7 @@ class StartupProfile:
     """Measures the phases of construction.
 
     Attributes:
-        peak_accelerator_bytes: peak of allocated accelerator memory, which the optimizer sets.
+        peak_accelerator_bytes: peak of allocated accelerator memory; the optimizer sets it.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class StartupProfile:
         return sum(phase.cpu_seconds for phase in self.phases)
 
     def finish(self) -> None:
-        """End the measurement: `phase` no longer records, nor waits for the accelerator."""
+        """End the measurement: `phase` no longer records or waits for the accelerator."""
         self._finished = True
 
     @contextmanager
     def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
         """Add the time of the block to the phase `name`, without that of nested phases. It is also a range
-        ``deepspeed_ext.runtime.start_profile.<name>`` of a running profiler.
+        ``deepspeed_ext.startup.<name>`` of a running profiler.
 
         Args:
             name: name of the phase.

@@ -1,4 +1,4 @@
-"""Measures laps, on the host or on the accelerator, whose work is late. Nothing here waits."""
+"""Measures laps on the host or on the accelerator, which runs behind the host. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Stopwatch", "StreamStopwatch", "stopwatch"]
 
 
 class Stopwatch(ABC):
-    """Adds up time between `start` and `stop`, by laps."""
+    """Adds up time between `start` and `stop`, per lap."""
 
     @abstractmethod
     def start(self, stream: Any = None) -> None:
@@ -23,15 +23,15 @@ class Stopwatch(ABC):
 
     @abstractmethod
     def stop(self, stream: Any = None) -> None:
-        """End it. Does nothing if none has begun."""
+        """End the measurement. Does nothing if none has begun."""
 
     @abstractmethod
     def lap(self) -> list[float]:
         """End a lap.
 
         Returns:
-            Seconds measured in each lap that is over and was not returned before, oldest first. A lap on an accelerator
-            is over when its work is done, so it may be returned some laps later.
+            Seconds measured in each finished lap that was not returned before, oldest first. A lap on an accelerator is
+            finished when its work is done, so it may be returned some laps later.
         """
 
     @contextmanager
@@ -63,7 +63,7 @@ class HostStopwatch(Stopwatch):
 
 
 class StreamStopwatch(Stopwatch):
-    """Measures when a stream of the accelerator gets to `start` and to `stop`, waits for events included."""
+    """Measures the time from `start` to `stop` on a stream of the accelerator, including waits for events."""
 
     def __init__(self) -> None:
         self._begin: Any = None
@@ -82,7 +82,7 @@ class StreamStopwatch(Stopwatch):
         self._laps.append(self._pairs)
         self._pairs, found = [], []
         while self._laps:
-            pairs = tuple(self._laps[0])  # another thread may still add one, whose time is then not counted
+            pairs = tuple(self._laps[0])  # another thread may still add a pair; its time is then not counted
             if not all(end.query() for _, end in pairs):
                 break
             self._laps.popleft()
@@ -91,7 +91,7 @@ class StreamStopwatch(Stopwatch):
 
 
 def stopwatch() -> Stopwatch:
-    """Return a stopwatch for what the accelerator does, in the order of its stream."""
+    """Return a stopwatch for the accelerator's work, in the order of its stream."""
     return HostStopwatch() if get_accelerator().is_synchronized_device() else StreamStopwatch()
 
 

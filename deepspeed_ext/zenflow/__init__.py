@@ -44,9 +44,10 @@ user's gradient accumulation, not a micro-step. *Update*: one Adam update of p, 
 whose gradients are handed over together. *Hand over*: give the worker an interval's gradients, which lie in the slots
 of the ring. *In flight*: handed over, with the result not applied yet.
 
-Rooms: `optimizer` collects gradients, hands them over and waits; `rule` is the interface of an update rule, and
-`predictive` and `selective` implement it. `worker` holds the optimizer process, the shared memory and the connection;
-`kernel` the arithmetic over host memory. `schedule` says what each step does, `partition` and `blocks` describe the
-data, and `metrics` measures. `start` builds all of this from the config, which `supported` checks. `checkpoint` saves
-and restores it, and `section` checks what a checkpoint holds.
+Modules: in `step`, `optimizer` collects gradients, hands them over and waits; `rule` is the interface of an update
+rule; `schedule` says what each step does, `partition` describes the data, and `metrics` measures. `rules` holds the two
+rules, `predictive` and `selective`. `transfers` copies between accelerator and host, and `kernels` holds the arithmetic
+on the accelerator. `worker` holds the optimizer process, the shared memory and the connection; `worker.kernel` the
+arithmetic over host memory. `start` builds all of this from the config, which `step.supported` checks.
+`deepspeed_ext.checkpoint` saves, checks and restores the state.
 """

@@ -47,7 +47,7 @@ def start_adam(
     """Start this rank's worker. A collective.
 
     Args:
-        run: the ``zenflow`` section of this run.
+        run: the settings of this run.
         optimizer: the user's Adam or AdamW.
         masters: initial fp32 values, one 1-D tensor per partition; they are copied and may be freed afterwards.
         groups: index of the parameter group of each partition.
@@ -57,12 +57,12 @@ def start_adam(
         ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
         placement: the worker's cores and memory node from the core plan; None: unbound.
         local_ranks: number of ranks on this host, which share its cores.
-        undo: receives what stops the worker and frees the arena, for a caller that may fail later.
+        undo: receives what stops the worker and frees the arena, in case the caller fails later.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is not an Adam.
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
-        WorkerError: the worker does not start, or another rank has one of these errors.
+        WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
     config = run.config
     fields = config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
@@ -112,7 +112,7 @@ def _prepare_kernels(
     *,
     warns: bool,
 ) -> None:
-    """Compile what a step will launch, so that it neither compiles nor needs other memory."""
+    """Compile the kernels that steps will launch, so that no step compiles or needs memory for it."""
     device, block_size = weights.device, settings.block_size
     norms = prepare.norms(device, {weights.dtype, grad_dtype})
     if isinstance(settings, SelectiveSettings):

@@ -1,4 +1,4 @@
-"""Says which elements of which parameter lie where in the flat partitions of the ranks. Plain values only.
+"""Computes where the elements of each parameter lie in the flat partitions of the ranks. Plain values only.
 
 ZeRO cuts parameters in two ways, and one formula covers both: element e of a parameter lies on rank ``(start + e) //
 stride``, at ``base + (start + e) % stride`` of one flat tensor there.
@@ -55,7 +55,7 @@ class Placement:
 
     @classmethod
     def of_one(cls, numel: int, ranks: int) -> Placement:
-        """Of a parameter that is cut alone, as at stage 3, and lies in no flat tensor with others."""
+        """The placement of a parameter that is cut alone, as at stage 3, and shares no flat tensor with others."""
         return cls(numel, 0, 0, max(1, -(-numel // ranks)), 0)
 
     def fragments(self, begin: int, end: int) -> Iterator[Fragment]:
@@ -67,7 +67,7 @@ class Placement:
             begin = stop
 
     def of_rank(self, rank: int) -> Fragment | None:
-        """What `rank` holds; None: nothing."""
+        """The elements that `rank` holds; None if it holds none."""
         begin = max(0, rank * self.stride - self.start)
         end = min(self.numel, (rank + 1) * self.stride - self.start)
         return next(self.fragments(begin, end), None)
@@ -92,9 +92,10 @@ class Layout:
         """The layout of stages 1 and 2.
 
         Args:
-            groups: of each parameter group, the elements of each parameter by name, in the order of the flat tensor.
-            paddings: of each group, the elements of padding behind each parameter.
-            parts: of each group, the elements of one rank's part, with padding.
+            groups: for each parameter group, the number of elements of each parameter by name, in the order of the flat
+                tensor.
+            paddings: for each group, the number of padding elements behind each parameter.
+            parts: for each group, the number of elements of one rank's part, with padding.
             ranks: number of ranks.
         """
         placements = {}
@@ -110,7 +111,7 @@ class Layout:
         """The layout of stage 3.
 
         Args:
-            sub_groups: of each sub-group, the elements of each parameter by name, in order.
+            sub_groups: for each sub-group, the number of elements of each parameter by name, in order.
             ranks: number of ranks.
         """
         placements = {}
@@ -123,8 +124,8 @@ class Layout:
         return cls(ranks, placements)
 
     def fits(self, other: Layout) -> bool:
-        """Whether partitions of the `other` layout are partitions of this one as they are: every place holds the same
-        elements, under the same name or, if names have changed, under one that the other layout does not have."""
+        """Whether partitions of the `other` layout can be used unchanged in this one: every place holds the same
+        elements, under the same name or, if names have changed, under a name that the other layout does not have."""
         mine, theirs = self.placements, other.placements
         return (
             self.ranks == other.ranks
@@ -133,7 +134,7 @@ class Layout:
         )
 
     def require_same_parameters(self, other: Layout) -> None:
-        """Compare names and sizes of parameters with the `other` layout, of a checkpoint.
+        """Compare names and sizes of parameters with `other`, the layout of a checkpoint.
 
         Raises:
             CheckpointError: they differ.
@@ -180,7 +181,8 @@ def plan_copies(saved: Layout, wanted: Layout, rank: int) -> list[Copy]:
     """Plan how `rank` fills its flat tensors of the layout `wanted` from a checkpoint of the layout `saved`.
 
     Returns:
-        The copies, by flat tensor to write and place in it. Successive elements are one copy. Padding is in none.
+        The copies, sorted by the flat tensor to write and the place in it. Successive elements form one copy. Padding
+        is not copied.
     """
     held = [(name, part) for name, each in wanted.placements.items() if (part := each.of_rank(rank)) is not None]
     copies: list[Copy] = []

@@ -16,7 +16,7 @@ from deepspeed_ext.errors import CheckpointError
 __all__ = ["load_frozen", "load_masters", "load_optimizer"]
 
 _CHUNK_NUMEL = 1 << 22
-"""Elements copied at once, so that what is mapped from the files is not all in memory at once."""
+"""Elements copied at once, so that the mapped files are not all in memory at the same time."""
 _SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 
 
@@ -24,10 +24,10 @@ def load_optimizer(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
     """Fill p and the optimizer's state of this rank's partitions.
 
     Returns:
-        The state dict that DeepSpeed would have saved of them; its tensors are the partitions themselves.
+        The state dict that DeepSpeed would have saved for them; its tensors are the partitions themselves.
 
     Raises:
-        CheckpointError: the checkpoint's parameters are others, or its files do not fit together.
+        CheckpointError: the checkpoint has other parameters, or its files do not fit together.
     """
     copies = _plan(saved, target)
     sources = {rank: saved.partitions(rank) for rank in sorted({copy.rank for copy in copies} | {0})}
@@ -52,7 +52,7 @@ def load_masters(saved: SavedCheckpoint, target: Target) -> None:
     """Fill p of this rank's partitions, and leave the optimizer's state as it is.
 
     Raises:
-        CheckpointError: the checkpoint's parameters are others.
+        CheckpointError: the checkpoint has other parameters.
     """
     for copy in _plan(saved, target):
         source = saved.partitions(copy.rank)
@@ -68,7 +68,7 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
         False if the checkpoint does not have it.
 
     Raises:
-        CheckpointError: it has another size there, or is quantized there or here.
+        CheckpointError: it has another size in the checkpoint, or is quantized in the checkpoint or in this run.
     """
     if (placement := saved.frozen(name)) is None:
         return False
@@ -94,7 +94,7 @@ def _plan(saved: SavedCheckpoint, target: Target) -> list[Copy]:
 
 
 def _chunks(copy: Copy) -> Iterator[tuple[int, int, int]]:
-    """Where to read from, up to where, and where to write."""
+    """Yield for each chunk of a copy: first element to read, end of the elements to read, place to write to."""
     for begin in range(copy.begin, copy.end, _CHUNK_NUMEL):
         yield begin, min(copy.end, begin + _CHUNK_NUMEL), copy.offset + begin - copy.begin
 
@@ -127,7 +127,7 @@ def _hyperparameters(source: SavedPartitions, target: Target) -> list[dict[str, 
 
 
 def _scalars(sources: dict[int, SavedPartitions], groups: int) -> list[dict[str, Any]]:
-    """What the optimizer keeps once per tensor, for each parameter group: the step count above all."""
+    """The values that the optimizer keeps once per tensor, for each parameter group; usually the step count."""
     found: list[dict[str, Any]] = [{} for _ in range(groups)]
     steps: list[set[float]] = [set() for _ in found]
     for source in sources.values():

@@ -1,6 +1,6 @@
 """Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without ZenFlow.
 
-Files are memory-mapped: only what is copied is read from the disk, and none of it stays in this process.
+Files are memory-mapped: only the elements that are copied are read from disk, and they do not stay in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WEIGHTS_STAGE = 3
 
 
 def holds_partitions(folder: str) -> bool:
-    """Whether a folder holds files of a ZeRO optimizer, of a run without model parallelism."""
+    """Whether a folder holds files of a ZeRO optimizer from a run without model parallelism."""
     found = [_OPTIMIZER_FILE.fullmatch(name) for name in (os.listdir(folder) if os.path.isdir(folder) else ())]
     return {int(match[3]) for match in found if match is not None} == {0}
 
@@ -46,9 +46,9 @@ class SavedPartitions:
 
     Attributes:
         state: the argument.
-        tensors: of each flat tensor, p and the optimizer's state of each element by name; 1-D, mapped from the file. p
+        tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped from the file. p
             may lack padding at its end.
-        scalars: of each flat tensor, the rest of the optimizer's state, such as the step count.
+        scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.
         groups: the parameter groups of the optimizer; empty: not saved.
         group_of_flats: index of the parameter group of each flat tensor.
     """
@@ -74,7 +74,7 @@ class SavedPartitions:
             self.scalars.append({name: value for name, value in values.items() if name not in each})
         self._saved = self._read_saved_state()
         if self._saved is not None and self._saved.position:
-            for scalars in self.scalars:  # `read` applies what was collected
+            for scalars in self.scalars:  # `read` applies the collected gradients
                 scalars["step"] = self._saved.updates
 
     def _read_saved_state(self) -> SavedState | None:
@@ -85,8 +85,8 @@ class SavedPartitions:
 
     @torch.no_grad()
     def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """Elements `begin` to `end` of a flat tensor's `tensors`, with the gradients of the ZenFlow section that were
-        not handed over applied."""
+        """Elements `begin` to `end` of a flat tensor's `tensors`, after applying the saved gradients that were not
+        handed over."""
         whole = self.tensors[flat]
         if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
             raise CheckpointError(
@@ -107,8 +107,8 @@ class SavedPartitions:
 class SavedCheckpoint:
     """One checkpoint: the files of all ranks under one tag.
 
-    Plain ZeRO saves again under a tag by writing over the files of the same names. Files of other names stay: those of
-    another stage, of ranks that there are no more, and of weights in another dtype.
+    If plain ZeRO saves again under a tag, it overwrites files of the same names. Files of other names stay: those of
+    another stage, of ranks that no longer exist, and of weights in another dtype.
 
     Args:
         folder: the folder of the tag; see `holds_partitions`.
@@ -123,11 +123,11 @@ class SavedCheckpoint:
         *self._older, self._files = sorted(saves.values(), key=lambda files: os.path.getmtime(_first(files)))
         self._opened: dict[int, SavedPartitions] = {}
         self._models: dict[str, Mapping[str, Any]] = {}
-        self._save_ids: dict[Any, str] = {}  # one path for each id
+        self._save_ids: dict[Any, str] = {}  # one path per id
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks saved it; as many as have a file here, if none of these says so."""
+        """The number of ranks that saved it; if no file states it, the number of ranks with a file here."""
         try:
             counts = self.partitions(min(self._files)).state[keys.PARTITION_COUNT]
         except (CheckpointError, KeyError):
@@ -146,14 +146,15 @@ class SavedCheckpoint:
 
     @property
     def several(self) -> str:
-        """Says that the optimizer's files are of several saves, which differ in dtype; empty if they are of one."""
+        """A message that the optimizer's files are of several saves, which differ in dtype; empty if they are of one
+        save."""
         if not self._older:
             return ""
         names = sorted(os.path.basename(_first(files)) for files in (*self._older, self._files))
         return f"{self.folder} holds the optimizer's files of several saves, such as {' and '.join(names)}"
 
     def require_newer(self, bf16: bool) -> None:
-        """Refuse what DeepSpeed would load, which is the files of the run's dtype, unless all others are older.
+        """Refuse the files that DeepSpeed would load, those of the run's dtype, unless all other files are older.
 
         Args:
             bf16: whether the run trains in bf16.
@@ -174,7 +175,7 @@ class SavedCheckpoint:
     # -- files ----------------------------------------------------------------------------------------------------
 
     def partitions(self, rank: int) -> SavedPartitions:
-        """What `rank` saved."""
+        """The partitions that `rank` saved."""
         if rank not in self._opened:
             if rank not in self._files:
                 raise CheckpointError(
@@ -216,7 +217,7 @@ class SavedCheckpoint:
         """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote them."""
         return next(iter(self._save_ids), None)
 
-    # -- what lies where ------------------------------------------------------------------------------------------
+    # -- the layout -----------------------------------------------------------------------------------------------
 
     @cached_property
     def stage(self) -> int:
@@ -235,7 +236,7 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: a rank's file is missing, or one does not fit, or the files are of two saves.
         """
-        if self._older:  # their times say which is newer, but not after they were copied
+        if self._older:  # file times tell which is newer, unless files were copied
             raise CheckpointError(
                 f"{self.several}: move the files of the older save elsewhere, or load another checkpoint by its tag"
             )
@@ -265,7 +266,7 @@ class SavedCheckpoint:
         return None if shape is None else Placement.of_one(torch.Size(shape).numel(), self.ranks)
 
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
-        """What `rank` saved of it, 1-D."""
+        """The part of it that `rank` saved, 1-D."""
         content = self.model(rank)
         return content["module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS][name].reshape(-1)
 

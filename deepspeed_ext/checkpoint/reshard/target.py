@@ -1,4 +1,4 @@
-"""One rank's partitions as places to load a checkpoint into, whatever optimizer owns them."""
+"""One rank's partitions as places to load a checkpoint into, independent of the optimizer that owns them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Target(ABC):
     """One rank's partitions.
 
     Attributes:
-        rank, ranks: this rank's number, and how many share the parameters.
+        rank, ranks: this rank's number, and the number of ranks that share the parameters.
         layout: where the trained parameters lie.
     """
 
@@ -43,7 +43,8 @@ class Target(ABC):
 
     @abstractmethod
     def state(self, flat: int, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The optimizer's tensor of that name for a flat tensor, like p: the one in use, or a new one of zeros."""
+        """The optimizer's tensor of that name for a flat tensor, with p's shape: the one in use, or a new one of
+        zeros."""
 
     @abstractmethod
     def numel(self, param: Any) -> int:
@@ -55,7 +56,7 @@ class Target(ABC):
 
     @abstractmethod
     def state_dict(self, base: dict[str, Any], scaler: Mapping[str, Any]) -> dict[str, Any]:
-        """What DeepSpeed would have saved of these partitions.
+        """The state dict that DeepSpeed would have saved for these partitions.
 
         Args:
             base: state dict of the optimizer that it wraps.
@@ -68,5 +69,5 @@ class Target(ABC):
 
     @abstractmethod
     def frozen(self, param: Any) -> AbstractContextManager[tuple[torch.Tensor, int, int]]:
-        """This rank's elements of a parameter that is not trained, 1-D, and which elements they are. What the block
-        writes there arrives in the parameter."""
+        """This rank's elements of a parameter that is not trained, 1-D, and the range of these elements. Values that
+        the block writes to them are stored in the parameter."""

@@ -1,8 +1,8 @@
-"""Computes what a rank holds on its accelerator, phase by phase. Pure functions.
+"""Computes the accelerator memory of a rank, phase by phase. Pure functions.
 
 Symbols: n parameters, N ranks, p elements of this rank's partitions, w bytes of a weight, a bytes of an accumulated
 gradient, B elements of a reduction bucket and e <= B of them filled, L elements of the largest parameter.
-DeepSpeed's own buffers are as in 0.19.8. A phase has several moments; the one with the most bytes counts.
+DeepSpeed's own buffers are those of 0.19.8. A phase has several moments; the plan takes the one with the most bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.worker.sizes import arena_specs
 __all__ = ["accelerator_parts"]
 
 NORM_BYTES = 8
-"""Of an element in DeepSpeed's norm of a gradient, which is computed in fp64."""
+"""Bytes per element in DeepSpeed's norm of a gradient, which is computed in fp64."""
 
 MOMENTS = ("moment m", "moment v")
 Parts = tuple[Part, ...]
@@ -64,7 +64,7 @@ class _Accelerator:
     # -- between steps --------------------------------------------------------------------------------------------
 
     def between(self) -> list[Part]:
-        """What is held all the time."""
+        """Memory that is held all the time."""
         held = [Part("weights", self.weight * self.numel * (self.ranks.count if self.whole else 1))]
         if self.setup.on_accelerator:
             aliased = not self.whole and self.weight == FLOAT_BYTES  # the weights are the masters
@@ -80,7 +80,7 @@ class _Accelerator:
         return held + (self.zenflow() if self.setup.zenflow is not None else [])
 
     def zenflow(self) -> list[Part]:
-        """Rooms and what the rule keeps."""
+        """Landing buffers and the rule's own state."""
         rule, kept = self.setup.rule, dict[str, int]()
         for run in self.partitions:
             for kind, nbytes in bytes_of(rule, run.numel, self.weight).kept.items():
@@ -88,7 +88,7 @@ class _Accelerator:
         return [Part("landing buffers", self.landing_buffers()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
 
     def landing_buffers(self) -> int:
-        """Bytes of the landing buffers of hidden transfers."""
+        """Bytes of the landing buffers."""
         if not self.setup.hides_transfers:
             return 0
         nbytes = 0
@@ -101,7 +101,8 @@ class _Accelerator:
     # -- start-up -------------------------------------------------------------------------------------------------
 
     def start(self, between: list[Part]) -> Parts:
-        """While the engine is built. Moments and the estimate's state are made in the first steps."""
+        """Memory while the engine is built. Adam's moments and the estimate's state are allocated later, in the first
+        steps."""
         kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "landing buffers"}
         built = [part for part in between if part.kind in kept]
         if not self.whole:
@@ -122,7 +123,7 @@ class _Accelerator:
     # -- stages 1 and 2 -------------------------------------------------------------------------------------------
 
     def flat_backward(self) -> list[list[Part]]:
-        """Moments of the backward in which all weights are whole."""
+        """Moments of backward at stages 1 and 2, where each rank has all weights."""
         if self.setup.stage == 1 and (not self.setup.overlaps or self.setup.accumulation > 1):
             return self.whole_gradients()
         buckets = self.buckets(self.weight)
@@ -142,7 +143,7 @@ class _Accelerator:
         return [[before, *common, Part("reduction copies", across)], [own, before, *common]]
 
     def whole_gradients(self) -> list[list[Part]]:
-        """Moments of stage 1 that keep every parameter's gradient until the last micro-step."""
+        """Moments of backward at stage 1, if every parameter's gradient is kept until the last micro-step."""
         gradients, filled = self.accumulated * self.params, self.accumulated * self.filled
         buckets = Part("reduction buckets", self.buckets(self.accumulated))
         full = [Part("gradients", gradients), buckets]
@@ -158,13 +159,13 @@ class _Accelerator:
         return [full, [rest, buckets, own], [rest, buckets, Part("reduction copies", self.across())]]
 
     def buckets(self, itemsize: int) -> int:
-        """Bytes of the buckets in which gradients are reduced; two take turns beside the backward."""
+        """Bytes of the buckets in which gradients are reduced; two alternate if they are reduced during backward."""
         if not self.setup.contiguous_gradients:
             return itemsize * self.filled
         return itemsize * self.setup.reduce_bucket_size * (2 if self.setup.overlaps else 1)
 
     def across(self) -> int:
-        """Bytes of a copy of the bucket's contents, made if they belong to several ranks."""
+        """Bytes of a copy of the bucket's contents, which is made if they belong to several ranks."""
         return self.weight * self.filled if self.ranks.count > 1 else 0
 
     def flat_step(self) -> list[list[Part]]:
@@ -181,7 +182,7 @@ class _Accelerator:
         return [gathered, self.updating(self.numel), self.exchange()]
 
     def updating(self, numel: int) -> list[Part]:
-        """While a partition of `numel` elements is updated."""
+        """Memory while a partition of `numel` elements is updated."""
         flat = Part("flat gradient", self.handed * numel)
         if self.setup.zenflow is None:
             return [flat, Part("temporaries", 0 if self.setup.fused_adam else FLOAT_BYTES * numel)]
@@ -191,7 +192,7 @@ class _Accelerator:
         return [flat, Part("temporaries", step), Part("new hot weights", waiting)]
 
     def exchange(self) -> list[Part]:
-        """While stages 1 and 2 exchange hot weights alone."""
+        """Memory while stages 1 and 2 exchange only hot weights."""
         if self.setup.zenflow is None:
             return []
         nbytes = bytes_of(self.setup.rule, self.numel, self.weight, ranks=self.ranks.count).exchange
@@ -205,7 +206,7 @@ class _Accelerator:
         live = min(self.params, max(setup.max_live_parameters, setup.max_reuse_distance // 2 + self.largest))
         again = min(setup.max_live_parameters, self.params - self.filled)
         copy = 0 if setup.stage3_allgather_single_param else min(setup.prefetch_bucket_size, self.params)
-        if self.ranks.count == 1:  # a partition is the whole parameter, which is used in place
+        if self.ranks.count == 1:  # the partition is the whole parameter and is used in place
             live = again = copy = 0
         made = Part("gradient being made", weight * self.largest)
         reduced = 0

@@ -21,7 +21,7 @@ __all__ = ["parse_gib", "parse_numel", "run_from_cli"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST_PARAMS = 10**15
 HERE = "here"
-"""In place of GiB: this machine's."""
+"""Given in place of GiB: use this machine's memory."""
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -29,7 +29,7 @@ def parse_numel(text: str) -> int:
     """Read a number of parameters such as ``7e9``, ``7B``, ``1.5b``, ``124M`` or ``7000000000``.
 
     Raises:
-        ValueError: it is no whole number from 1 to `MOST_PARAMS`.
+        ValueError: it is not a whole number from 1 to `MOST_PARAMS`.
     """
     found = re.fullmatch(r"([0-9]{1,18})(?:\.([0-9]{1,12}))?(?:[eE]\+?([0-9]{1,2}))?([KMBGTkmbgt]?)", text, re.ASCII)
     if found is not None:
@@ -90,7 +90,7 @@ def parse_gib(text: str) -> float | str:
 
 
 def _read(arguments: Any) -> tuple[Model, Ranks, Setup | None, tuple[str, ...]]:
-    """Model, ranks, the config's run, and notes on it."""
+    """The model, the ranks, the run described by the config, and notes on it."""
     count = arguments.ranks
     ranks = Ranks(count, arguments.ranks_per_host or count)
     dtype, setup, notes = "bfloat16", None, tuple[str, ...]()

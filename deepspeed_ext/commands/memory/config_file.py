@@ -1,4 +1,4 @@
-"""Reads from a DeepSpeed config file what the memory of its run depends on. Imports DeepSpeed."""
+"""Reads the settings that determine a run's memory from a DeepSpeed config file. Imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ADAMS = ("adam", "adamw")
 
 @dataclass(frozen=True)
 class FileSettings:
-    """What a config file says.
+    """Settings read from a config file.
 
     Attributes:
         setup: the run.
         dtype: dtype of the weights.
-        notes: fields that are "auto" and counted with their defaults.
+        notes: fields that are "auto", for which the defaults are assumed.
     """
 
     setup: Setup
@@ -43,7 +43,7 @@ def read_config(path: str, ranks: int) -> FileSettings:
         ranks: number of data-parallel ranks.
 
     Raises:
-        ConfigError: the file cannot be read, or asks for something whose memory is not known.
+        ConfigError: the file cannot be read, or asks for a feature of unknown memory.
     """
     config = read_json(path)
     section = section_of(config, "zero_optimization")
@@ -55,7 +55,7 @@ def read_config(path: str, ranks: int) -> FileSettings:
 
 
 def _optimizer(config: Mapping[str, Any]) -> list[str]:
-    """A note if the config names an optimizer that is no Adam."""
+    """A note if the config names an optimizer that is not an Adam."""
     name = str(section_of(config, "optimizer").get("type", "adam"))
     return [] if "adam" in name.lower() else [f"the optimizer is {name}: two fp32 moments are counted, as for Adam"]
 
@@ -115,7 +115,7 @@ def _dtype(config: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Micro-steps per optimizer step: given, or the batch over what the ranks take at once."""
+    """Micro-steps per optimizer step: as given, or the batch size divided by the size of all ranks' micro-batches."""
     steps = count_in(config, "gradient_accumulation_steps")
     if steps is not None:
         return steps

@@ -1,7 +1,7 @@
-"""Computes what a rank holds in host memory, phase by phase. Pure functions.
+"""Computes the host memory of a rank, phase by phase. Pure functions.
 
-Counted are the optimizer's state and its buffers, not the module as the script builds it, and not the libraries (about
-150 MiB per rank with its optimizer process).
+It counts the optimizer's state and buffers, but not the module as built by the script, and not the libraries (about 150
+MiB per rank with its optimizer process).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ARENA_KINDS = {
     "block_means": "block means",
     "updates": "update counts",
 }
-"""Kinds of the arena's arrays, as a report calls them."""
+"""Names of the arena's kinds of arrays in a report."""
 
 MOST_PLACED = 32
-"""Partitions whose positions in the arena are planned one by one."""
+"""Maximum number of partitions that are placed in the arena one by one."""
 
 Parts = tuple[Part, ...]
 
@@ -60,7 +60,7 @@ class _Host:
         }
 
     def between(self) -> list[Part]:
-        """What is held all the time."""
+        """Memory that is held all the time."""
         if self.setup.zenflow is not None:
             hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.partitions)
             return [*self.arena(at_start=False), Part("hot state", hot, page_locked=True)]
@@ -80,8 +80,8 @@ class _Host:
         return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
 
     def laid_out(self) -> list[tuple[list[int], int]]:
-        """Partitions whose arrays are placed together, and how often. Exact for a usual number of them; of more, each
-        counts like the first, whose arrays may lie on one page more or less."""
+        """Groups of partitions whose arrays are placed together, and the number of such groups. Exact for up to
+        `MOST_PLACED` partitions. With more, each counts like the first; its arrays may lie on one page more or less."""
         if sum(run.times for run in self.partitions) <= MOST_PLACED:
             return [([run.numel for run in self.partitions for _ in range(run.times)], 1)]
         return [([run.numel], run.times) for run in self.partitions]
@@ -107,18 +107,18 @@ class _Host:
         ]
 
     def start(self, between: list[Part]) -> Parts:
-        """While the engine is built."""
+        """Memory while the engine is built."""
         flattening = [] if self.setup.partitions_weights else self.flattening()
         return largest(self.building(between), flattening)
 
     def flattening(self) -> list[Part]:
-        """While the ``host`` tier flattens: this rank's slice and two chunks."""
+        """Memory while the ``host`` tier flattens: this rank's slice and two chunks."""
         if self.setup.flatten_tier != "host":
             return []
         return [Part("slice for flattening", self.model.itemsize * self.numel), self.staging()]
 
     def building(self, between: list[Part]) -> Parts:
-        """While the optimizer is built. Moments of ZeRO-Offload are made in the first step."""
+        """Memory while the optimizer is built. ZeRO-Offload allocates Adam's moments in the first step."""
         weight, numel = self.model.itemsize, self.numel
         if self.setup.zenflow is not None:
             masters, arena = Part("DeepSpeed's masters", FLOAT_BYTES * numel), self.arena(at_start=True)
@@ -138,16 +138,17 @@ class _Host:
         return largest(built, [Part("master", FLOAT_BYTES * numel, self.setup.pins), self.staging()])
 
     def defragmentation(self) -> list[Part]:
-        """Stage 3 collects the partitions of the weights on the host before it puts them next to each other."""
+        """Memory while stage 3 makes the partitions of the weights contiguous, for which it collects them on the
+        host."""
         return [Part("defragmentation", self.model.itemsize * self.numel)]
 
     def staging(self) -> Part:
-        """The chunks through which masters come from the accelerator."""
+        """The chunks through which masters are copied from the accelerator."""
         return Part("staging", 2 * min(STAGING_CHUNK_BYTES, self.model.itemsize * self.numel), page_locked=True)
 
     def temporaries(self) -> Part:
-        """Temporaries of an optimizer step: of torch's AdamW on the host two of a partition's size, of ZenFlow the
-        state that moves when hot blocks are selected."""
+        """Temporaries of an optimizer step. Torch's AdamW on the host: two of a partition's size. ZenFlow: the state
+        that is moved when hot blocks are selected."""
         if self.setup.zenflow is not None:
             return Part("temporaries", bytes_of(self.setup.rule, self.most).moved)
         uses_torch = self.setup.offload and not self.setup.fused_adam
@@ -167,8 +168,8 @@ class _Host:
         return [module, *self.section()]
 
     def section(self) -> list[list[Part]]:
-        """Moments of ZenFlow's section of a checkpoint, at the step of an interval with the most gradients. What
-        comes from the accelerator is copied twice, one partition at a time."""
+        """Moments while ZenFlow's state is saved, at the step of an interval with the most gradients. State on the
+        accelerator is copied twice, one partition at a time."""
         rule, weight = self.setup.rule, self.model.itemsize
         gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * self.numel
         collected = Part("copy of collected gradients", ((rule.update_interval or 1) - 1) * gradients)

@@ -1,4 +1,4 @@
-"""Defines the parts of which a plan of memory consists."""
+"""Defines the parts of a memory plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Place(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """A part of a run. What is held between steps is held in the three phases after it too."""
+    """A part of a run. Memory held between steps is also held in the three phases after it."""
 
     START = "start-up"
     BETWEEN = "between steps"
@@ -33,7 +33,7 @@ class Part:
     """Memory of one kind.
 
     Attributes:
-        kind: what it holds.
+        kind: the kind of its content.
         nbytes: bytes of one rank.
         page_locked: host memory that cannot be swapped and that the accelerator reaches directly.
     """
@@ -58,10 +58,10 @@ class MemoryPlan:
 
     Attributes:
         model, ranks, setup: what is planned.
-        parts: what a rank holds when it holds the most of a phase, by place and phase. The first rank of the job is
-            meant, which alone copies the module in a save.
+        parts: memory of the job's first rank at the largest moment of a phase, by place and phase. Only this rank
+            copies the module in a save.
         others: host bytes of every other rank, by phase.
-        notes: what the plan does not know.
+        notes: facts that the plan does not know.
     """
 
     model: Model
@@ -72,11 +72,11 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
     def nbytes(self, place: Place, phase: Phase) -> int:
-        """Most bytes of a rank within a phase."""
+        """Maximum bytes of a rank within a phase."""
         return _total(self.parts[place, phase])
 
     def peak(self, place: Place) -> int:
-        """Most bytes of a rank over all phases."""
+        """Maximum bytes of a rank over all phases."""
         return max(self.nbytes(place, phase) for phase in Phase)
 
     def page_locked(self, phase: Phase) -> int:
@@ -88,19 +88,20 @@ class MemoryPlan:
         return self.nbytes(Place.HOST, phase) + (self.ranks.per_host - 1) * self.others[phase]
 
     def host_peak(self) -> int:
-        """Most host bytes of all ranks of the first host over all phases."""
+        """Maximum host bytes of all ranks of the first host over all phases."""
         return max(self.on_host(phase) for phase in Phase)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What there is: bytes of one accelerator and of one host; None: not known."""
+    """Available memory: bytes of one accelerator and of one host; None: not known."""
 
     accelerator: int | None = None
     host: int | None = None
 
     def left(self, plan: MemoryPlan) -> dict[Place, int]:
-        """Bytes that a plan leaves at its peak of what is known; below 0 it does not fit."""
+        """Bytes that remain at the plan's peak, for each place with a known capacity; if negative, the plan does not
+        fit."""
         given = {Place.ACCELERATOR: self.accelerator, Place.HOST: self.host}
         needed = {Place.ACCELERATOR: plan.peak(Place.ACCELERATOR), Place.HOST: plan.host_peak()}
         return {place: nbytes - needed[place] for place, nbytes in given.items() if nbytes is not None}

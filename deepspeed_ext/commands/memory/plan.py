@@ -1,4 +1,4 @@
-"""Plans the memory of a run, and lists the runs beside it."""
+"""Plans the memory of a run, and lists similar runs for comparison."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def neighbours(setup: Setup) -> list[Setup]:
 
 
 def _with_zenflow(setup: Setup, interval: int) -> Setup:
-    """`setup` with ZenFlow at `interval`; its own section if that can have this interval, else a default one."""
+    """`setup` with ZenFlow at `interval`; with its own section if that allows this interval, otherwise with a default
+    one."""
     section = setup.zenflow or ZenFlowConfig()
     given = section.model_dump(exclude_unset=True) | {"update_interval": interval}
     if "overlap_lag" in given:

@@ -16,7 +16,7 @@ _NAME_WIDTH, _WIDTH = 36, 13
 
 
 def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> dict[str, Any]:
-    """All sizes in bytes; the first plan is the one that was asked for, if any was."""
+    """All sizes in bytes; the first plan is the requested one, if there is one."""
     first = plans[0]
     return {
         "schema": SCHEMA,
@@ -68,7 +68,7 @@ def as_text(
 
 
 def verdict_text(detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], capacity: Capacity) -> str:
-    """Whether the plan that was asked for fits, or which do."""
+    """Whether the requested plan fits, or which plans fit."""
     if capacity == UNKNOWN:
         return (
             "Does it fit? Add --accelerator-gib and --host-gib: the memory of one accelerator and of one host, as "

@@ -1,4 +1,4 @@
-"""How many bytes an update rule takes for one partition beside the arena."""
+"""Computes how many bytes an update rule takes for one partition besides the arena."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RuleBytes", "bytes_of"]
 
 _FLOAT_BYTES = 4
 _STATE_BYTES = 3 * _FLOAT_BYTES
-"""Of an element of a hot block: p, m and v in fp32."""
+"""Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES, _ID_BYTES = 4, 8
 
 
@@ -21,13 +21,13 @@ class RuleBytes:
     """Bytes that a rule takes for a partition.
 
     Attributes:
-        kept: on the accelerator beside the weights, by kind.
-        kept_on_host: page-locked on the host, outside of the arena.
+        kept: on the accelerator besides the weights, by kind.
+        kept_on_host: page-locked on the host, outside the arena.
         moved: temporaries on the host, while state moves to the accelerator.
-        saved: of each tensor in a checkpoint.
-        step: most temporaries on the accelerator, while the weights are computed.
+        saved: for each tensor in a checkpoint.
+        step: maximum temporaries on the accelerator, while the weights are computed.
         waiting: new weights on the accelerator that wait until all partitions are stepped.
-        exchange: on the accelerator, for an exchange of changed weights alone at stages 1 and 2.
+        exchange: on the accelerator, for an exchange of only the changed weights at stages 1 and 2.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def bytes_of(
         numel: elements of the partition, n.
         weights_bytes: bytes of an element of the weights.
         arrived_bytes: bytes of an element of y.
-        in_place: y has a room on the accelerator, so that it is not copied there in parts.
+        in_place: whether y is in a landing buffer on the accelerator, so that it is not copied there in parts.
         ranks: number of ranks.
     """
     if isinstance(rule, SelectiveSettings):
@@ -68,8 +68,8 @@ def _predictive(
 ) -> RuleBytes:
     """Kept: 1 / d_b of each block, and D.
 
-    Temporaries of `Estimator.predict` as torch operations: the gradient in fp32, with D also y in fp32, of one chunk. A
-    kernel has none; whether there is one is not known before the run.
+    Temporaries of `Estimator.predict` by torch operations: the gradient in fp32 and, with D, also y in fp32, of one
+    chunk. A kernel needs none, but whether it can run is not known before the run.
     """
     if not rule.overlapped:
         return RuleBytes()
@@ -84,8 +84,8 @@ def _predictive(
 def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: int) -> RuleBytes:
     """Kept: the state of hot blocks and their numbers. p, m and v move one after the other.
 
-    Temporaries of `AdamBlocks.step` beside the gradient of the hot blocks: state that lives on the host, and two
-    temporaries in fp32 of one chunk, which a kernel does not need. Whether there is one is not known before the run.
+    Temporaries of `AdamBlocks.step` besides the gradient of the hot blocks: state that is on the host, and two fp32
+    temporaries of one chunk. A kernel does not need the latter, but whether it can run is not known before the run.
     """
     blocks = rule.hot_blocks(numel)
     hot, state = blocks * rule.block_size, rule.hot_state_bytes(blocks)

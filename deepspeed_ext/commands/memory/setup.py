@@ -1,4 +1,4 @@
-"""Describes a run, as far as its memory depends on it. Plain values, no torch and no DeepSpeed."""
+"""Describes the settings of a run that determine its memory. Plain values, no torch and no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTITIONS_WEIGHTS = 3
 
 def typical_largest(params: int) -> int:
     """Elements of the largest parameter of a typical language model with `params` parameters: an embedding of 32,768
-    rows, as wide as 32 layers of 12 d^2 parameters make it."""
+    rows and width d, for 32 layers of 12 d^2 parameters."""
     return min(params, 32768 * math.isqrt(max(1, params // (12 * 32))))
 
 
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     """Some partitions of equal size."""
 
     numel: int
-    """Elements of each."""
+    """Elements of each partition."""
     times: int
 
 
@@ -117,17 +117,18 @@ class Setup:
 
     @property
     def partitions_weights(self) -> bool:
-        """Whether the 16-bit weights are partitioned too: stage 3."""
+        """Whether the 16-bit weights are partitioned, too: at stage 3."""
         return self.stage == _PARTITIONS_WEIGHTS
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradients are reduced beside the backward, by default at stage 3 alone."""
+        """Whether gradients are reduced during backward; by default only at stage 3."""
         return self.partitions_weights if self.overlap_comm is None else self.overlap_comm
 
     @property
     def rule(self) -> PredictiveSettings | SelectiveSettings:
-        """Settings of ZenFlow's rule. An open interval counts as the longest that measurement may choose."""
+        """Settings of ZenFlow's rule. If the interval is not set, the longest that measurement may choose is
+        assumed."""
         assert self.zenflow is not None
         kind = SelectiveSettings if self.zenflow.rule == "selective" else PredictiveSettings
         longest = kind.of(self.zenflow).longest_interval
@@ -135,7 +136,7 @@ class Setup:
 
     @property
     def hides_transfers(self) -> bool:
-        """Whether ZenFlow has a room on the accelerator; not given counts as yes."""
+        """Whether ZenFlow has landing buffers on the accelerator; assumed if not set."""
         return self.zenflow is not None and self.zenflow.hide_transfers is not False
 
     def accumulation_dtype(self, model: Model) -> str:
@@ -153,8 +154,8 @@ class Setup:
         return (self.zenflow and self.zenflow.publish_dtype) or model.dtype
 
     def partition_numel(self, model: Model, ranks: Ranks) -> int:
-        """Elements of a rank's partitions together, padding included. At stage 3 every parameter has padding of its
-        own, fewer elements than there are ranks, which is not counted."""
+        """Elements of all partitions of a rank, with padding. At stage 3 each parameter has its own padding of fewer
+        elements than there are ranks, which is not counted."""
         alignment = ranks.count * (1 if self.partitions_weights else STARTS_ALIGNED)
         return flat_numel(model.params, alignment) // ranks.count
 

@@ -1,4 +1,4 @@
-"""Decides what a rank takes in one step, from the batch sizes of a config. Pure."""
+"""Decides the batches of a rank in one step, from the batch sizes of a config. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Batches:
 
 
 def plan_batches(config: Mapping[str, Any], ranks: int, changes: list[str]) -> Batches:
-    """Batch sizes for `ranks`; adds what differs from the config to `changes`.
+    """Batch sizes for `ranks`; differences from the config are added to `changes`.
 
     Raises:
-        ConfigError: no number of ranks fits the config's batch sizes, or there are none.
+        ConfigError: no number of ranks fits the config's batch sizes, or the config has none.
     """
     total = count_in(config, "train_batch_size")
     given = count_in(config, "train_micro_batch_size_per_gpu")

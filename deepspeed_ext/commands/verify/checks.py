@@ -1,9 +1,9 @@
-"""The verdicts of a check, from what its ranks have found. Pure.
+"""Judges the measurements of a check's ranks. Pure.
 
-Tolerances are measured, not chosen: plain training runs a second time with gradients that are rounded otherwise, by up
-to one unit in the last place of the dtype in which the config communicates them. How far the two end up apart is what
-rounding alone does with this config; a few times of that is allowed. What a rule of ZenFlow adds by design is allowed
-as a fraction of what plain training reaches.
+Tolerances are measured, not chosen: plain training runs a second time with gradients that are rounded differently, by
+up to one unit in the last place of the dtype in which the config communicates them. The distance between the two
+results is the noise of rounding with this config; a few times that is allowed. Deviations that a rule of ZenFlow adds
+by design are allowed up to a fraction of plain training's progress.
 """
 
 from __future__ import annotations
@@ -22,29 +22,33 @@ __all__ = ["Check", "Status", "check_all"]
 Status = Literal["PASS", "FAIL", "SKIPPED"]
 
 NOISE_FACTOR = 5.0
-"""How many times the measured noise is allowed: it is one sample of it."""
+"""Allowed deviation as a multiple of the measured noise, which is a single sample."""
 LOSS_ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
-"""Relative rounding of a loss whose logits have this dtype: other kernels, as those of stage 3, add in other orders."""
+"""Relative rounding error of a loss by dtype of its logits: other kernels, such as those of stage 3, add in another
+order."""
 SMALLEST_DEVIATION = {"float32": 0.02, "bfloat16": 0.05, "float16": 0.02}
-"""Of a parameter's movement, by dtype of communication: one gradient dropped in a dozen steps deviates more. Many ranks
-that add in 16 bits in another order than the reference's deviate by a few units in the last place."""
+"""Deviation that is always allowed, as a fraction of a parameter's movement, by dtype of communication. One gradient
+dropped in a dozen steps deviates more. Many ranks that add in 16 bits in another order than the reference deviate by a
+few units in the last place."""
 JUDGED_NOISE = 0.25
 """A parameter is not judged if rounding alone changes its movement by more than that."""
 PREDICTED_LOSS = 0.1
-"""Predictive rule: fraction of what plain training learns by which a loss may differ; or what it learns in an interval,
-if that is more: the weights are at most so far ahead or behind."""
+"""Predictive rule: allowed difference of a loss, as a fraction of plain training's progress. Its progress within one
+interval is also allowed, because the weights are at most that far ahead or behind."""
 DEFERRED_WAY, DEFERRED_MOST = 0.5, 1.5
-"""Deferred updates: a parameter's movement is at least this / interval of plain training's. Progress and movement are
-at most that. Progress is at least 1 / interval, which is what those parameters reach that step once in an interval."""
+"""Deferred updates, relative to plain training. DEFERRED_WAY: minimum movement of a parameter, to be divided by the
+interval. DEFERRED_MOST: maximum progress and movement. The minimum progress is 1 / interval, which parameters reach
+that step once per interval."""
 DEFERRED_DIRECTION = 0.4
-"""Deferred updates: least cosine between a parameter's movement and plain training's."""
+"""Deferred updates: minimum cosine between a parameter's movement and plain training's."""
 DEFERRED_ELEMENTS = 16
-"""Deferred updates: a parameter of fewer elements must move; where to is not judged, because it may turn on its way."""
+"""Deferred updates: a parameter with fewer elements must move, but its direction is not judged, because it may turn."""
 NORM_DEVIATION = 0.02
 ROUNDED_WEIGHTS = 0.1
-"""Share of 16-bit weights that last bits of the masters may turn to a neighbouring value. Lost moments turn most."""
+"""Share of 16-bit weights that may round to a neighbouring value because of last bits of the masters. Lost moments
+would change most weights."""
 NAMED = 3
-"""How many parameters a line names."""
+"""Maximum number of parameters that a line names."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Check:
     """One verdict.
 
     Attributes:
-        name: of the check.
-        detail: what was found.
+        name: name of the check.
+        detail: the finding.
         figures: the numbers behind it, for JSON.
     """
 
@@ -66,14 +70,14 @@ class Check:
 def check_all(
     plan: Plan, found: Found, resumed: Found | None, why_ended: str = "", why_resumed_ended: str = ""
 ) -> list[Check]:
-    """Every check, in the order in which a run comes across what it is about.
+    """Every check, in the order of a run.
 
     Args:
         plan: the check's plan.
-        found: what the first phase found.
-        resumed: what the second phase found; None: it was not run.
-        why_ended: why the first phase's processes were killed, or which ended badly; empty if all is well.
-        why_resumed_ended: the same of the second phase.
+        found: measurements of the first phase.
+        resumed: measurements of the second phase; None: it was not run.
+        why_ended: why the first phase's processes were killed, or which ended with an error; empty if none.
+        why_resumed_ended: the same for the second phase.
     """
     checks = [
         check_initialize(found),
@@ -85,14 +89,14 @@ def check_all(
     ]
     if any(check.status == "FAIL" for check in checks):
         return checks
-    ends = [check_end(found, why_ended)]  # whatever happened, a run that broke off has not passed
+    ends = [check_end(found, why_ended)]  # an interrupted run never passes
     if resumed is not None:
         ends.append(check_end(resumed, why_resumed_ended))
     return [*checks, *(end for end in ends if end.status == "FAIL")]
 
 
 def check_end(found: Found, why_ended: str) -> Check:
-    """The processes come to their end by themselves."""
+    """The processes end by themselves."""
     at_its_end = found.death is not None or found.stage == "end"
     if at_its_end and found.failure is None and not why_ended:
         return Check("end", "PASS", "the processes ended by themselves")
@@ -153,13 +157,13 @@ def check_losses(plan: Plan, found: Found) -> Check:
 
 
 def _learned_within(learned_by: Sequence[float], steps: int) -> float:
-    """The most that plain training learns in so many steps."""
+    """The largest progress of plain training within `steps` steps."""
     last = len(learned_by) - 1
     return max((learned_by[min(step + steps, last)] - now for step, now in enumerate(learned_by)), default=0.0)
 
 
 def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any]) -> Check:
-    """At least a share of plain training's progress, because most parameters step once in an interval."""
+    """Progress is at least a share of plain training's, because most parameters step once per interval."""
     last = range(plan.steps - max(1, plan.steps // 4), plan.steps)
     ours, plain = (
         sum(found.untrained[i] - losses[i] for i in last) / len(last) for losses in (found.losses, found.plain)
@@ -205,7 +209,7 @@ def check_gradients(plan: Plan, found: Found) -> Check:
 
 
 def _all_move(plan: Plan, found: Found) -> Check:
-    """All that can be said without plain training."""
+    """The judgement that is possible without plain training."""
     still = [each.name for each in found.movements if not each.length]
     if still:
         return Check("gradients", "FAIL", f"parameters that never move: {_listed(still)}")
@@ -245,7 +249,7 @@ def _deviates(plan: Plan, each: Movement) -> bool:
 
 
 def _cosine(each: Movement) -> float:
-    """Of the angle between the two ways, from their lengths and the distance of their ends."""
+    """Cosine of the angle between two movements, from their lengths and the distance between their ends."""
     if not each.length or not each.plain:
         return 0.0
     return (each.length**2 + each.plain**2 - each.distance**2) / (2 * each.length * each.plain)
@@ -265,7 +269,7 @@ FOLLOW = {
     "exact": "the fp32 masters, rounded, to the bit, and ",
     "predicted": "near the fp32 masters, within the bound of the prediction, and ",
 }
-"""What the weights are at the end, by rule, if each has its own master."""
+"""Description of the final weights, by rule, if each weight has its own master."""
 
 
 def check_weights(plan: Plan, found: Found) -> Check:
@@ -287,7 +291,7 @@ def check_weights(plan: Plan, found: Found) -> Check:
 
 
 def _wrong_norms(plan: Plan, found: Found) -> str:
-    """What is wrong with the gradient norms; if updates are deferred, only the first step has plain training's."""
+    """Describe wrong gradient norms. If updates are deferred, only the first step is compared with plain training."""
     pairs = zip(found.norms, found.plain_norms, strict=False)
     allowed = NORM_DEVIATION + NOISE_FACTOR * _norm_noise(found)
     for step, (norm, plain) in enumerate(list(pairs)[: 1 if plan.rule == "deferred" else None], start=1):
@@ -304,7 +308,7 @@ def _norm_noise(found: Found) -> float:
 
 
 def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
-    """New processes that load the checkpoint make the same steps, to the bit."""
+    """New processes that load the checkpoint make bitwise the same steps."""
     name = "resume"
     if resumed is None:
         if found.failure is not None and found.failure.stage == "save":
@@ -368,7 +372,8 @@ def check_worker(plan: Plan, found: Found, why_ended: str) -> Check:
 
 
 def _stopped(name: str, plan: Plan, found: Found) -> Check:
-    """For what needs a whole run: its failure counts where it happened."""
+    """The verdict of a check that needs a complete run, if the run failed: the failure is reported where it
+    happened."""
     reached = len(found.losses)
     if found.failure is not None and found.failure.stage in ("train", "compare") and name == "losses":
         return Check(name, "FAIL", f"the run failed at step {reached + 1} of {plan.steps}: {found.failure}")

@@ -32,12 +32,13 @@ __all__ = ["Outcome", "run_from_cli", "verify"]
 RANKS_WITHOUT_ACCELERATOR = 2
 DOES = {"train": "training", "resume": "resuming"}
 NEEDED_BYTES, FULL_BYTES = 64 << 20, 1 << 20
-"""Of the temporary folder's disk: needed before a check begins, and below which a failure is no fault of the config."""
+"""Free bytes in the temporary folder: required before a check begins; and the limit below which a failure is not blamed
+on the config."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check says, the output of a rank that failed, and the warnings of the ranks."""
+    """The report of a check, the output of a failed rank, and the warnings of the ranks."""
 
     plan: Plan
     checks: list[Check]
@@ -67,9 +68,11 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
 
 @contextmanager
 def _signals_noted() -> Iterator[Callable[[], None]]:
-    """Only note signals that end this process: SIGTERM, SIGHUP of a terminal that closes, and SIGINT.
+    """Record signals that would end this process (SIGTERM, SIGHUP of a closing terminal, SIGINT) instead of ending at
+    once.
 
-    Yields what leaves the process if one has come. So none can cut the end of ranks short, or the removal of folders.
+    Yields a function that exits if a signal has come. So no signal can interrupt the ending of ranks or the removal of
+    folders.
     """
     came: list[int] = []
 
@@ -93,7 +96,7 @@ def _signals_noted() -> Iterator[Callable[[], None]]:
 
 
 def _stay() -> None:
-    """Leave for no signal."""
+    """Do not leave: the default of `verify`."""
 
 
 def verify(
@@ -114,14 +117,14 @@ def verify(
         ranks: number of processes.
         steps: optimizer steps; None: enough for the config.
         upstream: train with stock DeepSpeed.
-        limit_seconds: for each of the two phases.
+        limit_seconds: time limit for each of the two phases.
         start: module whose `main` runs a rank.
         kind: how the ranks are started.
         leave: called while ranks run; it may raise.
 
     Raises:
         ConfigError: the config contradicts itself, or DeepSpeed refuses it.
-        OSError: there is no room for a checkpoint of the small model.
+        OSError: the disk is too full for a checkpoint of the small model.
     """
     if not upstream:
         require_section_readable(config)
@@ -164,7 +167,7 @@ def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], N
         ended = ranks.wait(limit_seconds, while_they_run)
     files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
     found = merge([Found.read(file) for file in files])
-    if not ended.why and found.failure is None and found.death is None:  # after a worker's death all may happen
+    if not ended.why and found.failure is None and found.death is None:  # after a worker's death, any status may occur
         wrong = [f"rank {rank} ended with status {status}" for rank, status in enumerate(ended.statuses) if status]
         ended = replace(ended, why="; ".join(wrong[:1]))
     return found, ended

@@ -1,4 +1,4 @@
-"""Turns a user's DeepSpeed config into the config of the check, and says what was changed. Pure."""
+"""Turns a user's DeepSpeed config into the config of the check, and lists the changes. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Plan", "Rule", "plan_check"]
 
 FEWEST_STEPS, MOST_DEFAULT_STEPS = 12, 96
 TRAINERS_ADAMW = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-"""Defaults of the Hugging Face Trainer, which fills "auto" in."""
+"""Defaults that the Hugging Face Trainer fills in for "auto"."""
 
 WRITES_ELSEWHERE = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning")
-"""Sections that write outside of the check's own folder."""
+"""Sections that write outside the check's own folder."""
 OF_THE_JOB = (
     *("elasticity", "nebula", "curriculum_learning", "data_efficiency", "compression_training", "eigenvalue"),
     *("progressive_layer_drop", "tensor_parallel", "sequence_parallel_size", "pipeline"),
@@ -44,28 +44,27 @@ an update in flight (the predictive rule). deferred: some parameters wait for se
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole check. It travels to the ranks as JSON.
+    """The plan of a check. It is sent to the ranks as JSON.
 
     Attributes:
-        config: what ``deepspeed.initialize`` gets.
+        config: the config for ``deepspeed.initialize``.
         upstream: train with stock DeepSpeed, without this package.
         steps: optimizer steps.
         save_after: the step after which the checkpoint is saved.
-        batches: what a rank takes in a step.
-        dtype: of the weights.
+        batches: the batches of a rank in a step.
+        dtype: dtype of the weights.
         autocast: dtype of ``torch_autocast``; None: off.
         communication: dtype in which gradients are reduced.
-        optimizer: type of the optimizer of torch that the result is compared with, and its arguments; None: there is
-            none.
-        why_no_optimizer: the reason for that.
+        optimizer: the torch optimizer to compare with, as its type and arguments; None: there is none.
+        why_no_optimizer: why there is none.
         rule: how the weights follow the optimizer.
         interval: steps per hand-over to the optimizer process; None: chosen while it runs.
         has_worker: whether there is an optimizer process.
-        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam. It multiplies its bias corrections up from step
-            to step, but computes them anew after loading, so a resumed run differs in last bits.
+        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam. It updates its bias corrections by
+            multiplication at each step, but recomputes them after loading, so a resumed run differs in the last bits.
         flat_model: whether no parameter of the model has more than two dimensions.
         summary: the config in a few words.
-        changes: what differs from the user's config.
+        changes: differences from the user's config.
     """
 
     config: dict[str, Any]
@@ -89,12 +88,13 @@ class Plan:
 
     @property
     def longest_interval(self) -> int:
-        """`interval`, or the most that may be chosen."""
+        """`interval`, or the longest that may be chosen."""
         return self.interval or (LONGEST_MEASURED if self.rule == "predicted" else LONGEST_CHOSEN)
 
     @property
     def has_rounded_masters(self) -> bool:
-        """Whether each weight follows from its own master: not if only some step, or if weights are quantized."""
+        """Whether each weight follows from its own master; false if only some weights step, or if weights are
+        quantized."""
         quantized = section_of(self.config, "zero_optimization").get("zero_quantized_weights")
         return self.rule != "deferred" and not quantized
 
@@ -104,10 +104,10 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
 
     Args:
         user: the content of the config file.
-        ranks: how many to train on.
+        ranks: number of ranks to train on.
         steps: optimizer steps; None: enough for the rule.
-        upstream: without this package.
-        scratch: folder for what the config lets DeepSpeed write.
+        upstream: plan the check without this package.
+        scratch: folder for files that DeepSpeed writes because of the config.
 
     Raises:
         ConfigError: the config contradicts itself, or leaves out what DeepSpeed needs.
@@ -128,7 +128,7 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
         warm_up = _shorten_warm_up(zero["zenflow"], interval, warm_up, steps, changes)
     steps = steps or _enough_steps(rule, interval, warm_up)
     save_after = min(steps - 1, steps // 2 | 1)
-    if rule == "predicted" and interval is None:  # resumed earlier, a run would measure again, and choose later
+    if rule == "predicted" and interval is None:  # resumed before that, a run would measure again and choose later
         save_after = max(save_after, MEASURED_STEPS + 1)
         if steps <= save_after:
             raise ConfigError(
@@ -210,7 +210,7 @@ def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None,
 def _shorten_warm_up(
     zenflow: dict[str, Any], interval: int | None, warm_up: int, steps: int | None, changes: list[str]
 ) -> int:
-    """Limit the warm-up to five intervals where `steps` leave no time after it; returns its steps."""
+    """Limit the warm-up to five intervals if `steps` leave none after it; return its number of steps."""
     shorter = 5 * (interval or 1)
     if warm_up <= shorter or (steps or 0) >= warm_up + 4 * (interval or LONGEST_MEASURED):
         return warm_up
@@ -220,7 +220,7 @@ def _shorten_warm_up(
 
 
 def _enough_steps(rule: Rule, interval: int | None, warm_up: int) -> int:
-    """Steps that show the rule at work: its warm-up, and then some intervals."""
+    """Number of steps that show the rule at work: its warm-up and some intervals."""
     if rule == "exact":
         return FEWEST_STEPS
     if interval is None:  # chosen by measurement, after five steps or at the first selection
@@ -257,7 +257,7 @@ def _fill(section: dict[str, Any], values: Mapping[str, Any], where: str, change
 
 
 def _keep_inside(config: dict[str, Any], scratch: str, changes: list[str]) -> None:
-    """Let DeepSpeed write into `scratch` only, and load nothing of the user's."""
+    """Make DeepSpeed write to `scratch` only, and load no files of the user."""
     zero = section_of(config, "zero_optimization")
     for name in ("offload_param", "offload_optimizer"):
         section = section_of(zero, name)
@@ -270,7 +270,7 @@ def _keep_inside(config: dict[str, Any], scratch: str, changes: list[str]) -> No
 
 
 def _drop_auto(section: dict[str, Any], where: str, changes: list[str]) -> None:
-    """Leave out every value that is still "auto": DeepSpeed's defaults count."""
+    """Remove every value that is still "auto", so that DeepSpeed's defaults apply."""
     for name in list(section):
         if section[name] == "auto":
             del section[name]
@@ -280,7 +280,7 @@ def _drop_auto(section: dict[str, Any], where: str, changes: list[str]) -> None:
 
 
 def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, str]:
-    """The optimizer of torch that does the same, or None and why there is none."""
+    """The equivalent torch optimizer, or None and the reason."""
     section = section_of(config, "optimizer")
     name, params = str(section.get("type", "")), dict(section_of(section, "params"))
     low = [part for part in ("bf16", "fp16") if section_of(config, part).get(f"{part}_master_weights_and_grads")]
@@ -293,7 +293,7 @@ def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, An
     if params.get("bias_correction") is False:
         return None, "torch has no Adam without bias correction"
     decoupled = bool(params.get("adam_w_mode", True)) or name.lower() == "adamw"
-    # DeepSpeed's own Adams decay by 0 if the config does not say; torch's AdamW by 0.01.
+    # Without a value in the config, DeepSpeed's own Adams decay by 0, torch's AdamW by 0.01.
     own: dict[str, Any] = {} if params.get("torch_adam") else {"weight_decay": 0.0}
     kept: dict[str, Any] = {
         name: params[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad") if name in params

@@ -1,4 +1,4 @@
-"""What the ranks of a check measure. The ranks write it as JSON; the verdicts read it. Pure."""
+"""Defines the measurements of a check's ranks. The ranks write them as JSON; `checks` reads them. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 __all__ = ["Changed", "Death", "EndWeights", "Failure", "Found", "Movement", "Resumed", "Stage", "merge", "write"]
 
 Stage = Literal["start", "plain", "initialize", "train", "save", "compare", "worker", "resume", "end"]
-"""What a rank does."""
+"""The part of the check that a rank is in."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Failure:
     """An exception on a rank.
 
     Attributes:
-        stage: what the rank did.
-        kinds: names of the exception's class and of those above it.
-        text: of the exception, its first lines.
+        stage: the part of the check in which it was raised.
+        kinds: names of the exception's class and its base classes.
+        text: the first lines of the exception's text.
     """
 
     stage: Stage
@@ -41,7 +41,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Changed:
-    """Elements of each parameter that `initialize` changed, of those that it changed at all."""
+    """Number of elements that `initialize` changed, for each parameter that it changed."""
 
     elements: int
     parameters: int
@@ -57,10 +57,10 @@ class Movement:
     """How one parameter moved from its initial value: lengths are L2 norms.
 
     Attributes:
-        length: of the way in the run.
-        plain: of the way in plain training; 0 without one.
-        distance: between the two ends.
-        noise: the same distance between plain training and itself, with gradients rounded otherwise.
+        length: of the movement in the run.
+        plain: of the movement in plain training; 0 if there is none.
+        distance: between the two final values.
+        noise: the distance between two plain trainings with differently rounded gradients.
     """
 
     name: str
@@ -73,12 +73,12 @@ class Movement:
 
 @dataclass(frozen=True)
 class EndWeights:
-    """What is wrong with the weights after the last step.
+    """Errors in the weights after the last step.
 
     Attributes:
-        astray: elements that are not what the rule makes of the fp32 masters, by parameter.
+        astray: number of elements that do not follow from the fp32 masters by the rule, by parameter.
         still: parameters whose weights have their initial values, although their masters have moved.
-        divided: parameters that are not the same on all ranks.
+        divided: parameters that differ between ranks.
     """
 
     astray: dict[str, int] = field(default_factory=dict)
@@ -88,7 +88,8 @@ class EndWeights:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What is different after resuming: steps whose losses differ, and elements of the final weights and masters."""
+    """Differences after resuming: steps with other losses, and numbers of differing elements of the final weights and
+    masters."""
 
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     weights: int = 0
@@ -97,7 +98,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Death:
-    """What followed the death of an optimizer process: the error, after how many seconds and more steps."""
+    """Consequences of the death of an optimizer process: the error, and the seconds and steps until it was raised."""
 
     seconds: float
     steps: int
@@ -106,13 +107,13 @@ class Death:
 
 @dataclass
 class Found:
-    """All that one rank has measured so far.
+    """All measurements of one rank so far.
 
     Attributes:
-        stage: what it does now.
-        norms: of the gradients, if the engine tells.
-        in_flight: steps by which the masters are behind, because gradients are still on their way.
-        noise: of the losses, in the sense of `Movement`.
+        stage: the part of the check that it is in.
+        norms: of the gradients, if the engine reports them.
+        in_flight: number of steps by which the masters are behind, because gradients are in flight.
+        noise: of the losses, as in `Movement`.
     """
 
     stage: Stage = "start"
@@ -134,19 +135,19 @@ class Found:
 
     @classmethod
     def read(cls, path: Path) -> Found:
-        """What `write` has written; nothing if it has written nothing."""
+        """Read the file of `write`; return empty measurements if there is none."""
         return TypeAdapter(cls).validate_python(json.loads(path.read_text())) if path.exists() else cls()
 
 
 def write(found: Found, path: Path) -> None:
-    """Write what is found so far; a reader sees a whole file at any time."""
+    """Write the measurements so far; a reader sees a complete file at any time."""
     aside = path.with_suffix(".new")
     aside.write_text(json.dumps(asdict(found)))
     os.replace(aside, path)
 
 
 def merge(ranks: list[Found]) -> Found:
-    """What all ranks found: losses as means over ranks, otherwise the worst of them."""
+    """Combine the measurements of all ranks: losses as means over ranks, otherwise the worst value."""
     first = ranks[0]
 
     def mean(name: str) -> list[float]:
@@ -174,7 +175,7 @@ def merge(ranks: list[Found]) -> Found:
 
 
 def _all_wrong_weights(ranks: list[EndWeights | None]) -> EndWeights | None:
-    """None if any rank has not told."""
+    """None if any rank has not reported."""
     told = [rank for rank in ranks if rank is not None]
     if len(told) < len(ranks):
         return None
@@ -193,7 +194,7 @@ def _worst_resumed(ranks: list[Resumed]) -> Resumed | None:
 
 
 def _worst_death(ranks: list[Death | None]) -> Death | None:
-    """None if any rank has not told; without an error if any rank had none."""
+    """None if any rank has not reported; without an error if any rank had none."""
     if any(rank is None for rank in ranks):
         return None
     return max((rank for rank in ranks if rank), key=lambda death: (death.error is None, death.seconds))

@@ -1,4 +1,4 @@
-"""The small model of the check, and its data: parameters of many shapes, all of which a dozen steps move."""
+"""Defines the check's small model and its data. The parameters have many shapes, and a dozen steps move all of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["SmallModel", "data_of", "new_model"]
 
 VOCABULARY, TAGS, WIDTH, HIDDEN, LENGTH = 2053, 61, 64, 131, 24
 COMMON = 89
-"""Tokens that follow one another by a rule; the others come at random, one in ten."""
+"""Number of tokens that follow one another by a rule; the other tokens occur at random, one in ten."""
 SEED = 20
 
 
 class Mix(nn.Module):
-    """Adds the two tokens before, with a weight per channel: a parameter of three dimensions, or of two if `flat`."""
+    """Adds the two previous tokens, with a weight per channel: a parameter of three dimensions, or of two if `flat`."""
 
     def __init__(self, flat: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Gain(nn.Module):
-    """One number: the smallest parameter there is."""
+    """One number: the smallest possible parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class SmallModel(nn.Module):
     """Predicts the next token. The head is tied to the embedding; most rows of `tags` get no gradient in a step.
 
     Args:
-        flat: no parameter has more than two dimensions.
+        flat: whether no parameter has more than two dimensions.
     """
 
     def __init__(self, flat: bool) -> None:

@@ -24,13 +24,13 @@ __all__ = ["PARENT", "START_RANK", "Ended", "Ranks"]
 
 START_RANK = "deepspeed_ext.commands.verify.rank"
 MARK = "DSEXT_VERIFY_MARK"
-"""Variable in the environment of everything that a rank starts."""
+"""Variable in the environment of all processes that a rank starts."""
 GRACE_SECONDS = 30.0
-"""For the other ranks, after one has failed."""
+"""Time for the other ranks to end after one has failed."""
 DEATH_SECONDS = 60.0
-"""For all ranks to end, after an optimizer process was killed."""
+"""Time for all ranks to end after an optimizer process was killed."""
 END_SECONDS = 10.0
-"""For a process that was killed, on a busy machine."""
+"""Time for a killed process to end, on a busy machine."""
 TAIL_CHARACTERS = 2000
 WARNING = re.compile(r"\[WARNING\] \[deepspeed_ext\] (.*)")
 """A line of this package's logger."""
@@ -44,7 +44,7 @@ class Ended:
         statuses: exit status of each rank; None: it was killed.
         why: why the ranks were killed; empty if they were not.
         output: the last lines of a rank that failed.
-        warnings: of this package, on any rank.
+        warnings: warnings of this package on any rank.
     """
 
     statuses: tuple[int | None, ...]
@@ -54,12 +54,12 @@ class Ended:
 
 
 class Ranks:
-    """The processes of one phase; a context manager that ends them and all that they have started.
+    """The processes of one phase; a context manager that ends them and all processes that they have started.
 
     Args:
-        folder: of the check.
+        folder: the check's folder.
         phase: ``train`` or ``resume``.
-        count: of ranks.
+        count: number of ranks.
         start: module whose `main` runs a rank.
     """
 
@@ -102,20 +102,20 @@ class Ranks:
         self.close()
 
     def close(self) -> None:
-        """End the ranks, and all that they have started."""
+        """End the ranks and all processes that they have started."""
         started = self._alive()
         for pid in [*(process.pid for process in self._processes if process.poll() is None), *started]:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies after that
+            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies afterwards
                 process.wait(END_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         while set(started) & set(self._alive()) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _alive(self) -> list[int]:
-        """Everything that carries the mark, such as optimizer processes, which have sessions of their own."""
+        """All processes that carry the mark, including optimizer processes, which have their own sessions."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):

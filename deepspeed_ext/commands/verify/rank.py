@@ -1,8 +1,8 @@
 """One rank of a check: trains plainly, then with the user's config, saves, resumes, and loses its optimizer process.
 
 `main` takes the folder of the check, which holds the plan, and the phase. The phase ``train`` does everything up to
-the worker's death; ``resume`` continues from the checkpoint in new processes. What is found goes to a file after every
-part, so that a later part that hangs or crashes takes nothing of it away.
+the worker's death; ``resume`` continues from the checkpoint in new processes. The measurements are written to a file
+after every part, so that they are not lost if a later part hangs or crashes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "result_file", "mai
 PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = "plan.json", "checkpoint", "weights.pt", "masters.pt", "killed"
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
 PARENT = "DSEXT_VERIFY_PARENT"
-"""Variable with the id of the process that checks, which no rank outlives."""
+"""Variable with the id of the checking process; ranks end with that process."""
 GROUP_TIMEOUT_SECONDS = 600.0
 
 
 def result_file(folder: Path, phase: str, rank: int) -> Path:
-    """Where a rank writes what it finds."""
+    """The file to which a rank writes its measurements."""
     return folder / f"{phase}-{rank}.json"
 
 
@@ -44,7 +44,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 class Rank:
-    """A rank and what it has found. Each public method is a part of the check, in this order."""
+    """A rank and its measurements. Each public method is a part of the check, in this order."""
 
     def __init__(self, folder: Path, phase: str) -> None:
         self.folder, self.phase, self.number = folder, phase, int(os.environ["RANK"])
@@ -59,7 +59,7 @@ class Rank:
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
-        """Write what is found at the end of a part, or the error that ended it."""
+        """Write the measurements at the end of a part, or the error that ended it."""
         self.found.stage = name
         try:
             yield
@@ -86,7 +86,7 @@ class Rank:
             meeting = str(self.folder / f"rendezvous-{self.phase}")
             torch.distributed.init_process_group(
                 backend,
-                store=torch.distributed.FileStore(meeting, self.plan.ranks),  # a URL would end at a # of the path
+                store=torch.distributed.FileStore(meeting, self.plan.ranks),  # a URL would end at a # in the path
                 rank=self.number,
                 world_size=self.plan.ranks,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
@@ -96,7 +96,7 @@ class Rank:
             self.device = torch.device(accelerator.current_device_name())
 
     def train_plainly(self) -> None:
-        """Train with torch's optimizer, twice: the second time with gradients that are rounded otherwise."""
+        """Train with torch's optimizer, twice: the second time with differently rounded gradients."""
         if self.plan.optimizer is None:
             return
         with self.stage("plain"):
@@ -126,8 +126,8 @@ class Rank:
             )
 
     def replay(self) -> None:
-        """From now on, both plain trainings take their gradients at the engine's weights: the masters must then be the
-        engine's, also if the weights are predicted, or if stage 3 has replaced functions of torch by others."""
+        """Make both plain trainings take their gradients at the engine's weights from now on. The masters must then
+        equal the engine's, even if weights are predicted, or if stage 3 has replaced functions of torch."""
         if self.plan.optimizer is None or self.plan.rule == "deferred":
             return
         from deepspeed_ext.commands.verify.reference import PlainRun, PlainTraining
@@ -188,7 +188,7 @@ class Rank:
                 self.found.skipped.append(step)
 
     def step(self, number: int) -> float:
-        """One optimizer step; returns this rank's mean loss."""
+        """Take one optimizer step; return this rank's mean loss."""
         from deepspeed_ext.commands.verify.model import data_of
 
         losses = []
@@ -200,7 +200,7 @@ class Rank:
         return sum(losses) / len(losses)
 
     def compare(self) -> None:
-        """Compare how each parameter moved, and keep the final weights for those who resume."""
+        """Compare how each parameter moved, and keep the final weights for the phase ``resume``."""
         with self.stage("compare"):
             import torch
 
@@ -218,7 +218,8 @@ class Rank:
                 self.found.plain_norms = self._runs[0].norms
 
     def _masters(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The fp32 masters, or the weights if there are none. Those of DeepSpeed's own ZenFlow are out of date."""
+        """The fp32 masters, or the weights if there are none. The masters of DeepSpeed's own ZenFlow are out of
+        date."""
         from deepspeed_ext.adapter.upstream import master_of
 
         if self.plan.upstream and self.plan.rule == "deferred":
@@ -306,7 +307,7 @@ class Rank:
             raise FileNotFoundError("load_checkpoint found nothing to load")
 
     def _others(self, found: dict[str, Any], name: str) -> int:
-        """How many elements differ from those that the uninterrupted run has ended with, in the file `name`."""
+        """Number of elements that differ from the final ones of the uninterrupted run, in the file `name`."""
         import torch
 
         before = torch.load(self.folder / name)
@@ -332,7 +333,7 @@ def main(kind: Callable[[Path, str], Rank] = Rank) -> None:
     """Run one phase. Arguments of the process: the folder, the phase.
 
     Args:
-        kind: a subclass, for tests, that does something wrong.
+        kind: a subclass with a fault, for tests.
     """
     end_with_parent()
     if not os.path.exists(f"/proc/{os.environ[PARENT]}"):  # it ended before the line above ran

@@ -1,7 +1,7 @@
 """Plain training: torch's own optimizer over fp32 masters, gradients reduced as torch's DDP does, nothing else.
 
-It shares no code with ZeRO. DeepSpeed gives only the learning rate schedule and the loss scale, which the config names
-by DeepSpeed's classes.
+It shares no code with ZeRO. DeepSpeed provides only the learning rate schedule and the loss scale, because the config
+names DeepSpeed's classes for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 
 @dataclass
 class PlainRun:
-    """What a plain training leaves.
+    """The results of a plain training.
 
     Attributes:
         losses: of each step, on this rank.
@@ -49,7 +49,7 @@ class PlainRun:
     masters: deque[Weights] = field(default_factory=deque)
 
     def add(self, training: PlainTraining, step: int) -> None:
-        """Let `training` make a step, and keep what it gives."""
+        """Let `training` take a step, and record the results."""
         loss, norm = training.step(step)
         self.losses.append(loss)
         self.norms.append(norm)
@@ -64,7 +64,7 @@ def train_plainly(plan: Plan, device: torch.device, noise: float = 0.0) -> Plain
     Args:
         plan: the check.
         device: of this rank.
-        noise: every element of a gradient is multiplied by 1 and a random number up to this.
+        noise: every element of a gradient is multiplied by 1 plus a random number of at most this size.
     """
     training = PlainTraining(plan, device, noise)
     run = PlainRun(initial=training.weights(), masters=deque(maxlen=1))
@@ -123,7 +123,7 @@ class PlainTraining:
             return math.fsum(self.start(*batch).item() for batch in data) / len(data)
 
     def follow(self, weights: Weights) -> None:
-        """Let the coming step take its gradients at these weights, in place of its own."""
+        """Take the next step's gradients at these weights instead of its own."""
         with torch.no_grad():
             for name, param in self.named.items():
                 param.copy_(weights[name])
@@ -156,7 +156,7 @@ class PlainTraining:
             param.grad = None
 
     def _take(self, scale: float) -> float:
-        """Step the masters with the sums, and set the weights; returns the norm before clipping."""
+        """Step the masters with the sums, and set the weights; return the norm before clipping."""
         grads = [total / scale for total in self.sums]
         for total in self.sums:
             total.zero_()

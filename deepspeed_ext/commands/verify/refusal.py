@@ -1,4 +1,4 @@
-"""Lets DeepSpeed and this package read a config before anything is started, and says what they refuse."""
+"""Lets DeepSpeed and this package read a config before anything is started, and reports what they refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed_ext.zenflow.step.supported import require_section
 __all__ = ["is_refusal", "require_readable", "require_section_readable"]
 
 REFUSED = {"ValueError", "TypeError", "KeyError", "AssertionError", "NotImplementedError", "DeepSpeedConfigError"}
-"""Kinds of exceptions with which DeepSpeed and this package refuse a config."""
+"""Types of exceptions with which DeepSpeed and this package refuse a config."""
 
 
 def is_refusal(failure: Failure) -> bool:

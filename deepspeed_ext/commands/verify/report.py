@@ -1,4 +1,4 @@
-"""The report of a check, for people and as JSON. Pure."""
+"""Writes the report of a check, for people and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["as_json", "as_text", "passed"]
 
 
 def passed(checks: Sequence[Check]) -> bool:
-    """Whether no check failed; one that is skipped has not."""
+    """Whether no check failed; a skipped check counts as not failed."""
     return all(check.status != "FAIL" for check in checks)
 
 
@@ -47,7 +47,7 @@ def _finite(value: Any) -> Any:
 
 
 def as_text(path: str, plan: Plan, device: str, checks: Sequence[Check], output: str, warnings: Sequence[str]) -> str:
-    """Describe the report: the run, what differs from the config, a line per check, what the run warned of, and the
+    """Describe the report: the run, the differences from the config, a line per check, the run's warnings, and the
     output of a failed rank."""
     lines = [f"{path}: {plan.summary}", f"{plan.ranks} rank(s) on {device}, {plan.steps} steps"]
     lines += [f"  changed for the check: {change}" for change in plan.changes]

@@ -1,7 +1,7 @@
 """Compares the weights at the end of a check with their masters, their initial values and those of the other ranks.
 
-Under the predictive rule W is not p, but what `zenflow.predictive.estimator` makes of it. How far apart the two can be,
-per element, follows from its formulas. With S the interval, K = CLAMP, and U lr the largest step of Adam:
+Under the predictive rule W is not p, but the result of `zenflow.rules.predictive.estimator`. The largest distance
+between them, per element, follows from its formulas. With S the interval, K = CLAMP, and U lr the largest step of Adam:
 
 - the S gradients in flight: each moves W by at most K lr for each of 2 S updates, but decays, so together 2 S K lr. As
   much again for the addends of L2: 4 S K lr;
@@ -10,8 +10,9 @@ per element, follows from its formulas. With S the interval, K = CLAMP, and U lr
 - roundings of y, D and W to the dtype of the weights: four units in the last place.
 
 U = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), by the inequality of Cauchy and Schwarz; twice that, because bias
-corrections of the first steps are not one. The bound is coarse: it finds weights that belong to something else, not one
-lost step. A weight that is no longer written stands still while its masters move.
+corrections of the first steps are not one. The bound is coarse: it finds weights that do not belong to these masters at
+all, not a single lost step. Weights that are no longer written are found because they stand still while their masters
+move.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ Weights = dict[str, Tensor]
 def compare_weights(
     plan: Plan, weights: Weights, masters: Weights, earlier: Sequence[tuple[Weights, Weights]], lr: float
 ) -> EndWeights:
-    """What is wrong with this rank's weights; all ranks call this together.
+    """Find errors in this rank's weights; all ranks call this together.
 
     Args:
         plan: the check.
-        weights: of this rank's module, in full.
-        masters: in full, or the weights if there are none.
-        earlier: weights and masters of earlier times, each an update or more ago.
+        weights: all weights of this rank's module.
+        masters: all masters, or the weights if there are none.
+        earlier: earlier weights and masters, each at least one update ago.
         lr: the largest learning rate of the run.
     """
     rounded = _rounded(plan, masters)
@@ -70,7 +71,7 @@ def _rounded(plan: Plan, masters: Weights) -> Weights:
 
 
 def _astray(plan: Plan, weights: Tensor, masters: Tensor, lr: float) -> int:
-    """Elements that are not what the rule makes of the masters."""
+    """Number of elements that do not follow from the masters by the rule."""
     dtype = getattr(torch, plan.dtype)
     if not plan.has_rounded_masters:
         return 0
@@ -100,7 +101,7 @@ def _stands_still(weights: Tensor, rounded: Tensor, old_weights: Tensor, old_rou
 
 
 def _divided(weights: Weights) -> list[str]:
-    """Names of the weights that are not the same on all ranks, to the bit."""
+    """Names of the weights that are not bitwise equal on all ranks."""
     mine = {name: hashlib.sha256(weight.contiguous().numpy().tobytes()).hexdigest() for name, weight in weights.items()}
     ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, mine)

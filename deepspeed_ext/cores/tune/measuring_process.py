@@ -65,7 +65,7 @@ def optimizer_step(kernel: str, elements: int) -> Step:
 
 
 def adam_pass_step(elements: int) -> Step:
-    """Return ZenFlow's Adam pass at interval 1: bf16 gradients in, bf16 weights out; native if it can be built."""
+    """Return ZenFlow's Adam pass at interval 1: bf16 gradients in, bf16 weights out; native if it is built."""
     import torch
 
     from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name

@@ -22,7 +22,7 @@ __all__ = ["MeasuringProcesses", "ForeignLoad"]
 
 ANSWER_TIMEOUT_SECONDS = 120.0
 END_SECONDS = 10.0
-"""For a process that was killed, or has closed its connection, on a busy machine."""
+"""Longest time for a process to end after it was killed or its connection was closed, on a busy machine."""
 FOREIGN_LOAD_FRACTION = 0.05
 # Not run as __main__: requests must unpickle to the classes of the module.
 MODULE = "deepspeed_ext.cores.tune.measuring_process"
@@ -82,7 +82,7 @@ class MeasuringProcesses:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies after that
+            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies afterwards
                 process.wait(END_SECONDS)
 
     @property

@@ -67,7 +67,7 @@ def choose(points: Iterable[Point], hidden_seconds: float | None = None) -> int:
 
 
 def training_choice(slowdowns: dict[int, float]) -> int:
-    """Choose the most optimizer cores measured, unless fewer make PyTorch faster by over 3 %.
+    """Choose the largest number of optimizer cores measured, unless fewer make PyTorch faster by over 3 %.
 
     Args:
         slowdowns: optimizer cores -> slowdown of PyTorch as a fraction.
@@ -83,7 +83,7 @@ class Sweep:
     """Measures rising numbers of cores until more gain nothing, narrows the choice down, and repeats the best.
 
     Args:
-        maximum: most optimizer cores per rank.
+        maximum: maximum number of optimizer cores per rank.
         measure: measures one number of cores.
         out_of_time: called before each further measurement; True ends the sweep.
     """

@@ -285,7 +285,7 @@ class _Outputs:
 
     result: OutputFile
     records: OutputFile | None
-    """Beside `result`; None if that is not a regular file, such as a device."""
+    """A file beside `result`; None if `result` is not a regular file but, for instance, a device."""
     picture: OutputFile | None
     picture_format: str = ""
 

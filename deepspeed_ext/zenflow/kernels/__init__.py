@@ -1,7 +1,7 @@
 """The elementwise arithmetic of a step: one Triton kernel for each of its parts, and their definition in torch.
 
-`definition` is what they compute. `device` holds the Triton kernels and is imported only where Triton is there.
-`launch` chooses; `prepare` compiles at engine start. The worker's pass over host memory is `zenflow.kernel`.
+`definition` defines what they compute. `device` holds the Triton kernels and is imported only if Triton is installed.
+`launch` chooses; `prepare` compiles at engine start. The worker's pass over host memory is in `zenflow.worker.kernel`.
 """
 
 from deepspeed_ext.zenflow.kernels.definition import CLAMP, HotConstants

@@ -1,10 +1,10 @@
-"""The kernels' arithmetic in torch operations: their definition, and what runs where a kernel cannot.
+"""The kernels' arithmetic in torch operations: their definition, and the fallback if no kernel can run.
 
-Large arrays are processed in chunks that begin and end with blocks, so temporaries are small whatever the size; on the
-CPU they also stay in a core's L2 cache. Each operation rounds once in fp32: no `lerp`, `addcmul`, `add` with a factor
-or division by a number, which round differently on different devices. A 16-bit result is rounded once, when it is
-stored. So results depend neither on the chunks nor on the number of threads, and equal those of the kernels to the
-bit. Symbols are those of `deepspeed_ext.zenflow.rules.predictive.estimator`.
+Large arrays are processed in chunks of whole blocks, so temporaries are small for any size of array; on the CPU they
+also stay in a core's L2 cache. Each operation rounds once in fp32: no `lerp`, `addcmul`, `add` with a factor or
+division by a number, which round differently on different devices. A 16-bit result is rounded once, when it is stored.
+So results depend neither on the chunks nor on the number of threads, and equal those of the kernels bitwise. Symbols
+are those of `deepspeed_ext.zenflow.rules.predictive.estimator`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _CHUNK_NUMEL = {"cpu": 1 << 17}
 
 
 def chunk_numel(device: torch.device, block_size: int) -> int:
-    """Elements that are computed at once on `device`: whole blocks."""
+    """Elements computed at once on `device`: whole blocks."""
     return chunk_of(_CHUNK_NUMEL.get(device.type, ACCELERATOR_CHUNK_NUMEL), block_size)
 
 
 class _Chunks:
-    """The parts of 1-D arrays of n elements as rows of blocks, [rows, block_size]; a short last block is a part of its
-    own. Temporaries are the same memory in each part."""
+    """The parts of 1-D arrays of n elements as rows of blocks, [rows, block_size]; a short last block is a separate
+    part. All parts use the same memory for temporaries."""
 
     def __init__(self, n: int, block_size: int, device: torch.device, temporaries: int) -> None:
         self._n, self._block = n, block_size
@@ -81,7 +81,7 @@ def predict(
     coefficient: float,
     block_size: int,
 ) -> None:
-    """Compute ``weights = published - drift - coefficient q``, in place; without drift if it is None.
+    """Compute ``weights = published - drift - coefficient q``, in place; drift counts as zero if it is None.
 
     Args:
         weights, published: 1-D [n], any float dtype, any device.
@@ -89,7 +89,7 @@ def predict(
         grad: 1-D [n], any float dtype.
         inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)], on grad's device.
         grad_scale: c.
-        coefficient: what q is multiplied with.
+        coefficient: multiplier of q.
         block_size: elements per block.
     """
     for part in _Chunks(grad.numel(), block_size, grad.device, 1 if drift is None else 2):
@@ -112,7 +112,7 @@ def move(
 ) -> None:
     """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``, in place.
 
-    Args: as of `predict`.
+    Args: as for `predict`.
     """
     for part in _Chunks(grad.numel(), block_size, grad.device, 2):
         q = part.normalized(grad, inverse, grad_scale)
@@ -151,7 +151,8 @@ def bias_corrections(updates: torch.Tensor, constants: HotConstants) -> tuple[to
 
 
 def _bias_correction(times: torch.Tensor, beta: float) -> torch.Tensor:
-    """``1 - beta ** times``, by expm1: for small exponents the difference would lose digits to cancellation in fp32."""
+    """``1 - beta ** times``, by expm1: for small exponents, the subtraction would lose digits to cancellation in
+    fp32."""
     return torch.expm1(times * math.log(beta)).neg_() if beta else torch.ones_like(times)
 
 
@@ -170,7 +171,7 @@ def hot_step(
     Args:
         p, m, v: 1-D fp32 [n] of whole blocks.
         grad: 1-D [n], any float dtype, on their device.
-        correction1, correction2_sqrt: of each block, see `bias_corrections`.
+        correction1, correction2_sqrt: per block; see `bias_corrections`.
         constants: the step's numbers.
         block_size: elements per block.
     """
@@ -193,7 +194,7 @@ def _step_rows(
     g: torch.Tensor,
     other: torch.Tensor,
 ) -> None:
-    """`hot_step` of a chunk, whose temporaries are `g` and `other`."""
+    """`hot_step` of a chunk; `g` and `other` are temporaries."""
     g.copy_(grad).mul_(c.grad_scale)
     if c.l2:
         g.add_(torch.mul(p, c.l2, out=other))

@@ -1,13 +1,13 @@
 """The Triton kernels. Only this module imports Triton.
 
-Each computes to the bit what its namesake in `definition` does: products and sums are rounded one by one (no fused
+Each gives bitwise the results of its namesake in `definition`: products and sums are rounded one by one (no fused
 multiply-add), division and square root are correctly rounded, and a 16-bit result is rounded once, when it is stored.
 
-A kernel works on rows of `BLOCK` contiguous elements, `ROWS` of them at once. Rows are masked as a whole, so a length
-that is no multiple of anything costs no width of access; a short last block is done by the first program. No argument
-is specialized: not the length, not a number that happens to be 1, and not a pointer. Instead `ALIGNED` says that every
-row of every array begins at a multiple of 16 bytes. So there is one variant for each set of dtypes and either
-alignment. Offsets have 64 bits.
+A kernel works on rows of `BLOCK` contiguous elements, `ROWS` of them at once. Rows are masked as a whole, so memory
+accesses are wide for any length; the first program handles a short last block. No argument is specialized: not the
+length, not a number that happens to be 1, and not a pointer. Instead `ALIGNED` says that every row of every array
+begins at a multiple of 16 bytes. So there are two variants for each set of dtypes, aligned and unaligned. Offsets have
+64 bits.
 """
 
 # ruff: noqa: N803
@@ -35,7 +35,7 @@ def _at(array, offsets, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _normalized(grad, offsets, inside, factor, ALIGNED: tl.constexpr):
-    """q; a comparison is false for NaN, which stays."""
+    """q. NaN stays NaN, because comparisons with it are false."""
     q = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * factor
     return tl.where(q > _CLAMP, _CLAMP, tl.where(q < -_CLAMP, -_CLAMP, q))
 
@@ -203,9 +203,9 @@ def sums_of_squares(
 
     Args:
         sums: fp64, one for each program, which is one part of one tensor.
-        addresses, lengths, firsts: int64, of each tensor: where it begins, its elements, its first program.
-        tensors: their number.
-        like: any pointer to their dtype.
+        addresses, lengths, firsts: int64, one per tensor: its address, number of elements, and first program.
+        tensors: number of tensors.
+        like: any pointer to the tensors' dtype.
         PART: elements of a part, a multiple of TILE.
     """
     program = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,8 @@
-"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel where it can, else as its definition.
+"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel if possible, otherwise by its
+definition.
 
-Both give the same result to the bit (norms: up to the last bits of fp64, which depend on the order of a sum), so which
-of them runs may differ from rank to rank, from step to step and between a run and its continuation.
+Both give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of a sum), so ranks,
+steps and resumed runs may differ in which of them they use.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ __all__ = [
 ]
 
 Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
-"""A kernel, the dtypes of its arrays and its constants: what it is compiled for."""
+"""A kernel, the dtypes of its arrays and its constants: it is compiled once for each such combination."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Of every kernel. Fused, a product and a sum would round once, unlike the definition."""
+"""Options of every kernel. A fused multiply-add would round once, unlike the definition."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
@@ -69,7 +70,7 @@ def _found(device_type: str) -> ModuleType | str:
         return f"Triton cannot be imported ({error}): pip install triton"
     try:
         served = driver.active.get_active_torch_device().type
-    except Exception as error:  # whatever a driver of another vendor raises
+    except Exception as error:  # a driver of another vendor may raise anything
         return f"Triton finds no device: {str(error).strip().partition(chr(10))[0]}"
     return device if served == device_type else f"Triton serves {served}, not {device_type}"
 
@@ -103,7 +104,7 @@ def serves(block_size: int, *arrays: torch.Tensor | None) -> bool:
 
 
 def shape_constants(kernel: str, block_size: int, aligned: bool) -> dict[str, Any]:
-    """The constants of an elementwise kernel, for blocks of a size."""
+    """The constants of an elementwise kernel for a block size."""
     columns = 1 << (block_size - 1).bit_length()
     rows = max(1, _TILE_NUMEL[kernel] // columns)
     return {"BLOCK": block_size, "COLUMNS": columns, "ROWS": rows, "ALIGNED": aligned}
@@ -217,10 +218,12 @@ def hot_step(
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of many tensors, with sums in fp64, in one launch that reads them once and one that adds its sums.
+    """The norms of many tensors, with sums in fp64, in two launches: the first reads the tensors once, the second adds
+    the sums of their parts.
 
     Args:
-        tensors: any shapes but empty, contiguous, of one dtype and on one device, which `serves`.
+        tensors: contiguous and not empty, of any shapes, of one dtype and on one device; `serves` must be true for
+            them.
 
     Returns:
         1-D fp64 [len(tensors)], on the device.

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a training while its engine is built, on small arrays, so that no step does."""
+"""Compiles the kernels of a run while its engine is built, on small arrays, so that no step has to."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0)
 def prepare(device: torch.device, block_size: int, calls: Iterable[Callable[[], object]], *, warns: bool) -> None:
     """Run `calls`, each of which launches one variant of a kernel, if kernels run on `device`.
 
-    If one does not compile, this process computes everything as torch operations.
+    If one does not compile, this process computes everything by torch operations.
 
     Args:
         device: where the weights are.
         block_size: elements per block.
         calls: see the other functions.
-        warns: whether this rank says why there are no kernels, where they were to be expected.
+        warns: whether this rank logs why there are no kernels, on devices that should have them.
     """
     if block_size > LARGEST_KERNEL_BLOCK:
         return
@@ -58,13 +58,13 @@ def estimates(
     grad: torch.dtype,
     drifts: Sequence[bool],
 ) -> Iterator[Callable[[], None]]:
-    """Calls of `predict`, and with D of `move`, aligned and not.
+    """Calls of `predict` and, with D, of `move`; aligned and unaligned.
 
     Args:
         device: where the weights are.
         block_size: elements per block.
         weights, published, grad: dtypes of the weights, of y and of the gradients handed over.
-        drifts: with D, without it, or both.
+        drifts: whether to call with D; may hold both values.
     """
     inverse = torch.ones(-(-_NUMEL // block_size), dtype=torch.float32, device=device)
     for first in (0, 1):  # the second is unaligned
@@ -80,7 +80,7 @@ def estimates(
 
 
 def hot_steps(device: torch.device, block_size: int, grad: torch.dtype) -> Iterator[Callable[[], None]]:
-    """Calls of `hot_step`, whose arrays are allocated for it and so are aligned.
+    """Calls of `hot_step`; only aligned, because its arrays are allocated for it.
 
     Args:
         device: where the weights are.

@@ -73,11 +73,11 @@ class BlockSet:
 
 
 class BlocksOfRanks:
-    """As many blocks of each rank, applicable to the partitions of all ranks, of n elements each.
+    """The same number of blocks per rank, applicable to the partitions of all ranks, of n elements each.
 
     Args:
         ids: block numbers, [ranks, k] int64, ascending in each row, on the device where the blocks are used. A number
-            may come several times, but not that of a short last block.
+            may occur several times, except that of a short last block.
         numel: n.
         block_size: elements per block.
     """
@@ -92,24 +92,26 @@ class BlocksOfRanks:
         self._rows, self._ids = (rows, ids) if self._which is None else (rows[is_whole], ids[is_whole])
 
     def put(self, flats: torch.Tensor, values: torch.Tensor) -> None:
-        """Scatter blocks into the partitions, in place and in a number of operations that is independent of the ranks.
+        """Scatter blocks into the partitions, in place; the number of operations does not depend on the number of
+        ranks.
 
         Args:
             flats: [ranks, n], any dtype, on the device of the numbers.
-            values: [ranks, k, block_size], the same dtype and device. Those of one block are equal.
+            values: [ranks, k, block_size], the same dtype and device. Values of a block that occurs several times are
+                equal.
         """
         whole = self._shape[0] * self.block_size
         if whole:
             flats[:, :whole].unflatten(1, self._shape)[self._rows, self._ids] = (
                 values if self._which is None else values[self._which]
             )
-        if len(self._tails):  # its block is the last one of the row
+        if len(self._tails):  # the short block is the last one of its row
             flats[self._tails, whole:] = values[self._tails, -1, : flats.shape[1] - whole]
 
 
 @dataclass
 class AdamBlocks:
-    """Adam's state of a `BlockSet` of k blocks, outside the partition's own arrays.
+    """Adam's state for a `BlockSet` of k blocks, outside the partition's own arrays.
 
     Attributes:
         blocks: the set.
@@ -127,8 +129,8 @@ class AdamBlocks:
     def step(self, grad: torch.Tensor, grad_scale: float, step: AdamStep) -> torch.Tensor:
         """Take one Adam step with ``grad_scale * grad``.
 
-        Computed in fp32 on grad's device as `kernel.adam_pass` defines it, with each block's own update count. State
-        that lives on another device is copied there and back. ``step.step`` and ``step.grad_scale`` are not used.
+        Computed in fp32 on grad's device as `worker.kernel.adam_pass` defines it, with each block's own update count.
+        State that lives on another device is copied there and back. ``step.step`` and ``step.grad_scale`` are not used.
 
         Args:
             grad: [k, block_size], any float dtype, any device.
@@ -137,8 +139,8 @@ class AdamBlocks:
 
         Returns:
             The new p, fp32 [k, block_size], on grad's device. Compute weights from this tensor, not from the attribute
-            `p`: that may be page-locked host memory which the asynchronous copy back has not reached. If the host reads
-            it, or converts it in a copy, it may see the previous step or a mixture.
+            `p`: that may be page-locked host memory to which the asynchronous copy back has not finished. If the host
+            reads or converts it, it may see the previous step or a mixture.
         """
         state_device, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
@@ -173,7 +175,7 @@ def step_blocks(
     gradient: torch.Tensor,
     step: AdamStep,
 ) -> None:
-    """Take one Adam step of p, m, v in place, for all blocks except some.
+    """Take one Adam step of p, m, v in place, for all blocks except those in `without`.
 
     Args:
         state: p, m, v; 1-D fp32 [n], host.

@@ -1,4 +1,4 @@
-"""Defines the parts shared by both rules' checkpoint sections: strict pydantic models of plain values and tensors."""
+"""Defines what both rules' saved states share: strict pydantic models of plain values and tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
 
 class SavedValues(BaseModel):
-    """A part of a section. Unknown keys and values of other types are errors."""
+    """A part of the saved state. Unknown keys and values of other types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, frozen=True)
 
@@ -91,12 +91,13 @@ class PartitionValues(SavedValues, ABC):
 
     @abstractmethod
     def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
-        """Apply the collected gradients to a part of the partition, as the rule would have; runs in this process.
+        """Apply the collected gradients to a part of the partition, as the rule would have, in this process.
 
         Args:
             state: p, m, v of the part, changed in place; 1-D fp32 [n], host.
             block_size: elements per block.
-            begin: the first element of the part, the first of a block. The part ends with a block or the partition.
+            begin: the first element of the part, at the start of a block. The part ends where a block or the partition
+                ends.
         """
 
 

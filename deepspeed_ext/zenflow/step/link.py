@@ -30,7 +30,7 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 __all__ = ["UpdatePhase", "WorkerLink"]
 
 _SHARE_OF_GROUP_TIMEOUT = 0.8
-"""The rest is for the time by which the other ranks are ahead."""
+"""The remaining share allows for other ranks that reached the collective earlier."""
 
 
 class UpdatePhase(enum.Enum):
@@ -62,8 +62,8 @@ class WorkerLink:
     Attributes:
         arena, process, transfers, page_locks: see their classes.
         phase: state of the newest update.
-        write_wait_seconds: time spent waiting until the worker had written parts of the arena to files, in all.
-        longest_wait_seconds: longest wait with progress, after which the collective of other ranks would time out.
+        write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
+        longest_wait_seconds: longest wait even with progress; after it, the collective of other ranks would time out.
 
     Raises:
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the device the landing buffers.
@@ -112,7 +112,7 @@ class WorkerLink:
                         self.process, results, buffers, block_size, timeout_seconds, metrics.waiting
                     )
                 parts = self.process, self.transfers, self.page_locks
-                # Runs at `close` or at garbage collection. Not at exit, which frees everything without a wait.
+                # Runs at `close` or at garbage collection, but not at exit, which frees everything without waiting.
                 self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
                 self._end_copies.atexit = False
                 self.lock([spec.key for spec in specs if spec.touched and spec.exchanged])
@@ -125,8 +125,8 @@ class WorkerLink:
     def lock(self, keys: Sequence[ArrayKey]) -> None:
         """Page-lock these arrays, so that their copies overlap with computation. Idempotent.
 
-        First the worker touches them: locking pages that nobody has touched would place them on this process's memory
-        node, and clear them with one thread.
+        The worker touches them first: locking untouched pages would place them on this process's memory node and clear
+        them with a single thread.
         """
         new = [key for key in keys if key not in self._touched]
         if new:
@@ -136,8 +136,8 @@ class WorkerLink:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because
-        the other ranks go on to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
+        """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because the
+        other ranks continue to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
         with self._kept.keeping():
             try:
                 yield
@@ -156,8 +156,8 @@ class WorkerLink:
         return self._kept.error is not None
 
     def depart(self, tasks: Sequence[WorkerTask], *, gradients: int, publishes: bool) -> None:
-        """Let the gradients that `transfers` has taken go, and hand over work on them and earlier ones. Does nothing if
-        this rank has failed.
+        """Send off the gradients that `transfers` has taken, and hand over work on them and earlier ones. Does nothing
+        if this rank has failed.
 
         Args:
             tasks: at most one task per partition.
@@ -172,15 +172,15 @@ class WorkerLink:
             self.transfers.depart(tasks, publishes)
 
     def start_copies(self) -> None:
-        """Let the copies of the gradients that `transfers` has taken start (see `Transfers.start`). Does nothing if
-        this rank has failed."""
+        """Start the copies of the gradients that `transfers` has taken (see `Transfers.start`). Does nothing if this
+        rank has failed."""
         if not self.failed:
             with self.keeping():
                 self.transfers.start()
 
     def wait(self) -> Exception | None:
-        """Wait for everything in flight on this rank. With progress too, that ends before the collective of the ranks
-        that wait for this one times out.
+        """Wait for everything in flight on this rank. Even with progress, the wait ends before the collective of the
+        ranks that wait for this one times out.
 
         Returns:
             The kept error, if any, which `wait_together` raises on all ranks.
@@ -199,8 +199,8 @@ class WorkerLink:
         """Wait for everything in flight. A collective.
 
         Raises:
-            WorkerError: on every rank, if any rank's worker has failed, or has ended although idle; from then on, at
-                every wait.
+            WorkerError: on every rank, if any rank's worker has failed, or has ended although idle; every later wait
+                raises it again.
         """
         with self.keeping():
             self.wait()
@@ -245,7 +245,7 @@ class WorkerLink:
 
 
 def _end_copies(process: OptimizerProcess, transfers: Transfers, page_locks: PageLocks, owner_pid: int) -> None:
-    """Unlock memory once no copy is under way; if one does not end, leave everything that it uses."""
+    """Unlock memory once no copy is running; if a copy does not end, leave everything that it uses."""
     if os.getpid() != owner_pid:  # a forked process must not use the accelerator
         return
     process.close()
@@ -260,7 +260,7 @@ def _end_copies(process: OptimizerProcess, transfers: Transfers, page_locks: Pag
 
 
 def _results(arena: Arena) -> list[Results]:
-    """What the worker writes for the trainer, of each partition in order."""
+    """The arrays that the worker writes for the trainer, for each partition in order."""
     keys = [array.spec.key for array in arena.layout.arrays]
     partitions = [key.partition for key in keys if key.kind == "y"]
     means = {key.partition: arena.tensor(*key) for key in keys if key.kind == "block_means"}
@@ -268,11 +268,11 @@ def _results(arena: Arena) -> list[Results]:
 
 
 def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
-    """How long this rank may wait for a worker that makes progress, so that the others' collective does not time out.
+    """How long this rank may wait for a worker that makes progress before the other ranks' collective would time out.
 
     Args:
         timeout_seconds: longest wait without progress; it is below the group's timeout.
-        ranks: those that wait for this one.
+        ranks: the ranks that wait for this one.
     """
     if ranks.size == 1:
         return math.inf

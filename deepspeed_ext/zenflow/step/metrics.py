@@ -16,30 +16,30 @@ _SETTLING_STEPS = 2  # the first steps touch memory and warm caches
 
 @dataclass
 class Metrics:
-    """Metrics of the last optimizer step; times in seconds, sizes in bytes. What is not measured yet is NaN.
+    """Metrics of the last optimizer step; times in seconds, sizes in bytes. Values not measured yet are NaN.
 
-    On an accelerator with streams, times are those of its stream, and known a step or more later.
+    On an accelerator with streams, times are measured on its stream and known a step or more later.
     """
 
     wait_seconds: float = math.nan
-    """Time for which the accelerator waited for the worker, or for copies to or from the arena."""
+    """Time that the accelerator waited for the worker, or for copies to or from the arena."""
     worker_seconds: float = math.nan
     """Duration of the worker's newest pass, over all partitions."""
     link_seconds: float = math.nan
-    """Time of the copies beside the step, of both directions."""
+    """Time of the copies beside the step, in both directions."""
     device_seconds: float = math.nan
     """Time from the end of the previous step to the start of this one: forward, backward and everything else."""
     step_seconds: float = math.nan
     """Time inside the optimizer step, waiting included."""
     overlap: float = math.nan
-    """Fraction of the worker's and those copies' total time for which the accelerator did not wait; of all overlapped
-    steps so far."""
+    """Fraction of the total time of the worker and those copies during which the accelerator did not wait, over all
+    overlapped steps so far."""
     bytes_down: int = 0
     """Bytes copied from the accelerator to the arena in this step."""
     bytes_up: int = 0
     """Bytes copied from the arena to the accelerator in this step."""
     waiting: Stopwatch = field(default_factory=stopwatch)
-    """Runs while the accelerator has to wait."""
+    """Runs while the accelerator must wait."""
     _total_wait: float = 0.0
     _total_hideable: float = 0.0
     _hideable: float = 0.0
@@ -54,7 +54,7 @@ class Metrics:
         self._inside.start()
         self.bytes_down, self.bytes_up = 0, 0
         between = self._between.lap()
-        if self._device:  # before the first step there was none
+        if self._device:  # the first step has no previous one
             self.device_seconds = _newest(between, self.device_seconds)
         self._device = [*self._device[-_REMEMBERED:], *between]
 

@@ -46,7 +46,7 @@ class OffloadedAdam:
     Attributes:
         rule, partitions, link, ranks: the arguments.
         updates: optimizer steps whose gradients have been taken so far (t of the newest).
-        plan: of the step that has begun and not ended; None between steps. It stays if an exception ends the step.
+        plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class OffloadedAdam:
         with in_profile("zenflow.begin_step"):
             if self.plan is not None:  # the last step has failed, perhaps before its interval was chosen
                 self.link.raise_kept()
-            self.plan = self.rule.schedule.plan()  # so that a step which is broken off from here on is noticed
+            self.plan = self.rule.schedule.plan()  # from here on, an interrupted step is noticed
             with self.link.keeping():
                 self._metrics.begin_step()
             if self.link.phase is UpdatePhase.EXPOSED:
-                self.link.wait()  # other ranks may not be exposed, so no collective
+                self.link.wait()  # no collective, because other ranks may not be exposed
                 with self.link.keeping():
                     self.link.phase = UpdatePhase.READ
                     self.rule.resume()
@@ -102,7 +102,7 @@ class OffloadedAdam:
         Args:
             index: number of the partition; each is taken once, in order, between `begin_step` and `finish_weights`.
             grad: 1-D [n], reduced, neither unscaled nor clipped; may be reused after the call.
-            grad_scale: c, multiplies the gradient (loss scale and clipping).
+            grad_scale: c, the multiplier of the gradient (loss scale and clipping).
         """
         # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
@@ -131,11 +131,11 @@ class OffloadedAdam:
                 self.link.receive()
             self.rule.write_weights(plan)
             if not plan.waits_last:
-                self.link.start_copies()  # beside what DeepSpeed does with the weights, which may wait for the device
+                self.link.start_copies()  # overlaps with DeepSpeed's use of the weights, which may wait for the device
 
     def end_step(self) -> None:
-        """Hand over what the plan says, without waiting for the worker. A collective only while the interval is
-        open."""
+        """Hand over what the plan says, without waiting for the worker. A collective only while no interval is
+        chosen."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             tasks: list[WorkerTask] = []
@@ -168,7 +168,7 @@ class OffloadedAdam:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def coming_slot(self, index: int) -> torch.Tensor:
-        """Slot of the coming step's gradient of a partition; 1-D [n], in the arena. Free after `begin_step`."""
+        """The slot for a partition's gradient of the coming step; 1-D [n], in the arena. Free after `begin_step`."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property
@@ -205,8 +205,8 @@ class OffloadedAdam:
         return not self.link.failed
 
     def offload(self) -> None:
-        """Wait for the update in flight, and free the accelerator memory that is held between steps, until `reload`.
-        No step may come before that. Idempotent. If the host has no memory for it, nothing is freed.
+        """Wait for the update in flight, and free the accelerator memory that is held between steps. Call `reload`
+        before the next step. Idempotent. If the host has no memory for it, nothing is freed.
 
         If this rank's worker has failed, nothing is freed, and the next step raises the error on every rank."""
         self.link.wait()
@@ -217,7 +217,7 @@ class OffloadedAdam:
                 self.link.transfers.release()
 
     def reload(self) -> None:
-        """Undo `offload`: later steps are bitwise those without it. Idempotent, also after it ran out of memory."""
+        """Undo `offload`; later steps are bitwise unaffected. Idempotent, even after it ran out of memory."""
         if self._parked is not None:
             self._parked.restore()
             self.link.transfers.restore()
@@ -237,7 +237,7 @@ class OffloadedAdam:
         """Start over from p, m, v, which were written from outside, with synchronous steps. Nothing may be in flight.
 
         Args:
-            updates: number of updates the new values have had; None: as many as the old ones.
+            updates: number of updates that the new values have had; None: as many as the old ones.
         """
         self.updates = self.updates if updates is None else updates
         self.rule.schedule.restart()
@@ -250,7 +250,7 @@ class OffloadedAdam:
         """The longest interval up to `wanted` whose gradients fit into every rank's host memory. A collective.
 
         Raises:
-            OutOfMemoryError: on every rank, if not even the shortest interval fits on any.
+            OutOfMemoryError: on every rank, if on any rank not even the shortest interval fits.
         """
         longest = shortest = self.rule.schedule.shortest_interval
         with self.link.keeping():
@@ -279,7 +279,7 @@ class OffloadedAdam:
         self.link.lock([ArrayKey("g", partition.index, slot) for partition in self.partitions for slot in slots])
 
     def measurements(self) -> dict[str, float]:
-        """Metrics of the last step by name, without those that are not measured yet; units are in the names."""
+        """The metrics of the last step that have been measured, by name; units are in the names."""
         values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
 
@@ -295,7 +295,7 @@ def has_room_for(adam: OffloadedAdam, interval: int | None) -> bool:
 
 
 def _further_bytes(adam: OffloadedAdam, interval: int | None) -> int:
-    """Bytes of the ring at `interval` beyond those in use: a slot takes memory when it is first written."""
+    """Bytes that the ring at `interval` needs beyond those in use: a slot takes memory when it is first written."""
     schedule = adam.rule.schedule
     slot_bytes = sum(partition.ring[0].nbytes for partition in adam.partitions)
     return (schedule.ring_at(interval) - schedule.ring) * slot_bytes

@@ -65,19 +65,19 @@ class UpdateRule(ABC, Generic[PlanT]):
     # -- one optimizer step, in this order ------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Look at the update that has arrived, whose gradients are still in their slots, before the step is planned.
-        Called if the coming step waits first. A collective if the schedule asks for it, which it does on every rank or
-        on none."""
+        """Inspect the update that has arrived, while its gradients are still in their slots, before the step is
+        planned. Called if the coming step waits first. A collective if the schedule asks for it, which it does on every
+        rank or on none."""
 
     @abstractmethod
     def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
         """Use the collected gradient of one partition. If the plan waits first, the update in flight has arrived.
 
         Args:
-            plan: what the step does.
+            plan: the plan of the step.
             partition: the partition; its newest constants are ``partition.collected[-1]``.
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped.
-            grad_scale: c, multiplies the gradient.
+            grad_scale: c, the multiplier of the gradient.
         """
 
     @abstractmethod
@@ -94,7 +94,7 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     @abstractmethod
     def measured_interval(self, plan: PlanT) -> int | None:
-        """Choose the interval that the config left open, once enough steps were measured. Called after the step.
+        """Choose the interval that the config left open, once enough steps are measured. Called after the step.
 
         A collective if the schedule asks for it, which it does on every rank or on none.
 
@@ -119,19 +119,19 @@ class UpdateRule(ABC, Generic[PlanT]):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
-        """Copy state from the accelerator into p, m and v, which may be changed after this. Nothing may be in
+        """Copy state from the accelerator into p, m and v, which may be changed afterwards. Nothing may be in
         flight."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Let the worker publish again what is due, because p, m or v may have changed."""
+        """Let the worker publish again, because p, m or v may have changed."""
 
     @abstractmethod
     def restart(self, updates: int | None) -> None:
         """Discard everything derived from the old p, m, v, which were replaced.
 
         Args:
-            updates: number of updates the new ones have had; None: as many as the old ones.
+            updates: number of updates that the new values have had; None: as many as the old ones.
         """
 
     @abstractmethod
@@ -145,7 +145,7 @@ class UpdateRule(ABC, Generic[PlanT]):
 
         Args:
             schedule: state of the schedule in the checkpoint.
-            position: gradients in the checkpoint that were collected and not handed over.
+            position: number of gradients in the checkpoint that were collected and not handed over.
         """
 
     @abstractmethod
@@ -160,7 +160,7 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     @staticmethod
     def _interval_fits(settings: RuleSettings, there: int | None) -> bool:
-        """Whether a checkpoint at interval `there` (None: not chosen) continues with these settings."""
+        """Whether a checkpoint with interval `there` (None: not chosen) can be continued with these settings."""
         here = settings.update_interval
         return here == there or (here is None and (there or 1) <= settings.longest_interval)
 

@@ -1,4 +1,4 @@
-"""The ``zenflow`` section of a run, with what only the run knows."""
+"""Adds to the ``zenflow`` section the values that are known only at run time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["ZenFlowRun"]
 
 @dataclass(frozen=True)
 class ZenFlowRun:
-    """The section as the user wrote it, and two values that the run adds.
+    """The section as the user wrote it, and two values that are known only at run time.
 
     Attributes:
         config: the section.
-        worker_timeout_seconds: longest wait for the worker: the user's, or a lower default.
-        steps_per_epoch: optimizer steps of an epoch; None: unknown, because DeepSpeed did not build the data loader.
+        worker_timeout_seconds: longest wait for the worker: as the user set it, or a default that may be lowered.
+        steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build the data loader.
     """
 
     config: ZenFlowConfig
@@ -29,18 +29,18 @@ class ZenFlowRun:
     def of(
         cls, config: ZenFlowConfig, group_timeouts_seconds: Iterable[float] = (), steps_per_epoch: int | None = None
     ) -> ZenFlowRun:
-        """Add to `config` what the run knows.
+        """Add the run-time values to `config`.
 
-        The default timeout is lowered if the collectives in which other ranks wait meanwhile would time out first.
+        The default timeout is lowered if the collectives in which other ranks wait would time out first.
 
         Args:
             config: the section.
-            group_timeouts_seconds: timeouts of the process groups in which other ranks wait for this one; none: there
-                are no others.
-            steps_per_epoch: optimizer steps of an epoch, if known.
+            group_timeouts_seconds: timeouts of the process groups in which other ranks wait for this one; empty if
+                there are no other ranks.
+            steps_per_epoch: optimizer steps per epoch, if known.
 
         Raises:
-            ConfigError: the user asks for a timeout that is not below the collectives'.
+            ConfigError: the user's timeout is not below that of the collectives.
         """
         timeout = config.worker_timeout_seconds
         shortest = min(group_timeouts_seconds, default=float("inf"))

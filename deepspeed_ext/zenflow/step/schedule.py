@@ -116,7 +116,7 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         self.state = type(self.state)(interval=self.state.interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values, without what follows from the collected gradients."""
+        """The state as plain values, except what follows from the collected gradients."""
         return {name: value for name, value in asdict(self.state).items() if name not in ("position", "written")}
 
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:

@@ -41,7 +41,7 @@ def as_torch_adam(parameters: dict[str, Any]) -> None:
         return
     parameters["torch_adam"] = True
     parameters.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own Adams; torch's AdamW has 0.01
-    if not parameters.pop("bias_correction", True):  # only DeepSpeed's own Adams know it
+    if not parameters.pop("bias_correction", True):  # only DeepSpeed's own Adams have it
         raise ConfigError(
             "zero_optimization.zenflow does not support optimizer.params.bias_correction = false: remove it"
         )
@@ -75,14 +75,14 @@ def require_section(section: Any) -> None:
 
 
 def require_shared_folder(section: Any, node_local: bool) -> None:
-    """Check where checkpoints lie.
+    """Check that the storage of checkpoints suits saves beside training.
 
     Args:
         section: the ``zero_optimization`` section.
-        node_local: whether every node saves to storage of its own.
+        node_local: whether each node saves to its own storage.
 
     Raises:
-        ConfigError: a save beside training could not be completed there.
+        ConfigError: saves beside training are on, and could not be completed on such storage.
     """
     if section.zenflow is not None and section.zenflow.async_save and node_local:
         raise ConfigError(
@@ -99,7 +99,7 @@ def require_supported(
     Args:
         kwargs: keyword arguments of DeepSpeed's optimizer class.
         groups: the parameter groups.
-        autocasts_to_fp16: whether the optimizer has a torch ``GradScaler`` of its own.
+        autocasts_to_fp16: whether the optimizer has its own torch ``GradScaler``.
 
     Raises:
         ConfigError: they contain a setting that ZenFlow does not support.

@@ -1,8 +1,8 @@
 """Moves gradients to the arena and results back beside the next step, so that the accelerator waits for neither.
 
-When a step has computed its weights, its gradient is copied to a landing buffer in device memory. From there it goes
-down during the next forward, in chunks of whole blocks. The worker steps each chunk as it arrives, and y of the chunk
-comes up during the backward, into the part of the buffer that its gradient has left.
+When a step has computed its weights, its gradient is copied to a landing buffer in device memory. From there it is
+copied to the host during the next forward, in chunks of whole blocks. The worker steps each chunk as it arrives, and y
+of the chunk is copied back during backward, into the part of the buffer that its gradient has left.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 __all__ = ["HiddenTransfers", "LandingBuffer", "allocate_landing_buffers"]
 
 CHUNK_NUMEL = 1 << 24
-"""Fewest elements of a chunk, before rounding to whole blocks."""
+"""Minimum number of elements of a chunk, before rounding to whole blocks."""
 
 MOST_CHUNKS = 64
-"""Chunks of all partitions, but for the last of each: the trainer launches two tasks for each of them in a step, and
-what a step waits for longer than its own copies and passes is about one chunk of each."""
+"""Maximum number of chunks of all partitions together, not counting the last of each. More chunks cost launches, two
+per chunk and step; fewer make a step wait longer, by about one chunk's copies and pass."""
 
 _FREE_SHARE = 0.1
-"""Share of the device memory that stays free if buffers are not asked for."""
+"""Share of device memory that must stay free, unless the user asks for the buffers."""
 
 
 class LandingBuffer:
     """Device memory of one partition of n elements, which holds its gradient and then its results.
 
-    The gradient lies at the end and y at the start. So if their sizes differ, y of a chunk still covers only
-    gradients of this and earlier chunks, which have left.
+    The gradient lies at the end and y at the start. So even if their sizes differ, y of a chunk overwrites only
+    gradients of this and earlier chunks, which have been copied.
 
     Attributes:
         gradient: 1-D [n].
         results: `Results` on the accelerator.
         landed: event on the stream of the copies up, recorded after the last copy.
-        slot: where the gradient goes; None: there is none.
+        slot: destination of the gradient; None: there is no gradient.
     """
 
     gradient: torch.Tensor
@@ -64,7 +64,7 @@ class LandingBuffer:
         self.slot: torch.Tensor | None = None
 
     def allocate(self) -> None:
-        """Take the memory, whose contents are undefined."""
+        """Allocate the memory, with undefined contents."""
         host, grad_dtype = self._host, self._grad_dtype
         numel, publish_dtype = host.published.numel(), host.published.dtype
         nbytes = numel * max(grad_dtype.itemsize, publish_dtype.itemsize)
@@ -76,11 +76,11 @@ class LandingBuffer:
         self.results = Results(buffer[: numel * publish_dtype.itemsize].view(publish_dtype), means)
 
     def release(self) -> None:
-        """Free the memory. Until `allocate` the buffer has neither gradient nor results."""
+        """Free the memory. Until `allocate`, the buffer has neither gradient nor results."""
         del self.gradient, self.results
 
     def bring_up(self) -> None:
-        """Copy the newest results to the buffer, on the current stream."""
+        """Copy the newest results from the arena to the buffer, on the current stream."""
         self.results.published.copy_(self._host.published)
         if self.results.block_means is not None and self._host.block_means is not None:
             self.results.block_means.copy_(self._host.block_means)
@@ -93,16 +93,16 @@ def allocate_landing_buffers(
     """Allocate a buffer for each partition, for `HiddenTransfers`. A collective.
 
     Args:
-        wanted: whether the user asks for it; None: if every rank keeps a tenth of its memory free.
+        wanted: whether the user asks for buffers; None: allocate them if every rank keeps a tenth of its memory free.
         results: of each partition, in order.
         grad_dtype: dtype of the gradients.
         ranks: the data-parallel ranks.
 
     Returns:
-        The buffers; None on every rank if copies stay inside of the step.
+        The buffers; None on every rank if copies stay inside the step.
 
     Raises:
-        OutOfMemoryError: on every rank, if `wanted` and any rank has no memory for it.
+        OutOfMemoryError: on every rank, if `wanted` and any rank has no memory for them.
     """
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device() or wanted is False:
@@ -136,7 +136,7 @@ def _needed_bytes(host: Results, grad_dtype: torch.dtype) -> int:
 
 
 def chunk_numel(numel: int, block_size: int) -> int:
-    """Elements of a chunk, if all partitions together have `numel`."""
+    """Elements per chunk, if all partitions together have `numel` elements."""
     fewest = -(-numel // MOST_CHUNKS)
     return max(chunk_of(CHUNK_NUMEL, block_size), -(-fewest // block_size) * block_size)
 
@@ -163,7 +163,8 @@ class Chunk:
     def start_up(self, stream: Any) -> None:
         """Start copying the results to the buffer.
 
-        The gradient has arrived, so what was launched before it is done: nobody reads the buffer's older contents.
+        The gradient has arrived, so all work launched before it is done and nothing still reads the buffer's older
+        contents.
         """
         with get_accelerator().stream(stream):
             for target, source, part in (
@@ -200,7 +201,7 @@ class HiddenTransfers(Transfers):
         self._block_size = block_size
         self._chunk_numel = chunk_numel(sum(host.published.numel() for host in results), block_size)
         self._buffers = buffers
-        self._sent: dict[int, list[tuple[Chunk, Any]]] = {}  # by partition: chunks that nobody carries yet
+        self._sent: dict[int, list[tuple[Chunk, Any]]] = {}  # by partition: chunks not given to the courier yet
         self._up = accelerator.Stream()
         self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()  # one per thread
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
@@ -209,7 +210,7 @@ class HiddenTransfers(Transfers):
         buffer, stream = self._buffers[index], get_accelerator().current_stream()
         with self._waiting.measured():
             stream.wait_stream(self._down)  # which may still read the buffer's last gradient
-            stream.wait_stream(self._up)  # which may still write results that nobody has asked for
+            stream.wait_stream(self._up)  # which may still write results that were never read
         buffer.gradient.copy_(grad)
         buffer.slot = slot
 
@@ -238,7 +239,7 @@ class HiddenTransfers(Transfers):
         self._courier.send(parcels or [Parcel(departed, None, None)], self._process)
 
     def _sent_down(self, chunk: Chunk) -> Any:
-        """Start the chunk's copy down, on the current stream; an event that a waiting thread sleeps on."""
+        """Start the chunk's copy to the host, on the current stream; return an event on which a thread can sleep."""
         chunk.start_down()
         arrived = streams.blocking_event()
         arrived.record(self._down)
@@ -266,7 +267,7 @@ class HiddenTransfers(Transfers):
         return buffer.results
 
     def release(self) -> None:
-        get_accelerator().synchronize()  # copies up have been started, and may still be under way
+        get_accelerator().synchronize()  # copies from the host have been started, and may still run
         for buffer in self._buffers:
             buffer.release()
 

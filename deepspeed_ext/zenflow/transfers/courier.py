@@ -1,8 +1,9 @@
-"""Carries gradients to the worker and its results back, beside the trainer's computation, in a thread of its own.
+"""Carries gradients to the worker and its results back, beside the trainer's computation, in a separate thread.
 
-An update travels in parcels, each a run of whole blocks of one partition. The trainer starts all copies down and goes
-on. The courier waits until a parcel has arrived in the arena, tells the worker, and starts the copy up once the worker
-has stepped it. The worker is told of the next parcel before the answer to this one is awaited, so it is never idle.
+An update travels in parcels, each a run of whole blocks of one partition. The trainer starts all copies to the host and
+continues. The courier waits until a parcel has arrived in the arena, tells the worker, and starts the copy back once
+the worker has stepped it. It tells the worker of the next parcel before it waits for the answer to this one, so the
+worker is never idle.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ __all__ = ["Courier", "Parcel", "Shipment"]
 _PARCELS_AHEAD = 1
 _CLOSE_SECONDS = 2.0
 _LATER_SECONDS = 5.0
-"""The trainer waits so much longer than the courier, whose error says more."""
+"""The trainer waits this much longer than the courier, so that the courier's more specific error comes first."""
 
 
 @dataclass
 class Parcel:
-    """A run of blocks on its way.
+    """A run of blocks in transit.
 
     Attributes:
-        arrived: event recorded by the trainer after this parcel's copy down. If no gradient travels, it is recorded
-            after everything that reads what the task writes.
-        task: what the worker does once the gradient has arrived; None: nothing.
-        bring_up: starts the copy of the worker's result to the accelerator, and is called by the courier; None: the
-            result stays on the host.
+        arrived: event that the trainer records after this parcel's copy to the host. If there is no gradient, it is
+            recorded after everything that reads what the task writes.
+        task: the worker's task once the gradient has arrived; None: none.
+        bring_up: called by the courier to start the copy of the worker's result to the accelerator; None: the result
+            stays on the host.
     """
 
     arrived: Any
@@ -49,7 +50,7 @@ class Parcel:
 
 
 class Shipment:
-    """Parcels that leave together, in order.
+    """Parcels sent together, in order.
 
     Args:
         parcels: what is carried.
@@ -57,7 +58,7 @@ class Shipment:
 
     Attributes:
         carried: parcels delivered so far.
-        is_done: whether nothing of it is left to do, or an error has ended it. Then it refers to nothing any more.
+        is_done: whether everything is delivered or an error has ended it. It then holds no more references.
     """
 
     def __init__(self, parcels: Sequence[Parcel], process: OptimizerProcess) -> None:
@@ -94,25 +95,25 @@ class Shipment:
 
     def wait_a_slice(self, patience: Patience) -> None:
         """Block for one slice of `patience` at most, or until it is done. A signal handler that interrupts this may
-        call it too."""
+        call it as well."""
         if not self.is_done and self._latch.acquire(timeout=max(0.0, patience.begin_slice())):
-            return  # nobody needs the latch any more
+            return  # the latch is no longer needed
         patience.end_slice()
 
 
 class Courier:
-    """The thread and what it carries. It ends with `close`, or when nobody refers to this object.
+    """The thread and its shipments. The thread ends at `close`, or when this object is garbage-collected.
 
     Args:
         device: index of the accelerator on which the trainer's tensors are.
-        timeout_seconds: longest time for which `wait` sees no parcel delivered.
+        timeout_seconds: longest time that `wait` waits without a parcel being delivered.
     """
 
     def __init__(self, device: int, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._shipments: deque[Shipment] = deque()
         self._errors: list[BaseException] = []
-        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # there is work; False: the end
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: there is work; False: end
         self._thread = threading.Thread(
             target=_carry_all,
             args=(self._calls, self._shipments, self._errors, device),
@@ -123,22 +124,22 @@ class Courier:
         self._finalizer = weakref.finalize(self, _end, self._calls, self._thread, os.getpid())
 
     def send(self, parcels: Sequence[Parcel], process: OptimizerProcess) -> None:
-        """Carry `parcels` after everything sent before, without waiting."""
+        """Queue `parcels` behind everything sent before, without waiting."""
         while self._shipments and self._shipments[0].is_done:
             self._shipments.popleft()
         self._shipments.append(Shipment(parcels, process))
         self._calls.put(True)
 
     def wait(self, within: Patience | None = None) -> None:
-        """Wait until all parcels are delivered: gradients are in the arena, tasks with the worker, and copies up are
-        started. May be called by a signal handler.
+        """Wait until all parcels are delivered: gradients are in the arena, the worker has the tasks, and copies back
+        are started. May be called by a signal handler.
 
         Args:
-            within: longest wait in all; None: as long as parcels are delivered.
+            within: longest wait in all; None: unlimited while parcels are delivered.
 
         Raises:
-            Exception: what ended the courier's work, as raised there.
-            WorkerError: nothing has moved for `timeout_seconds`, or `within` has expired.
+            Exception: the error that ended the courier's work, as raised there.
+            WorkerError: no parcel was delivered for `timeout_seconds`, or `within` has expired.
         """
         self._calls.put(True)  # the handler may have interrupted `send`
         for shipment in tuple(self._shipments):
@@ -162,10 +163,10 @@ class Courier:
             raise self._errors[0]
 
     def close(self) -> bool:
-        """End the thread. Close the worker first, on which it may be waiting. Idempotent.
+        """End the thread. Close the worker first, because the thread may be waiting for it. Idempotent.
 
         Returns:
-            Whether it has ended; else it waits for the accelerator.
+            Whether it has ended; if not, it waits for the accelerator.
         """
         self._finalizer()
         return not self._thread.is_alive()
@@ -174,7 +175,7 @@ class Courier:
 def _carry_all(
     calls: queue.SimpleQueue[bool], shipments: deque[Shipment], errors: list[BaseException], device: int
 ) -> None:
-    """The thread. It refers to no worker while it is idle, so that a forgotten engine can be freed."""
+    """Run the thread. While idle it refers to no worker, so that an unreferenced engine can be freed."""
     get_accelerator().set_device(device)
     while calls.get():
         for shipment in tuple(shipments):
@@ -190,7 +191,7 @@ def _carry_all(
 
 
 def _explained(error: BaseException) -> BaseException:
-    """The error, or what it means if a capture of a graph by another thread has forbidden this one its calls."""
+    """The error, or a clearer one if a graph capture in another thread forbade this thread's calls."""
     if isinstance(error, RuntimeError) and "captur" in str(error).lower():
         explained = WorkerError(
             "copies between accelerator and optimizer process were under way while a graph was captured in a mode that "

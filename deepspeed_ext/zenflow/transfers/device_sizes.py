@@ -15,7 +15,7 @@ LARGEST_KERNEL_BLOCK = 256
 """Elements of the largest block for which there is a device kernel; larger ones are computed as torch operations."""
 
 ACCELERATOR_CHUNK_NUMEL = 1 << 24
-"""Elements that are computed at once on an accelerator without a kernel, before rounding to blocks."""
+"""Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
 
 
 def chunk_of(chunk_numel: int, block_size: int) -> int:
@@ -29,7 +29,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def landing_bytes(numel: int, grad_dtype: str, publish_dtype: str, means_bytes: int) -> int:
-    """Bytes of device memory of a partition's room: 2 per element if gradients and y have 16 bits, and the block means.
+    """Bytes of a partition's landing buffer: 2 per element if gradients and y have 16 bits, plus the block means.
 
     Args:
         numel: elements of the partition.

@@ -1,4 +1,4 @@
-"""Moves gradients to the arena and results back, inside of the step. `hidden_transfers` does it beside the next one."""
+"""Moves gradients to the arena and results back inside the step. `beside_step` does it beside the next step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 __all__ = ["Results", "Transfers"]
 
 _CLOSE_SECONDS = 5.0
-"""Longest wait of `close` for copies. They take a fraction of a second, unless a collective before them never ends."""
+"""Longest wait of `close` for copies. They take a fraction of a second, unless they wait for a collective that never
+ends."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the worker makes of one partition of n elements.
+    """The worker's results for one partition of n elements.
 
     Attributes:
         published: y, 1-D [n].
@@ -35,7 +36,7 @@ class Results:
 
 
 class Transfers:
-    """Copies inside of the step: gradients to the arena on a stream of their own, and results as they are read.
+    """Copies inside the step: gradients to the arena on a separate stream, and results when they are read.
 
     On an accelerator without streams (the CPU), copies are done when the calls return.
 
@@ -59,7 +60,7 @@ class Transfers:
         self._reader: Any = None  # stream that has read the arena
 
     def ready(self) -> Any:
-        """An event on the current stream, for `take`: the gradient is complete. None without streams."""
+        """Return an event on the current stream that marks the gradient complete, for `take`; None without streams."""
         return None if self._down is None else get_accelerator().current_stream().record_event()
 
     def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
@@ -81,34 +82,34 @@ class Transfers:
             grad.record_stream(self._down)
             self._older, self._newest = self._newest, streams.blocking_event()
             self._newest.record(self._down)
-        if self._older is not None:  # else flat gradients pile up if the host runs ahead of the link
+        if self._older is not None:  # otherwise flat gradients pile up if the host runs ahead of the link
             self._older.synchronize()
             self._older = None
 
     def start(self) -> None:
-        """Start the copies of all gradients taken, at once: later work on the current stream holds none of them up. It
-        may not read results, which the worker's next ones replace."""
+        """Start the copies of all gradients taken now, so that later work on the current stream does not delay them.
+        That work must not read results, which the worker's next results replace."""
 
     def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
         """Hand `tasks` over, once the gradients taken since the last call have arrived.
 
         Args:
             tasks: at most one per partition.
-            publishes: whether the next `results` is asked for before the next gradients are taken.
+            publishes: whether `results` will be called before the next gradients are taken.
         """
         self._finish()
         if tasks:
             self._process.submit(tasks)
 
     def wait(self, within: Patience | None = None) -> float:
-        """Wait until everything that departed has arrived and is processed, and the work is done that was launched on
-        the trainer's stream before the last gradients started, such as copies to the host.
+        """Wait until everything that departed has arrived and is processed, and until work launched on the trainer's
+        stream before the last gradients started, such as copies to the host, is done.
 
         Args:
-            within: longest wait in all; None: as long as there is progress.
+            within: longest wait in all; None: unlimited while there is progress.
 
         Returns:
-            Seconds of the worker's work since the last call that had to wait for any.
+            Seconds that the worker has worked since the last call that waited for work.
         """
         return self._process.wait(within=within).seconds
 
@@ -125,21 +126,22 @@ class Transfers:
         """Allocate it again, with the newest results."""
 
     def copying_seconds(self) -> float:
-        """Duration of the copies beside the step, as far as known since the last call."""
+        """Duration of the copies beside the step that has become known since the last call."""
         return 0.0
 
     def _finish(self) -> None:
-        """Wait for all copies down, and for the current stream's copies from the arena, which the worker overwrites."""
+        """Wait for all copies to the arena, and for the current stream's copies from it, because the worker overwrites
+        it."""
         if self._down is not None:
             with self._waiting.measured():
                 streams.synchronize(self._down)
                 streams.synchronize(get_accelerator().current_stream())
 
     def close(self) -> bool:
-        """Start no more copies, and wait some seconds for those under way. Close the worker first. Idempotent.
+        """Start no more copies, and wait some seconds for those that still run. Close the worker first. Idempotent.
 
         Returns:
-            Whether all of them have ended. If not, what they read and write must stay where it is.
+            Whether all of them have ended. If not, the memory that they use must not be freed.
         """
         return streams.have_ended(self._used(), _CLOSE_SECONDS)
 

@@ -16,14 +16,14 @@ from deepspeed_ext.runtime.log import warn_once
 __all__ = ["PageLocks"]
 
 _left: list[Any] = []
-"""What stays in memory until the process ends."""
+"""Objects kept in memory until the process ends."""
 
 
 class PageLocks:
     """Page-locked parts of the host's memory.
 
-    If memory were unmapped while it is page-locked, later mappings at its address would count as page-locked. So what
-    `unlock` was not called for stays locked and mapped until the process ends, whose end frees both.
+    If memory were unmapped while it is page-locked, later mappings at its address would count as page-locked. So memory
+    that is never passed to `unlock` stays locked and mapped until the process ends.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class PageLocks:
         through pageable memory, slower and synchronously.
 
         Args:
-            tensors: no other memory that is locked shares a page with one.
+            tensors: must not share a page with other locked memory.
         """
         accelerator = get_accelerator()
         if accelerator.is_synchronized_device():
@@ -59,7 +59,7 @@ class PageLocks:
             self._locked[begin] = tensor
 
     def unlock(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Undo `lock` of these tensors; None: of all. No copy to or from them may be under way. Idempotent."""
+        """Undo `lock` of these tensors; None: of all. No copy to or from them may be running. Idempotent."""
         if os.getpid() != self._owner_pid:  # a forked process must not use the accelerator
             return
         chosen = None if tensors is None else {tensor.data_ptr() for tensor in tensors}
@@ -70,7 +70,7 @@ class PageLocks:
                 del self._locked[begin]
 
     def leave(self, *others: object) -> None:
-        """Keep all of it locked, and `others` in memory, until the process ends: copies may still be under way."""
+        """Keep all of it locked, and `others` in memory, until the process ends, because copies may still run."""
         _leave(self._locked)
         self._locked.clear()
         _left.extend(others)
@@ -81,7 +81,7 @@ def _leave(locked: dict[int, torch.Tensor]) -> None:
 
 
 def _is_registered(address: int, nbytes: int) -> bool:
-    """Page-lock memory; returns whether that succeeded."""
+    """Page-lock memory; return whether that succeeded."""
     registered: list[Any] = []
     _succeeds(lambda: registered.append(get_accelerator().register_host_memory(address, nbytes)))
     return any(registered)

@@ -1,4 +1,5 @@
-"""Waits for streams of the accelerator: asleep where the accelerator can, and with a limit where a peer may be gone."""
+"""Waits for streams of the accelerator: asleep if the accelerator supports it, and with a limit if a peer may be
+gone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _LONGEST_SLEEP_SECONDS = 0.01
 
 
 def blocking_event() -> Any:
-    """An event on which a thread sleeps instead of spinning, where the accelerator has such."""
+    """An event on which a thread sleeps instead of spinning, if the accelerator has such events."""
     try:
         return get_accelerator().Event(blocking=True)
     except TypeError:
@@ -30,8 +31,8 @@ def synchronize(stream: Any) -> None:
 
 
 def have_ended(streams: Collection[Any], seconds: float) -> bool:
-    """Wait for everything that was launched on `streams` so far, but not for ever: a stream may hold a collective that
-    a peer never launches.
+    """Wait for everything launched on `streams` so far, with a limit: a stream may hold a collective that a peer never
+    launches.
 
     Args:
         streams: of the accelerator.

@@ -46,10 +46,11 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _BIG_BYTES = 1 << 20
-"""From this size on, the position of an array matters; smaller arrays stay in a cache anyway."""
+"""The position of an array matters only from this size on; smaller arrays stay in a cache anyway."""
 _HUGE_PAGE_BYTES = 1 << 21
 _APART_BYTES = 3 * _PAGE_BYTES + 5 * _LINE_BYTES
-"""Numbers of pages and lines are odd, so 64 arrays begin on 64 different lines of a page, and 256 on as many pages."""
+"""Staggers the starts of arrays so that they do not share cache sets. Both numbers are odd, so `_PLACES` arrays start
+on as many different lines of a page; then the pattern repeats."""
 _PLACES = 64
 
 
@@ -75,7 +76,7 @@ class ArraySpec:
     touched: bool = True
     """The worker touches its pages at start, which places them on its memory node; otherwise on first use."""
     exchanged: bool = False
-    """It is copied to or from the accelerator and is therefore page-locked."""
+    """It is copied to or from the accelerator and therefore page-locked."""
 
     @property
     def key(self) -> ArrayKey:
@@ -107,7 +108,8 @@ class ArenaLayout:
         return MappingProxyType({array.spec.key: array for array in self.arrays})
 
     def page_bytes(self) -> Mapping[ArrayKey, int]:
-        """Bytes of the pages that hold each array: what it takes once all of it is touched. No page holds two."""
+        """Bytes of the pages of each array: the memory that it takes once all of it is touched. No page holds two
+        arrays."""
         return MappingProxyType({array.spec.key: _page_bytes(array) for array in self.arrays})
 
 
@@ -152,7 +154,7 @@ def partition_specs(
 
 
 def bytes_at_start(specs: Iterable[ArraySpec]) -> int:
-    """Bytes of the arrays that the worker touches at its start; the others take memory on first use."""
+    """Bytes of the arrays that the worker touches at start; the others take memory on first use."""
     return sum(spec.nbytes for spec in specs if spec.touched)
 
 
@@ -160,9 +162,9 @@ def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
     """Place `specs` one after the other, no two on one page, because page-locking is per page.
 
     A pass reads several arrays at once. If arrays of a power-of-two size simply followed each other, their starts would
-    fall into the same cache sets and memory banks and evict each other. So each big array starts after a multiple of
-    2 MiB, and from there `_APART_BYTES` further than the one before. The bytes between them are never touched: they
-    take addresses but no memory.
+    fall into the same cache sets and memory banks and evict each other. So each big array starts behind a multiple of 2
+    MiB, at a distance that grows by `_APART_BYTES` per array. The bytes between arrays are never touched: they take
+    addresses but no memory.
     """
     assert len({spec.key for spec in specs}) == len(specs), "keys of arrays are unique"
     arrays: list[PlacedArray] = []
@@ -230,11 +232,11 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where the arena begins in this process."""
+        """The address of the arena in this process."""
         return self._address
 
     def find(self, address: int, nbytes: int) -> int | None:
-        """The place in the arena of `nbytes` bytes of this process's memory; None: they lie elsewhere."""
+        """The offset in the arena of the `nbytes` bytes at `address`; None: they are not in the arena."""
         begin = address - self._address
         return begin if begin >= 0 and begin + nbytes <= self.layout.nbytes else None
 

@@ -34,12 +34,13 @@ class Patience:
     """A timeout counted in slices, which ignores time during which the process was suspended.
 
     When a job is suspended or a machine sleeps, both processes stop while the clock keeps running. A slice that took
-    much longer than intended was such a gap: it is not counted, and at least 10 seconds remain for the other process to
-    run again.
+    much longer than intended counts as such a gap: it does not use up the timeout, and at least 10 seconds remain for
+    the other process to resume.
 
     Args:
         seconds: the whole timeout; may be infinite. NaN counts as expired.
-        within: another one that goes on meanwhile and that `renew` leaves alone; when it has expired, so has this one.
+        within: an outer timeout that runs at the same time and that `renew` does not affect; when it expires, so does
+            this one.
 
     Attributes:
         seconds: the argument.
@@ -57,11 +58,11 @@ class Patience:
         return not self._left > 0 or (self._within is not None and self._within.is_over)
 
     def renew(self) -> None:
-        """Begin anew, because there was progress."""
+        """Restart the timeout, because there was progress."""
         self._left = self.seconds
 
     def begin_slice(self, longest: float = _SLICE_SECONDS) -> float:
-        """Start a slice; returns its length in seconds."""
+        """Start a slice; return its length in seconds."""
         self._begin = time.monotonic()
         longest = longest if self._within is None else self._within.begin_slice(longest)
         return min(self._left, longest)
@@ -150,8 +151,8 @@ class Channel:
 
     def idle(self, patience: Patience | None = None, *, is_shared: bool = False) -> None:
         """Block until unsent bytes can be sent or, if there are none, something can be read; at most for one slice of
-        `patience`. The slice is short if another thread reads too (`is_shared`), which may take what this one waits
-        for."""
+        `patience`. The slice is short if another thread reads, too (`is_shared`), because it may take the message that
+        this one waits for."""
         poller = select.poll()
         with contextlib.suppress(ValueError):  # closed by another thread; the caller will notice
             poller.register(self._end, select.POLLIN if self.is_flushed else select.POLLOUT)
@@ -169,7 +170,7 @@ class Channel:
 
 
 def above_standard(descriptor: int) -> int:
-    """Return `descriptor`, or replace it by a copy above 2.
+    """Return `descriptor`, or a copy above 2 that replaces it.
 
     A process started with a closed stdin gets descriptor 0 for the next file that it opens. A child that inherits this
     number would find its own stdin there instead.

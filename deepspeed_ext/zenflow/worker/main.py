@@ -119,7 +119,7 @@ def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey]) -> None:
             array = arena.array(*key)
             kernel.first_touch(array.address, array.numel * DTYPE_BYTES[array.dtype])
         else:
-            arena.tensor(*key).neg_().neg_()  # writes to every page, and changes nothing
+            arena.tensor(*key).neg_().neg_()  # writes to every page without changing values
 
 
 def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size: int) -> Done:
@@ -141,7 +141,7 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
 
 
 def write_from_arena(work: ArenaWrite, arena: Arena) -> str | None:
-    """Write a file's parts; returns what went wrong."""
+    """Write a file's parts; return what went wrong, or None."""
     try:
         with files.opened(work.path, os.O_WRONLY) as descriptor:
             for part in work.parts:

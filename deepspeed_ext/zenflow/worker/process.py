@@ -53,8 +53,8 @@ class OptimizerProcess:
     `submit` and `wait` may be called from any thread; `wait` also from a signal handler.
 
     Args:
-        arena: the shared memory. It is closed here, because the worker has its own descriptor and a copy in this
-            process would be inherited by every process that it forks. The mapping must outlive the optimizer process.
+        arena: the shared memory. Its descriptor is closed here: the worker has its own, and every process forked from
+            this one would inherit it. The mapping must outlive the optimizer process.
         plan: what the worker does at start.
         rank: used in messages.
         timeout_seconds: longest duration of the start, and of a wait without any answer.
@@ -162,7 +162,7 @@ class OptimizerProcess:
         Args:
             number: of the submission.
             timeout_seconds: longest wait without an answer, if that is more than the value given to the constructor.
-            within: longest wait in all; None: as long as there are answers.
+            within: longest wait in all; None: unlimited while there are answers.
 
         Raises:
             WorkerError: as for `wait`.
@@ -233,7 +233,7 @@ class OptimizerProcess:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Guard sending, reading and counting: one thread at a time, and no signal handler in the middle of the code
-        that it interrupted. The guarded sections are short and never wait."""
+        that it interrupted. The guarded code is short and never waits."""
         with self._lock:
             if self._is_inside:
                 raise WorkerError(
@@ -369,7 +369,7 @@ class OptimizerProcess:
 
 
 def within_group_timeout() -> str:
-    """Why a wait with progress has an end, and what to do."""
+    """Why even a wait with progress is limited, and what to do."""
     return (
         "The other ranks do not wait longer for this one: the process group's timeout would end the job. Raise it "
         "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
@@ -389,5 +389,5 @@ def _end(process: subprocess.Popen[bytes], channel: Channel, owner_pid: int) -> 
             process.wait(_CLOSE_SECONDS)
         finally:
             process.kill()  # no effect if it has ended
-    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies after that
+    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies afterwards
         process.wait(_REAP_SECONDS)

@@ -1,6 +1,6 @@
-"""Defines how many bytes ZenFlow's arrays take. Plain values, no torch: a start and a plan of memory use the same code.
+"""Defines how many bytes ZenFlow's arrays take. Plain values, no torch; used both at start-up and by `commands.memory`.
 
-Sizes are of one rank; its partitions are given by their numbers of elements.
+Sizes are per rank; partitions are given by their numbers of elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RuleSettings(Protocol):
 
     @property
     def longest_interval(self) -> int:
-        """`update_interval`, or the longest that measurement may choose; the ring has slots for it."""
+        """`update_interval`, or the longest interval that measurement may choose; the ring has slots for it."""
 
     @property
     def block_size(self) -> int:

@@ -1,19 +1,19 @@
 """Decides from measured prediction errors whether steps wait for their own update. Plain values, no torch.
 
-Now and then a hand-over is *probed*: the weights predicted for a sample are compared with the worker's result, when it
-has arrived (see `probe`). An error is allowed up to `factor` times the larger of
+About every `PROBE_EVERY` steps a hand-over is *probed*: the weights predicted for a sample are compared with the
+worker's result once it has arrived (see `probe`). The allowed error is `factor` times the larger of
 
-- the error of rounding the result to the dtype of the weights, which does no harm either, and
+- the error of rounding the result to the dtype of the weights, which is harmless, and
 - a third of the update. At the default factor of 3, the predicted weights must be nearer to the result than the weights
   before the update were; otherwise the accelerator would do better with those.
 
 The guard is a circuit breaker, a state machine over the outcomes::
 
-    overlapped    after an error above the allowed one the next hand-over is probed, too. The second in a row makes
-                  steps synchronous; an error that passes, as at a spike of the loss, does not.
-    synchronous   the sample is predicted on, but no weight. Several small errors in a row make steps overlapped again,
-                  on trial: an error that only the feedback of predicted weights brings about does not show here. Each
-                  time that steps become synchronous again, they stay so for twice as long.
+    overlapped    After an error above the allowed one, the next hand-over is probed, too. A second such error in a row
+                  makes steps synchronous; a single one, as at a spike of the loss, does not.
+    synchronous   Weights are exact; the guard still predicts its sample. Several small errors in a row make steps
+                  overlap again, on trial, because an error that only arises from the feedback of predicted weights does
+                  not show here. Each time that steps become synchronous again, they stay so for twice as long.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ __all__ = ["GuardState", "PredictionErrors"]
 PROBE_EVERY = 20
 """Optimizer steps from one probe to the next, rounded up to whole intervals."""
 STRIKES = 2
-"""Probes in a row with a larger error than allowed, until steps become synchronous."""
+"""Steps become synchronous after this many probes in a row with an error above the allowed one."""
 CALM_PROBES = 10
-"""Probes in a row with a small error, until steps are overlapped again; the first time."""
+"""The first time, steps overlap again after this many probes in a row with a small error."""
 CALM_EXCESS = 0.75
-"""What counts as a small error, as a share of the allowed one."""
+"""An error is small up to this share of the allowed one."""
 _MOST_DOUBLINGS = 6
 _SHARE_OF_UPDATE = 1 / 3
 
 
 @dataclass(frozen=True)
 class PredictionErrors:
-    """What a probe has found: distances (L2) on a sample of weights, from the worker's result p.
+    """The result of a probe: L2 distances from the worker's result p, on a sample of weights.
 
     Attributes:
-        prediction: of the predicted weights.
-        rounding: of p rounded to the dtype of the weights; in fp32, what its arithmetic may lose.
-        update: of p before the update.
+        prediction: distance of the predicted weights.
+        rounding: distance of p rounded to the dtype of the weights; in fp32, a bound on the error of the arithmetic.
+        update: distance of p before the update.
     """
 
     prediction: float
@@ -58,7 +58,7 @@ class PredictionErrors:
         )
 
     def excess(self, factor: float) -> float:
-        """`prediction` over the allowed error; infinite if a distance is not a finite number."""
+        """`prediction` divided by the allowed error; infinite if a distance is not finite."""
         if not all(map(math.isfinite, (self.prediction, self.rounding, self.update))):
             return math.inf
         if self.prediction <= 0.0:
@@ -67,11 +67,11 @@ class PredictionErrors:
         return self.prediction / allowed if allowed > 0.0 else math.inf
 
     def of_an_update(self, distance: float) -> float:
-        """`distance` over the length of the update."""
+        """`distance` divided by the length of the update."""
         return distance / self.update if self.update else math.nan
 
     def in_words(self, factor: float) -> str:
-        """What was found, for a message that begins with where."""
+        """Describe the result, for a message that begins with the place."""
         if math.isinf(self.excess(factor)):
             return "has numbers that are not finite, in the gradients, moments or weights"
         error, rounding, allowed = map(self.of_an_update, (self.prediction, self.rounding, self._allowed(factor)))
@@ -89,11 +89,11 @@ class GuardState:
     """The state of the guard, the same on every rank.
 
     Attributes:
-        synchronous: every step waits for its own update.
+        synchronous: whether every step waits for its own update.
         trips: how often steps have become synchronous.
-        streak: newest probes in a row that speak for changing `synchronous`.
-        steps_to_probe: optimizer steps after which the next hand-over is probed; 0: the coming one.
-        probed: the newest hand-over is probed, and its errors are not judged yet.
+        streak: number of newest probes in a row that support changing `synchronous`.
+        steps_to_probe: optimizer steps until the next hand-over is probed; 0: the coming hand-over is.
+        probed: whether the newest hand-over is probed and its errors are not judged yet.
     """
 
     synchronous: bool = False

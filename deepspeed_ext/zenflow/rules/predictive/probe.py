@@ -1,9 +1,9 @@
 """Measures the error of predictions on a sample of weights, on the host alone.
 
-The worker's p, m and v, the gradients that it takes and its result are all in the arena. So the trainer can make the
-accelerator's prediction again for some blocks, and compare it with the result. It waits for nothing: it looks when the
-worker's result has arrived, which the step waits for anyway. Whether the accelerator has applied that prediction or not
-makes no difference.
+The worker's p, m and v, the gradients that it takes and its result are all in the arena. So the trainer can repeat the
+accelerator's prediction for some blocks and compare it with the result. This adds no wait: it happens once the worker's
+result has arrived, for which the step waits anyway. It works whether or not the accelerator has applied that
+prediction.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def blocks_per_sample(block_size: int, partitions: int) -> int:
 
 @dataclass
 class Sample:
-    """Blocks of a partition, k elements, with their state before the worker takes the next gradients.
+    """Some blocks of a partition, k elements in all, with their state before the worker takes the next gradients.
 
     Attributes:
         partition: the partition.
         block_size: elements per block.
-        blocks: numbers of the blocks, 1-D int64; the partition's last block is not in it if it is shorter. None: all of
-            a partition that is shorter than a block.
+        blocks: numbers of the blocks, 1-D int64; a shorter last block of the partition is excluded. None: the partition
+            is shorter than a block, and all of it is taken.
         last: constants of the newest update in p, m, v.
         slots, steps: the gradients that the worker takes next, in the ring, and their constants.
         p, m, v: 1-D fp32 [k].
@@ -60,7 +60,7 @@ class Sample:
 
     @classmethod
     def take(cls, partition: Partition, block_size: int, last: AdamStep, most_blocks: int, seed: int) -> Sample:
-        """Draw blocks that are spread over the partition, others for another seed. Nothing may be in flight."""
+        """Draw blocks spread over the partition; they depend on `seed`. Nothing may be in flight."""
         whole = partition.master.numel() // block_size
         blocks = None
         if whole:
@@ -83,8 +83,9 @@ class Sample:
     def predicted(self) -> torch.Tensor:
         """The weights as the accelerator predicts them, 1-D [k].
 
-        At interval 1 to the bit, if the worker's kernel is the reference. At longer intervals the accelerator has
-        normalized all but the newest gradient with v of one interval before, which is no longer here.
+        Bitwise at interval 1, if the worker's kernel is the reference. At longer intervals only approximately: the
+        accelerator has normalized all but the newest gradient with v of the interval before, which is no longer
+        available.
         """
         interval, last, dtype = len(self.steps), self.last, self.partition.weights().dtype
         means = torch.empty(-(-self.p.numel() // self.block_size), dtype=torch.float32, device="cpu")

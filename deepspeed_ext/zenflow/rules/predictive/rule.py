@@ -36,7 +36,7 @@ __all__ = ["PredictionState", "PredictiveRule"]
 
 _MOST_EXCESS = 1e6
 _SCORES_PER_EXCESS = 1000
-"""Ranks exchange an excess as an integer: in thousandths."""
+"""Ranks exchange an excess as an integer, in thousandths."""
 
 
 @dataclass
@@ -47,8 +47,8 @@ class PredictionState:
         last: constants of the newest gradient that was handed over; None before the first.
         estimator: built from the newest block means; None before the first result.
         drift: D, 1-D [n], dtype of the weights, accelerator; None at interval 1.
-        sample: taken before the newest hand-over; None if that is not probed, or its result has been looked at.
-        errors: found by the newest probe; None once it is judged.
+        sample: taken before the newest hand-over; None if that is not probed or its result has been measured.
+        errors: the result of the newest probe; None once it is judged.
     """
 
     last: AdamStep | None = None
@@ -176,7 +176,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def _read_results(self) -> None:
-        """Build the estimators from the newest block means, unless that was done."""
+        """Build the estimators from the newest block means, unless that is done."""
         if self._link.phase is not UpdatePhase.ARRIVED:
             return
         self._link.phase = UpdatePhase.READ
@@ -190,7 +190,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     # -- the guard ------------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Look at the samples, if the newest hand-over is probed and was not looked at."""
+        """Measure the errors on the samples, if the newest hand-over is probed and not measured yet."""
         if all(state.sample is None for state in self.states):
             return
         for state in self.states:
@@ -199,7 +199,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._errors = reduce(add, (state.errors for state in self.states if state.errors is not None))
 
     def _judge(self) -> None:
-        """Tell the guard the largest error of all partitions and ranks. A collective."""
+        """Report the largest error of all partitions and ranks to the guard. A collective."""
         score, told = 0, ""
         with self._link.keeping():
             score, told = self._worst()
@@ -251,7 +251,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         return {name: value for name, value in figures.items() if not math.isnan(value)}
 
     def write_back(self) -> None:
-        self._measure()  # before anybody changes p
+        self._measure()  # before p may be changed
 
     def resume(self) -> None:
         if self.schedule.plan().source is not WeightSource.EXACT:

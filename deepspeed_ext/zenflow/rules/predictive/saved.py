@@ -38,7 +38,7 @@ class PredictiveSavedSchedule(SavedSchedule):
 
 
 class ErrorValues(SavedValues):
-    """`PredictionErrors` as plain values, which need not be finite."""
+    """`PredictionErrors` as plain values, possibly not finite."""
 
     prediction: float
     rounding: float
@@ -54,7 +54,7 @@ class PredictivePartitionValues(PartitionValues):
 
     Attributes:
         last: constants of the newest gradient that was handed over.
-        errors: of its probe, if the guard has not judged it yet.
+        errors: of the newest probe, if the guard has not judged it yet.
     """
 
     last: StepValues | None

@@ -1,7 +1,7 @@
 """Schedules the predictive rule: a state machine over plain values.
 
 Overlapped steps: the worker processes an interval's gradients while the accelerator runs the next interval, and the
-weights in between are predicted. Synchronous steps (during warm-up, while `guard` says so, or all steps if overlap is
+weights in between are predicted. Synchronous steps (during warm-up, while the guard is tripped, or always if overlap is
 off): every step waits for its own update.
 
 Example with interval 2 and one warm-up step; ``>`` hands over, ``<`` waits for what was handed over before::
@@ -24,8 +24,8 @@ from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, Schedule, State,
 __all__ = ["WARM_UP_STEPS", "PredictivePlan", "PredictiveSchedule", "PredictiveState", "WeightSource", "ring_of"]
 
 WARM_UP_STEPS = 40
-"""While moments are young, predictions are poor: with one step instead, five million parameters lose 1.6 % more
-(docs/lab/numerics.md)."""
+"""Predictions are poor while moments have seen few gradients: with one warm-up step, the loss of a model of five
+million parameters is 1.6 % higher (docs/lab/numerics.md)."""
 
 
 class WeightSource(enum.Enum):
@@ -49,7 +49,7 @@ class PredictivePlan(StepPlan):
     publish_ahead: bool
     """Whether the next step is overlapped, so that the worker publishes the extrapolated y."""
     probes: bool = False
-    """Whether the prediction for the gradients that are handed over is measured."""
+    """Whether the prediction for the gradients handed over in this step is measured."""
 
     @property
     def waits_first(self) -> bool:
@@ -65,7 +65,7 @@ class PredictiveState(State):
     """The position in the schedule."""
 
     is_ahead: bool = False
-    """Whether the worker has published the extrapolated y and the block means, without which no step may overlap."""
+    """Whether the worker has published the extrapolated y and the block means, which overlapped steps need."""
     guard: GuardState = field(default_factory=GuardState)
 
 
@@ -131,11 +131,11 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     @property
     def wants_verdict(self) -> bool:
-        """Whether the newest hand-over is probed, and `judge` is to be called before the next is planned."""
+        """Whether the newest hand-over is probed, so that `judge` must be called before the next one is planned."""
         return self._guarded and self.state.guard.probed
 
     def judge(self, excess: float) -> bool:
-        """Tell the guard what the probe has found, and return whether it changes the coming steps.
+        """Give the guard the probe's result, and return whether this changes the coming steps.
 
         Args:
             excess: see `GuardState.judged`; the same on every rank.
@@ -145,7 +145,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         return self.state.guard.synchronous is not before.synchronous
 
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
-        """As for all schedules. If the guard is switched off, steps that it made synchronous are overlapped again."""
+        """As for all schedules. If the guard is now off, steps that it had made synchronous overlap again."""
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
         super().load_state_dict({**state, "guard": GuardState() if is_released else guard}, position)
@@ -157,6 +157,6 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     @property
     def wants_interval(self) -> bool:
-        """Whether enough steps have been measured, since the start or the load, to call `choose_interval`."""
+        """Whether enough steps have been measured since the start or the load to call `choose_interval`."""
         measured = self.state.steps - self._measured_from
         return self._overlap and self.state.interval is None and measured >= MEASURED_STEPS

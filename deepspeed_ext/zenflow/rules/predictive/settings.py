@@ -10,7 +10,8 @@ from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
 __all__ = ["LONGEST_MEASURED", "PredictiveSettings"]
 
 LONGEST_MEASURED = 2
-"""Interval 4 costs 7 % of the loss with larger batches (docs/lab/numerics.md): only a config chooses that."""
+"""Longest interval chosen by measurement. Interval 4 raises the loss by 7 % with larger batches (docs/lab/numerics.md),
+so only a config may choose it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PredictiveSettings:
 
     @property
     def longest_interval(self) -> int:
-        """`update_interval`, or the longest that measurement may choose."""
+        """`update_interval`, or the longest interval that measurement may choose."""
         return self.update_interval or LONGEST_MEASURED
 
     @property
@@ -58,5 +59,5 @@ class PredictiveSettings:
 
     @property
     def with_drift(self) -> tuple[bool, ...]:
-        """Whether estimates use D: all, none, or, as long as the interval is not measured, some."""
+        """Whether estimates use D; both values while the interval is not chosen yet, because some then do."""
         return (True, False) if self.overlapped and self.update_interval is None else (self.drifts,)

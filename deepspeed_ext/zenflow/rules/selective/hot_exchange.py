@@ -19,7 +19,7 @@ class HotExchange:
 
     Args:
         adam: knows which blocks of this rank's partitions a step has changed.
-        all_gather: DeepSpeed's own function, called for steps that may have changed all blocks.
+        all_gather: DeepSpeed's function, called after steps that may have changed all blocks.
 
     Attributes:
         bytes_received: bytes received by this rank in the newest exchange of hot blocks.
@@ -59,8 +59,8 @@ class HotExchange:
 def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> tuple[BlockSet, BlocksOfRanks]:
     """This rank's hot blocks and those of every rank. A collective.
 
-    The number of blocks may differ per rank, but a collective needs one shape on all ranks. So block 0 comes first as
-    often as is needed: no value of it changes, unless it is hot anyway.
+    The number of blocks may differ per rank, but a collective needs one shape on all ranks. So shorter rows are padded
+    at the start with block 0; sending it again changes none of its values.
     """
     most = -ranks.minimum(-len(blocks))[0]
     ids = torch.cat([blocks.ids.new_zeros(most - len(blocks)), blocks.ids])

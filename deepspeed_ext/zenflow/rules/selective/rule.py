@@ -1,7 +1,7 @@
-"""Implements the selective rule, ZenFlow as published: hot blocks step on the accelerator at every step, cold ones once
-per interval on the host.
+"""Implements the selective rule, ZenFlow as published: hot blocks step on the accelerator at every step, cold blocks
+once per interval on the host.
 
-Hot are the blocks with the largest gradients. Their p, m, v (fp32) and update counts live outside the arena and move
+Hot blocks are those with the largest gradients. Their p, m, v (fp32) and update counts live outside the arena and move
 there and back at each selection; nothing is reset or rounded. Once per interval the worker makes one exact
 Adam step of the cold blocks with the mean of the clipped gradients. Every block counts its own updates.
 
@@ -37,7 +37,7 @@ __all__ = ["SelectionState", "SelectiveRule"]
 
 _FLOAT_BYTES = 4
 AWAY = -1
-"""Update count in the arena that marks a hot block: its state lives elsewhere, and the worker skips it."""
+"""Update count in the arena that marks a hot block: its state is outside the arena, and the worker skips it."""
 
 
 @dataclass
@@ -46,9 +46,10 @@ class SelectionState:
 
     Attributes:
         hot: p, m, v and update counts of the k hot blocks; None before the first selection.
-        hot_weights: within a step: new weights of the hot blocks, [k, block_size], dtype of the weights, accelerator.
-        scores: within a step that selects: this rank's score of each block, 1-D fp32 [blocks].
-        pages: page-locked host memory in which the state of the hot blocks lies; None: it lies on the accelerator.
+        hot_weights: during a step, the new weights of the hot blocks, [k, block_size], dtype of the weights,
+            accelerator.
+        scores: during a step that selects, this rank's score of each block, 1-D fp32 [blocks].
+        pages: page-locked host memory with the state of the hot blocks; None: the state is on the accelerator.
     """
 
     hot: AdamBlocks | None = None
@@ -58,14 +59,14 @@ class SelectionState:
 
 
 class SelectiveRule(UpdateRule[SelectivePlan]):
-    """Steps hot blocks on the accelerator, and cold ones once per interval on the host.
+    """Steps hot blocks on the accelerator, and cold blocks once per interval on the host.
 
     Attributes:
         states: state of each partition, in order. The per-block array in the arena holds the update counts.
     """
 
     name = "selective"
-    shows_collected = True  # one count is exposed per partition: that of the hot blocks
+    shows_collected = True  # the count exposed per partition is that of the hot blocks
     schedule: SelectiveSchedule
 
     def __init__(
@@ -104,9 +105,9 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         return task
 
     def write_weights(self, plan: SelectivePlan) -> None:
-        """Write the weights of cold blocks, if the worker's result has arrived, then those of hot blocks over them."""
+        """Write the weights of cold blocks, if the worker's result has arrived, then the weights of hot blocks."""
         chosen: list[torch.Tensor] = []
-        for state in self.states if plan.selects else ():  # no rank has failed: all have just waited together
+        for state in self.states if plan.selects else ():  # all ranks have just waited together, so none has failed
             assert state.scores is not None, "a step that selects waits first"
             chosen.append(select(state.scores, self._settings.topk_ratio, self._ranks, self._link.keeping))
         with self._link.keeping():
@@ -119,11 +120,11 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                     state.hot_weights = None
                 if plan.selects and not self._link.failed:
                     self._take_hot(partition, chosen[partition.index])
-        if plan.selects:  # a rank with other hot blocks would make other collectives in the steps to come
+        if plan.selects:  # a rank with other hot blocks would call other collectives in later steps
             self._link.raise_kept()
 
     def measured_interval(self, plan: SelectivePlan) -> int | None:
-        """Choose the interval after which a cold block's gradients add up to a hot block's gradient of one step."""
+        """Choose the interval over which a cold block's gradients add up to one step's gradient of a hot block."""
         if self.schedule.interval is not None or not plan.selects:
             return None
         mean_hot = mean_cold = 0.0
@@ -148,7 +149,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     @torch.no_grad()
     def _take_hot(self, partition: Partition, chosen: torch.Tensor) -> None:
-        """Make the `chosen` blocks of a partition its hot ones. Nothing may be in flight."""
+        """Make the `chosen` blocks of a partition its hot blocks. Nothing may be in flight."""
         state = self.states[partition.index]
         assert state.scores is not None
         self._make_cold(partition)
@@ -161,7 +162,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         state.scores = None
 
     def _taken_away(self, partition: Partition, blocks: BlockSet) -> AdamBlocks:
-        """Copy the state of `blocks` to where hot state lives, and mark them in the arena."""
+        """Copy the state of `blocks` out of the arena to where hot blocks keep it, and mark them in the arena."""
         room: Iterator[torch.Tensor] | None = None
         if self._settings.keeps_hot_on_host:
             pages = allocation.host_pages(self._settings.hot_state_bytes(len(blocks)))
@@ -187,7 +188,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         self._forget_hot(self.states[partition.index])
 
     def _forget_hot(self, state: SelectionState) -> None:
-        """Free the state of the hot blocks, whose copies have ended: all ranks have waited since they were launched."""
+        """Free the state of the hot blocks. Its copies have ended, because all ranks have waited since they were
+        launched."""
         state.hot = None
         if state.pages is not None:
             self._link.page_locks.unlock([state.pages])

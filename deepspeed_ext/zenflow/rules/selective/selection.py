@@ -45,14 +45,14 @@ def select(
     no rank gets more than `most_hot_blocks`: hot blocks cost memory, and all ranks wait for the one with the most. Of
     equal scores at the limit, those of the lowest ranks and with the lowest block numbers are chosen.
 
-    The ranks never exchange scores, only how many of them have a certain digit: they find the smallest score to choose
-    digit by digit, as in a radix sort. So the exchange is a few KB, however large the model.
+    The ranks never exchange scores, only counts of scores per digit: they find the smallest score to choose digit by
+    digit, as in a radix sort. So the exchange is a few KB for any size of model.
 
     Args:
-        scores: fp32 [blocks], none negative; all ranks have as many.
+        scores: fp32 [blocks], none negative; the same number on every rank.
         ratio: share of the blocks to choose, between 0 and 1.
         ranks: the ranks.
-        keeping: context of what this rank does alone between collectives. If it keeps an error, the result is invalid.
+        keeping: context for this rank's own work between collectives. If it keeps an error, the result is invalid.
 
     Returns:
         Block numbers, 1-D int64, ascending, on the device of the scores.

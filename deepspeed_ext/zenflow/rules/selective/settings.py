@@ -13,10 +13,10 @@ __all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks
 
 _AUTO_SELECT_STEPS = 16
 LONGEST_CHOSEN = 8
-"""The longest interval that the rule chooses if the config does not say."""
+"""The longest interval that the rule chooses if the config does not set one."""
 _BALANCE = 2
 _STATE_BYTES = 3 * 4
-"""Of an element of a hot block: p, m and v in fp32."""
+"""Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES = 4
 
 
@@ -32,7 +32,7 @@ def hot_blocks(blocks: int, ratio: float) -> int:
 
 
 def most_hot_blocks(blocks: int, ratio: float) -> int:
-    """Most hot blocks of a rank that has `blocks`: twice its share."""
+    """Maximum number of hot blocks of a rank that has `blocks` blocks: twice its share."""
     return min(blocks, _BALANCE * hot_blocks(blocks, ratio))
 
 
@@ -59,7 +59,7 @@ class SelectiveSettings:
 
         Args:
             config: the section.
-            steps_per_epoch: optimizer steps of an epoch; None: unknown.
+            steps_per_epoch: optimizer steps per epoch; None: unknown.
 
         Raises:
             ConfigError: intervals contradict each other.
@@ -89,8 +89,8 @@ class SelectiveSettings:
 
     @property
     def longest_interval(self) -> int:
-        """`update_interval`, or the longest that the first selection may choose: at least the lag, and not longer than
-        the time until the next selection."""
+        """`update_interval`, or the longest interval that the first selection may choose: at least the lag, and at most
+        the number of steps until the next selection."""
         longest = min(LONGEST_CHOSEN, self.select_every_steps or LONGEST_CHOSEN)
         return self.update_interval or max(longest, self.lag or 0)
 
@@ -109,7 +109,7 @@ class SelectiveSettings:
         return hot_blocks(-(-numel // self.block_size), self.topk_ratio)
 
     def hot_state_bytes(self, blocks: int) -> int:
-        """Bytes of p, m, v and update counts of so many hot blocks."""
+        """Bytes of p, m, v and update counts of `blocks` hot blocks."""
         return blocks * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
 
     def steps_between_selections(self, interval: int) -> int:

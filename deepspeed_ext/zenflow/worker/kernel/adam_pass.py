@@ -75,7 +75,7 @@ class Publish:
     m_factor: float
     l2_factor: float
     l2_bound: float
-    """Bound of the term with `l2_factor`, which estimates L2 terms with the block's d and is therefore clamped."""
+    """Bound of the term with `l2_factor`: it estimates L2 terms with the block's d and must be clamped."""
     bias_correction2_sqrt: float
     """sqrt(1 - beta2^t) of the step after which y is published; 1.0 before the first step."""
     eps: float

@@ -1,5 +1,4 @@
-"""Compiler flags of the native kernel, for setup.py and for compilation on first use. Imports nothing: setup.py
-executes this file."""
+"""Compiler flags of the native kernel. Imports nothing: setup.py executes this file."""
 
 # No -ffast-math: results must equal the reference's, up to rounding.
 # No -march: the library must load on every CPU of the machine's architecture, and picks instructions when it is loaded.

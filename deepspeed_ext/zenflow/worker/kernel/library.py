@@ -1,4 +1,4 @@
-"""Finds the native kernel, a library beside this file that ``pip install`` built or a wheel brought. It is optional.
+"""Finds the native kernel, an optional library beside this file, which ``pip install`` builds or a wheel contains.
 
 ``DSEXT_NATIVE_KERNEL=0`` disables it.
 """
@@ -13,7 +13,7 @@ from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 __all__ = ["BUILT", "library_path"]
 
 BUILT = Path(__file__).parent / "_adam_pass.so"
-"""The library. Its name does not name a version of Python, because it uses nothing of Python."""
+"""The library. Its name contains no version of Python, because it does not use Python."""
 
 _ELF64_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
@@ -36,7 +36,7 @@ def library_path() -> str | None:
 
 
 def _why_unusable(library: Path) -> str:
-    """Why the library cannot be used; empty if it can. To load a part of one would end the process."""
+    """Why the library cannot be used; empty if it can. Loading a truncated library would kill the process."""
     try:
         if not _is_whole(library):
             return f"{library} is only a part of a library"
@@ -49,7 +49,7 @@ def _why_unusable(library: Path) -> str:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the file reaches to the end of its section headers, which come last in a library."""
+    """Whether the file extends to the end of its section headers, which come last in a library."""
     with library.open("rb") as file:
         header = file.read(_ELF64_HEADER.size)
         size = os.fstat(file.fileno()).st_size

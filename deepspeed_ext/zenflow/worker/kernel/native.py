@@ -187,8 +187,8 @@ class NativeKernel:
         self._library.dsext_first_touch(address, nbytes, self._threads)
 
     def pin(self, cpus: Sequence[int]) -> None:
-        """Bind each thread to one of ``cpus``, in order; the calling thread to the first. Where a limit leaves fewer
-        threads, the calling thread has the places of the missing ones, too; it stays on the first.
+        """Bind each thread to one of ``cpus``, in order; the calling thread to the first. If a limit allows fewer
+        threads, the calling thread does the work of the missing ones, too, on its own CPU.
 
         Raises:
             OSError: the system refuses it.

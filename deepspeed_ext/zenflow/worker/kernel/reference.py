@@ -13,7 +13,7 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES, AdamPass,
 __all__ = ["ReferenceKernel", "block_means_into", "publish_into"]
 
 _START_SECONDS = 60.0
-"""For all threads of a pool to start, on a busy machine."""
+"""Longest time for all threads of a pool to start, on a busy machine."""
 _CHUNK_NUMEL = 128 * 1024  # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
 
 
@@ -26,10 +26,10 @@ def as_tensor(array: Array) -> torch.Tensor:
 class ReferenceKernel:
     """Runs passes with torch on the CPU, in a pool of ``threads`` threads.
 
-    Each thread processes whole chunks and runs every operation alone; operations split among threads would each wait
-    for the slowest thread. Results depend neither on the number of threads nor on the chunk size, because every
-    operation is elementwise and chunks end at block boundaries. The calling process's number of torch threads does not
-    change.
+    Each thread processes whole chunks and runs every operation alone: if operations were split among threads, each
+    would wait for the slowest thread. Results depend neither on the number of threads nor on the chunk size, because
+    every operation is elementwise and chunks end at block boundaries. The calling process's number of torch threads
+    does not change.
 
     Args:
         threads: number of threads.
@@ -127,7 +127,7 @@ def _step_blocks(
     v: torch.Tensor,
     updates: torch.Tensor,
 ) -> None:
-    """`_step` of the cold blocks, each with its own t, on copies, so that hot blocks stay untouched."""
+    """`_step` of the cold blocks, each with its own t, on copies, so that hot blocks do not change."""
     cold_blocks = updates >= 0
     cold = _elements(cold_blocks, block, p.numel())
     t = (updates + 1).double()
