@@ -173,7 +173,9 @@ def run(parts: Parts, folder: Path) -> None:
 
 def check(host: HostFacts, plan: HostPlan, request: PlanRequest) -> None:
     """What holds for every plan."""
-    for facts, rank in zip(host.ranks, plan.ranks, strict=True):
+    assert len(plan.ranks) + len(plan.unbound) == len(host.ranks)
+    for rank in plan.ranks:
+        facts = host.ranks[rank.local_rank]
         assert rank.pytorch
         assert bool(rank.optimizer) == request.separate
         assert {*rank.pytorch, *rank.optimizer} <= facts.allowed <= host.topology.cpus

@@ -142,7 +142,7 @@ def test_mistakes_are_errors_and_a_kernels_error_names_its_launch() -> None:
     assert "size of tensor" in texts[1]
     assert "pinned" in texts[2]
     assert "index_select" in texts[3]
-    assert "test_simulated_accelerator.py" in texts[3]
+    assert "simulated/test_accelerator.py" in texts[3]
     assert "mistakes" in texts[3]
 
 

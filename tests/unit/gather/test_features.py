@@ -103,10 +103,8 @@ def arrival_of(whole: torch.Tensor, ranks: RankGroup) -> PendingParameter:
     part_numel = -(-whole.numel() // ranks.size)
     padded = torch.full((part_numel * ranks.size,), float("nan"), dtype=whole.dtype, device=whole.device)
     padded[: whole.numel()] = whole
-    parameter = torch.nn.Parameter(torch.empty(0, dtype=whole.dtype, device=whole.device), requires_grad=False)
-    parameter.ds_numel = whole.numel()  # type: ignore[attr-defined]
     part = padded[part_numel * ranks.rank :][:part_numel].clone()
-    return PendingParameter(parameter, part, whole.dtype)
+    return PendingParameter(whole.numel(), part, whole.dtype)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
