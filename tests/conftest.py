@@ -9,13 +9,14 @@ import torch
 
 import deepspeed_ext._first_calls  # noqa: F401 (tests compare with torch's AdamW)
 from tests.support import ranks
-from tests.support.matrix import beyond_the_sample
+from tests.support.matrix import beyond_one_in, beyond_the_sample
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SIMULATED_GPU_TESTS_ONE_IN = 12
 """`make test-sim` and `make test-full` run all of them."""
+NO_ACCELERATOR = "needs an accelerator, and this machine has none"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,16 +30,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
 
 
+def _skip_without_devices(item: pytest.Item, needed: int) -> None:
+    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if found < needed:
+        reason = f"needs {needed} accelerators, and this machine has {found}" if needed > 1 else NO_ACCELERATOR
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.hookimpl(trylast=True)  # `--one-in` counts what -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all-simulated"):
         ranks.simulate("cpu", "accelerator")
     elif config.getoption("--simulated"):
         ranks.simulate("accelerator")
-    elif not torch.accelerator.is_available():
+    else:
         for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+            if mark := item.get_closest_marker("gpu"):
+                _skip_without_devices(item, mark.kwargs.get("devices", 1))
     # With several processes (-n), the files with the longest tests come first: none of them is left for the end.
     items.sort(key=lambda item: "faults" not in item.path.parts)
     left_out: set[pytest.Item] = set()
@@ -47,9 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
         left_out |= beyond_the_sample([item for item in items if item not in left_out])
-        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
         if config.getoption("--simulated"):
-            left_out |= {item for number, item in enumerate(on_gpu) if number % SIMULATED_GPU_TESTS_ONE_IN}
+            on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+            left_out |= beyond_one_in(SIMULATED_GPU_TESTS_ONE_IN, on_gpu)
     chosen = [item for item in items if item not in left_out][:: config.getoption("--one-in")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
