@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import deepspeed_ext._first_calls  # noqa: F401 (tests compare with torch's AdamW)
+from tests.perf.gpu_tests import part_of
 from tests.support import ranks
 from tests.support.matrix import beyond_one_in, beyond_the_sample
 
@@ -27,7 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the ranks of all tests on the simulated accelerator, but for those marked `cpu`",
     )
+    parser.addoption("--part", help="of the tests marked `gpu`, those of one part of `make test-gpu`")
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
+
+
+def _part_of(item: pytest.Item) -> str:
+    settings = item.callspec.params if hasattr(item, "callspec") else {}
+    return part_of(item.nodeid.partition("::")[0], settings)
 
 
 def _skip_without_devices(item: pytest.Item, needed: int) -> None:
@@ -52,6 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: set[pytest.Item] = set()
     if config.getoption("--all-simulated"):
         left_out |= {item for item in items if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))}
+    if part := config.getoption("--part"):
+        left_out |= {item for item in items if _part_of(item) != part}
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
         left_out |= beyond_the_sample([item for item in items if item not in left_out])

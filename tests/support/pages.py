@@ -30,6 +30,7 @@ _MAKE_ARGUMENTS = {
     "fuzz": "tests.fuzz.run",
     "bench": "tests.perf.suite",
     "bench-gpu": "tests.perf.suite",
+    "test-gpu": "tests.perf.suite",
 }
 """Targets of the Makefile that hand ARGS to a program, some also MODE or PARTS."""
 
