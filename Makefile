@@ -119,7 +119,6 @@ test-gpu:  ## run the tests that need a GPU, within BUDGET seconds; skips, and s
 	$(OFFLINE) "$$python" -m tests.perf.suite --on gpu-tests --budget $(BUDGET) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
 test-mutants: $(VENV)/.stamp-operators  ## try N random mutants of the modules that decide; the page says which tests miss
-	@$(PIP) cosmic-ray coverage
 	python -m tests.mutations.values --count $(N) --seed $(SEED) $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, format, types, and the manual as a site, without a broken link

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -78,21 +79,31 @@ def _files(name: str) -> list[Path]:
     return found
 
 
+@functools.cache
+def _skips(path: Path) -> tuple[tuple[int, str], ...]:
+    """The modules without which a file is skipped from some line on."""
+    calls = re.finditer(r'^(?:\w+ = )?pytest\.importorskip\("(\w+)"\)', path.read_text(), re.MULTILINE)
+    return tuple((call.string[: call.start()].count("\n") + 1, call[1]) for call in calls)
+
+
 def missing(start: Iterable[Path], available: set[str]) -> list[str]:
     """The imports, of `start` and all that they import, that find nothing where only `available` is installed."""
     of_modules, found = packages_distributions(), []
+
+    def is_there(module: str) -> bool:
+        return bool({canonicalize_name(each) for each in of_modules.get(module, [module])} & available)
+
     waiting, seen = list(start), set(start)
     while waiting:
         path = waiting.pop(0)
-        for line, name in _source(path):
+        end = min((line for line, module in _skips(path) if not is_there(module)), default=math.inf)
+        for line, name in (each for each in _source(path) if each[0] < end):
             top = name.partition(".")[0]
             if top in OURS:
                 new = [each for each in _files(name) if each not in seen]
                 seen |= set(new)
                 waiting += new
-            elif top not in sys.stdlib_module_names and not (
-                {canonicalize_name(each) for each in of_modules.get(top, [top])} & available
-            ):
+            elif top not in sys.stdlib_module_names and not is_there(top):
                 found.append(f"{path.relative_to(ROOT)}:{line} imports {top}")
     return found
 
@@ -111,6 +122,9 @@ def test_tests_are_collected_with_no_more_than_torch_and_the_carried_wheels() ->
         ("class A:\n    import yaml", True),
         ("def f():\n    import yaml", False),
         ("try:\n    import yaml\nexcept ImportError:\n    yaml = None", False),
+        ('import pytest\npytest.importorskip("yaml")\nimport yaml', False),
+        ('import pytest\nimport yaml\npytest.importorskip("yaml")', True),
+        ('import pytest\npytest.importorskip("numpy")\nimport yaml', True),
         ("if TYPE_CHECKING:\n    import yaml", False),
         ("import ast, numpy, torch, pytest, hypothesis", False),
     ],

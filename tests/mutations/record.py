@@ -1,0 +1,147 @@
+"""Which test runs which lines of the package, and how long it takes; kept, and made again for what has changed."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.mutations.forks import Fork, Room
+from tests.mutations.mutants import Mutant
+from tests.support.paths import ROOT
+
+__all__ = ["Record", "Test"]
+
+FOLDERS = ("affinity", "checkpoint", "flatten", "gather", "host", "memory", "resharding", "tuning", "zenflow", "zero")
+FILES = ("agreement", "config", "core_binding_config", "ranges", "scale")
+"""Of tests/unit: those whose tests may kill a mutant."""
+LEFT_OUT = ("test_composition.py", "test_hf.py", "test_accelerate.py")
+"""Minutes of whole trainings, of lines that others run too."""
+MOST_SECONDS = {False: 40.0, True: 60.0}
+"""Of the recorded time of the tests that one mutant gets: without ranks, and with."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """A test of the default suite.
+
+    Attributes:
+        name: as pytest names it.
+        lines: of each file of the package, those that it runs after the import.
+    """
+
+    name: str
+    seconds: float
+    has_ranks: bool
+    lines: dict[str, frozenset[int]] = field(repr=False)
+
+    __test__ = False
+
+    def order(self, folder: str) -> tuple[Any, ...]:
+        """Sorts first what is near to a module of `folder` and quick; a function's further cases come last."""
+        return self.has_ranks, f"tests/unit/{folder}" not in self.name, self.seconds
+
+
+class Record:
+    """The tests of every file of `FOLDERS` and `FILES`, by file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if self._kept.get("package") != _digest((ROOT / "deepspeed_ext").rglob("*.py")):
+            self._kept = {"package": _digest((ROOT / "deepspeed_ext").rglob("*.py")), "files": {}}
+
+    def missing(self) -> list[str]:
+        """The files whose tests are not recorded as they are now."""
+        kept = self._kept["files"]
+        return [name for name in _files() if kept.get(name, {}).get("digest") != _digest([ROOT / name])]
+
+    def start(self, name: str, room: Room, folder: Path) -> Fork:
+        """Begin to record a file, in an empty folder."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return room.start([name, "--timeout", "600"], lines=folder)
+
+    def add(self, name: str, folder: Path) -> int:
+        """Keep what a fork has recorded of a file; return how many of its tests have passed."""
+        tests: dict[str, dict[str, Any]] = {}
+        for path in sorted(folder.iterdir()):
+            part = json.loads(path.read_text())
+            test = tests.setdefault(part["test"], {"lines": {}})
+            test |= {key: value for key, value in part.items() if key in ("seconds", "has_ranks")}
+            for file, lines in part["lines"].items():
+                test["lines"][file] = sorted({*test["lines"].get(file, []), *lines})
+        passed = {test: found for test, found in tests.items() if "seconds" in found}
+        self._kept["files"][name] = {"digest": _digest([ROOT / name]), "tests": passed}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self._kept))
+        return len(passed)
+
+    def tests(self) -> list[Test]:
+        """All tests that passed."""
+        return [
+            Test(
+                name,
+                test["seconds"],
+                test["has_ranks"],
+                {path: frozenset(lines) for path, lines in test["lines"].items()},
+            )
+            for file in self._kept["files"].values()
+            for name, test in file["tests"].items()
+        ]
+
+
+def choose(mutant: Mutant, tests: Iterable[Test]) -> list[Test]:
+    """The tests that run the changed statement, in the order in which they run; what a module does when it is
+    imported, all that enter it. Those without ranks first, and no more than `MOST_SECONDS` of either."""
+    path, folder = mutant.site.path, str(Path(mutant.site.path).parent)
+    if _is_in_function(mutant):
+        reached: Callable[[Test], bool] = lambda test: bool(test.lines.get(path, frozenset()) & set(mutant.lines))  # noqa: E731
+    else:
+        reached = lambda test: path in test.lines  # noqa: E731
+    found = sorted(filter(reached, tests), key=lambda test: test.order(folder))
+    return list(_within(_one_of_each_first(found)))
+
+
+def _one_of_each_first(tests: list[Test]) -> list[Test]:
+    """One case of each function before the second of any, among tests with and among tests without ranks."""
+    seen: dict[str, int] = {}
+    turns = []
+    for test in tests:
+        function = test.name.partition("[")[0]
+        seen[function] = seen.get(function, -1) + 1
+        turns.append((test.has_ranks, seen[function], test))
+    return [test for _, _, test in sorted(turns, key=lambda turn: turn[:2])]
+
+
+def _within(tests: Iterable[Test]) -> Iterator[Test]:
+    spent = dict.fromkeys(MOST_SECONDS, 0.0)
+    for test in tests:
+        if spent[test.has_ranks] == 0 or spent[test.has_ranks] + test.seconds <= MOST_SECONDS[test.has_ranks]:
+            spent[test.has_ranks] += test.seconds
+            yield test
+
+
+def _is_in_function(mutant: Mutant) -> bool:
+    line = mutant.site.start[0]
+    return any(
+        node.body[0].lineno <= line <= (node.end_lineno or 0)
+        for node in ast.walk(ast.parse(mutant.original))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def _files() -> list[str]:
+    unit = ROOT / "tests" / "unit"
+    found = [unit / f"test_{name}.py" for name in FILES]
+    found += [path for folder in FOLDERS for path in sorted((unit / folder).rglob("test_*.py"))]
+    return [str(path.relative_to(ROOT)) for path in found if path.name not in LEFT_OUT]
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(paths))).hexdigest()
