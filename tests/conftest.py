@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import deepspeed_ext._first_calls  # noqa: F401 (tests compare with torch's AdamW)
-from tests.perf.gpu_tests import part_of
 from tests.support import ranks
 from tests.support.matrix import beyond_one_in, beyond_the_sample
 
@@ -33,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _part_of(item: pytest.Item) -> str:
+    from tests.perf.gpu_tests import part_of
+
     settings = item.callspec.params if hasattr(item, "callspec") else {}
     return part_of(item.nodeid.partition("::")[0], settings)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.perf import gpu_time, report, sides
 from tests.perf.bench_offload_step import ALONE_SIDES, PROFILED_STEPS, WARM_UP_STEPS
-from tests.perf.part import Part
+from tests.perf.part import Part, operators
 
 PARAMETERS = {"0.5b": 5e8, "1.5b": 1.5e9, "3b": 3e9}
 SEQUENCES = (512, 2048, 8192)
@@ -26,65 +26,78 @@ def slug(name: str) -> str:
 
 
 def parts() -> list[Part]:
-    """All of them, the short ones first."""
-    found = [
-        Part("operators", "tools.build_operators", (), (), 300, usual=90, covers="compiles DeepSpeed's Adam, once"),
-        Part(
-            "bandwidth",
-            "tests.perf.bandwidth",
-            ("--mib", "1024"),
-            ("--mib", "4"),
-            120,
-            "bandwidth",
-            "bandwidth",
-            usual=gpu_time.START_SECONDS + 15,
-            covers="copies within and between device and host",
-        ),
+    """All of them; what ten minutes have room for comes first."""
+    steps = _steps()
+    first = [step for step in steps if step.is_in([f"step/{'/'.join(map(str, FIRST))}"])]
+    return [
+        operators("operators"),
+        _bandwidth(),
+        *(_startup(*row) for row in ((1000, 1, 240), (1000, 2, 300), (3000, 1, 300), (3000, 2, 400))),
+        *first,
+        _startup(7000, 1, 500),
+        *(step for step in steps if step not in first),
+        _gather(),
+        _convergence(),
     ]
-    real: tuple[str, ...]
-    toy: tuple[str, ...]
-    for millions, ranks, limit in ((1000, 1, 240), (1000, 2, 300), (3000, 1, 300), (3000, 2, 400), (7000, 1, 500)):
-        name = f"startup/{millions // 1000}b/{ranks}-rank"
-        real = ("--millions", str(millions), "--ranks", str(ranks), "--repeats", "3")
-        toy = ("--millions", "1", "--ranks", str(ranks), "--repeats", "1")
-        found.append(
-            Part(
-                name,
-                "tests.perf.bench_startup",
-                real,
-                toy,
-                limit,
-                f"startup_{millions}m_{ranks}ranks",
-                "startup",
-                usual=gpu_time.startup(millions * 1e6, ranks, repeats=3),
-                covers="construction of the ZeRO-2 optimizer" + (f", {GLOO}" if ranks > 1 else ""),
-                ranks=ranks,
-            )
-        )
-    gather = ("--ranks", "2", "--dtype", "bfloat16")
-    real = (*gather, "--sizes", "medium", "large", "huge", "--repeats", "5", "--steps", "3")
-    toy = (*gather, "--sizes", "tiny", "--repeats", "1", "--steps", "1")
-    covers = f"memory of a ZeRO-3 fetch, {GLOO}"
-    found += _steps()
-    found.append(
-        Part("gather", "tests.perf.bench_gather", real, toy, 400, "gather", "gather", usual=120, covers=covers, ranks=2)
+
+
+def _bandwidth() -> Part:
+    return Part(
+        "bandwidth",
+        "tests.perf.bandwidth",
+        ("--mib", "1024"),
+        ("--mib", "4"),
+        120,
+        "bandwidth",
+        "bandwidth",
+        usual=gpu_time.START_SECONDS + 15,
+        covers="copies within and between device and host",
     )
-    real = ("--rows", "adamw", "predictive", "--seeds", "1", "--model", "100m", "--steps", "300", "--reuse")
-    toy = ("--rows", "adamw", "--seeds", "1", "--quick", "--reuse")
-    found.append(
-        Part(
-            "convergence",
-            "tests.perf.bench_convergence",
-            real,
-            toy,
-            540,
-            "convergence_100m",
-            "convergence_quick",
-            usual=gpu_time.convergence(1e8, 16 * 512, steps=300, rows=3),
-            covers="losses of a byte model, ours beside AdamW",
-        )
+
+
+def _startup(millions: int, ranks: int, limit: float) -> Part:
+    return Part(
+        f"startup/{millions // 1000}b/{ranks}-rank",
+        "tests.perf.bench_startup",
+        ("--millions", str(millions), "--ranks", str(ranks), "--repeats", "3"),
+        ("--millions", "1", "--ranks", str(ranks), "--repeats", "1"),
+        limit,
+        f"startup_{millions}m_{ranks}ranks",
+        "startup",
+        usual=gpu_time.startup(millions * 1e6, ranks, repeats=3),
+        covers="construction of the ZeRO-2 optimizer" + (f", {GLOO}" if ranks > 1 else ""),
+        ranks=ranks,
     )
-    return found
+
+
+def _gather() -> Part:
+    both = ("--ranks", "2", "--dtype", "bfloat16")
+    return Part(
+        "gather",
+        "tests.perf.bench_gather",
+        (*both, "--sizes", "medium", "large", "huge", "--repeats", "5", "--steps", "3"),
+        (*both, "--sizes", "tiny", "--repeats", "1", "--steps", "1"),
+        400,
+        "gather",
+        "gather",
+        usual=120,
+        covers=f"memory of a ZeRO-3 fetch, {GLOO}",
+        ranks=2,
+    )
+
+
+def _convergence() -> Part:
+    return Part(
+        "convergence",
+        "tests.perf.bench_convergence",
+        ("--rows", "adamw", "predictive", "--seeds", "1", "--model", "100m", "--steps", "300", "--reuse"),
+        ("--rows", "adamw", "--seeds", "1", "--quick", "--reuse"),
+        540,
+        "convergence_100m",
+        "convergence_quick",
+        usual=gpu_time.convergence(1e8, 16 * 512, steps=300, rows=3),
+        covers="losses of a byte model, ours beside AdamW",
+    )
 
 
 def _steps() -> list[Part]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.perf import gpu_time
-from tests.perf.part import Part
+from tests.perf.part import Part, operators
 
 __all__ = ["GROUPS", "part_of", "parts"]
 
@@ -22,8 +22,8 @@ class Group:
     Attributes:
         files: where they are; none: all others.
         ranks: of the tests with a setting of that name, those with this value; None: all.
-        simulated_seconds: what they took on the simulated device, on two cores with other work; of the copies, 60 more
-            for 64 million parameters instead of one.
+        simulated_seconds: half of what they took on the simulated device, where they had a third of a core; of the
+            copies, 60 more for 64 million parameters instead of one. Docs: docs/lab/gpu.md.
         pools: sets of ranks that they start.
     """
 
@@ -37,13 +37,13 @@ class Group:
 
 GLOO = "two ranks that share a device, through gloo: nothing of NCCL, unless there are two devices"
 GROUPS = (
-    Group("collectives", "every collective of the package, one rank, NCCL", (COLLECTIVES,), 15, 1),
-    Group("copies", "every copy of ZenFlow waits for its source, one rank", (COPIES,), 56 + 60, 1),
-    Group("training", "gather, ZenFlow and resume on one rank, NCCL", (ACCELERATOR,), 139, 1, ranks=1),
+    Group("collectives", "every collective of the package, one rank, NCCL", (COLLECTIVES,), 8, 1),
     Group("others", "device kernels, and whatever no other part has, one rank", (), 40, 2),
-    Group("offload-states", "device memory is free while states are away", (OFFLOAD_STATES,), 13, 2),
-    Group("flatten", f"tiers of flattening, {GLOO}", (FLATTEN,), 20, 1),
-    Group("training-2", f"gather, ZenFlow and resume, {GLOO}", (ACCELERATOR,), 185, 1, ranks=2),
+    Group("copies", "every copy of ZenFlow waits for its source, one rank", (COPIES,), 28 + 60, 1),
+    Group("training", "gather, ZenFlow and resume on one rank, NCCL", (ACCELERATOR,), 70, 1, ranks=1),
+    Group("offload-states", "device memory is free while states are away", (OFFLOAD_STATES,), 10, 2),
+    Group("flatten", f"tiers of flattening, {GLOO}", (FLATTEN,), 10, 1),
+    Group("training-2", f"gather, ZenFlow and resume, {GLOO}", (ACCELERATOR,), 92, 1, ranks=2),
 )
 """In the order in which they run: what only a GPU can show comes first."""
 
@@ -63,7 +63,7 @@ def part_of(path: str, settings: dict[str, Any]) -> str:
 
 def parts() -> list[Part]:
     """All of them."""
-    found = []
+    found = [operators("tests/operators")]
     for group in GROUPS:
         name, usual = f"tests/{group.name}", gpu_time.tests(group.simulated_seconds, group.pools)
         arguments = ("-m", "gpu", "--part", name, *group.files)
