@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ __all__ = ["Record", "Test"]
 FOLDERS = ("affinity", "checkpoint", "flatten", "gather", "host", "memory", "resharding", "tuning", "zenflow", "zero")
 FILES = ("agreement", "config", "core_binding_config", "ranges", "scale")
 """Of tests/unit: those whose tests may kill a mutant."""
-LEFT_OUT = ("test_composition.py", "test_hf.py", "test_accelerate.py")
+LEFT_OUT = ("test_composition.py", "test_hf.py", "test_accelerate.py", "test_upstream_configs.py")
 """Minutes of whole trainings, of lines that others run too."""
 MOST_SECONDS = {False: 40.0, True: 60.0}
 """Of the recorded time of the tests that one mutant gets: without ranks, and with."""
@@ -100,11 +100,11 @@ def choose(mutant: Mutant, tests: Iterable[Test]) -> list[Test]:
     """The tests that run the changed statement, in the order in which they run; what a module does when it is
     imported, all that enter it. Those without ranks first, and no more than `MOST_SECONDS` of either."""
     path, folder = mutant.site.path, str(Path(mutant.site.path).parent)
-    if _is_in_function(mutant):
-        reached: Callable[[Test], bool] = lambda test: bool(test.lines.get(path, frozenset()) & set(mutant.lines))  # noqa: E731
-    else:
-        reached = lambda test: path in test.lines  # noqa: E731
-    found = sorted(filter(reached, tests), key=lambda test: test.order(folder))
+    changed = frozenset(mutant.lines) if _is_in_function(mutant) else None
+    reached = [
+        test for test in tests if path in test.lines and (changed is None or not changed.isdisjoint(test.lines[path]))
+    ]
+    found = sorted(reached, key=lambda test: test.order(folder))
     return list(_within(_one_of_each_first(found)))
 
 
