@@ -15,15 +15,16 @@ from tests.mutations.forks import Fork, Room
 from tests.mutations.mutants import Mutant
 from tests.support.paths import ROOT
 
-__all__ = ["Record", "Test"]
+__all__ = ["MOST_SECONDS", "Record", "Test", "choose"]
 
 FOLDERS = ("affinity", "checkpoint", "flatten", "gather", "host", "memory", "resharding", "tuning", "zenflow", "zero")
 FILES = ("agreement", "config", "core_binding_config", "ranges", "scale")
 """Of tests/unit: those whose tests may kill a mutant."""
 LEFT_OUT = ("test_composition.py", "test_hf.py", "test_accelerate.py", "test_upstream_configs.py")
 """Minutes of whole trainings, of lines that others run too."""
-MOST_SECONDS = {False: 40.0, True: 60.0}
-"""Of the recorded time of the tests that one mutant gets: without ranks, and with."""
+MOST_SECONDS = 25.0
+"""Of the recorded time of the tests that one mutant gets: so much without ranks, and as much with."""
+STARTS_WORKER = "zenflow/worker/link.py"
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,19 @@ class Record:
         ]
 
 
-def choose(mutant: Mutant, tests: Iterable[Test]) -> list[Test]:
-    """The tests that run the changed statement, in the order in which they run; what a module does when it is
-    imported, all that enter it. Those without ranks first, and no more than `MOST_SECONDS` of either."""
+def choose(mutant: Mutant, tests: Iterable[Test], most_seconds: float = MOST_SECONDS) -> list[Test]:
+    """The tests that run the changed statement, in the order in which they run: those without ranks first, and of
+    either no more than `most_seconds`. What a module does when it is imported concerns all tests that enter it. What no
+    recorded process runs is perhaps run by the optimizer process or a program, so all tests nearby are tried."""
     path, folder = mutant.site.path, str(Path(mutant.site.path).parent)
     changed = frozenset(mutant.lines) if _is_in_function(mutant) else None
+    tests = list(tests)
     reached = [
         test for test in tests if path in test.lines and (changed is None or not changed.isdisjoint(test.lines[path]))
     ]
-    found = sorted(reached, key=lambda test: test.order(folder))
-    return list(_within(_one_of_each_first(found)))
+    nearby = [test for test in tests if f"tests/unit/{folder}" in test.name or STARTS_WORKER in test.lines]
+    found = sorted(reached or nearby, key=lambda test: test.order(folder))
+    return list(_within(_one_of_each_first(found), most_seconds))
 
 
 def _one_of_each_first(tests: list[Test]) -> list[Test]:
@@ -119,10 +123,10 @@ def _one_of_each_first(tests: list[Test]) -> list[Test]:
     return [test for _, _, test in sorted(turns, key=lambda turn: turn[:2])]
 
 
-def _within(tests: Iterable[Test]) -> Iterator[Test]:
-    spent = dict.fromkeys(MOST_SECONDS, 0.0)
+def _within(tests: Iterable[Test], most_seconds: float) -> Iterator[Test]:
+    spent = {False: 0.0, True: 0.0}
     for test in tests:
-        if spent[test.has_ranks] == 0 or spent[test.has_ranks] + test.seconds <= MOST_SECONDS[test.has_ranks]:
+        if spent[test.has_ranks] == 0 or spent[test.has_ranks] + test.seconds <= most_seconds:
             spent[test.has_ranks] += test.seconds
             yield test
 

@@ -1,6 +1,6 @@
 """Mutate values: run random mutants of the modules that decide against the tests that run the changed line.
 
-    python -m tests.mutations.values [--count 300] [--seed 1] [--only TEXT] [--processes 2] [--again]
+    python -m tests.mutations.values [--count 300] [--seed 1] [--only TEXT] [--processes 2] [--seconds 25] [--again]
 
 First it records which lines each test runs; the record is kept, and made again for files that have changed. Then each
 mutant meets, in a fork, first the tests without ranks and then some with ranks, until one fails. A mutant that no test
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tests.mutations.forks import Fork, Room, import_once
 from tests.mutations.mutants import MODULES, Mutant, draw
-from tests.mutations.record import Record, Test, choose
+from tests.mutations.record import MOST_SECONDS, Record, Test, choose
 from tests.support.paths import ROOT
 
 __all__ = ["Result", "page"]
@@ -169,7 +169,7 @@ def campaign(args: argparse.Namespace) -> int:
             known = results.by_name.get(mutant.name)
             if known is not None and not (args.again and known.state == "survived"):
                 continue
-            if chosen := choose(mutant, tests):
+            if chosen := choose(mutant, tests, args.seconds):
                 tasks.append(mutant_task(mutant, chosen, results.keep))
             else:
                 results.keep(Result(mutant.name, mutant.site.kind, "survived", "no test runs it", 0.0))
@@ -187,6 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--only", default="", help="modules whose path holds this text")
     parser.add_argument("--processes", type=int, default=2, help="forks at a time")
+    parser.add_argument(
+        "--seconds", type=float, default=MOST_SECONDS, help="of tests a mutant, as recorded, without and with ranks"
+    )
     parser.add_argument("--again", action="store_true", help="try the survivors of this seed again")
     args = parser.parse_args(argv)
     os.nice(10)
