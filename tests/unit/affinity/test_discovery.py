@@ -14,7 +14,13 @@ from deepspeed_ext.affinity import initial_mask
 from deepspeed_ext.affinity.allowed import ALLOWED_VARIABLE, find_allowed
 from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import plan_host
-from deepspeed_ext.affinity.topology import Core, read_accelerator_node, read_online, read_topology
+from deepspeed_ext.affinity.topology import (
+    Core,
+    read_accelerator_node,
+    read_cache_bytes,
+    read_online,
+    read_topology,
+)
 from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.host.cgroup import (
     read_cpu_quota_cores,
@@ -278,3 +284,35 @@ def test_accelerator_node_from_its_pci_address(
     if local is not None:
         write(device / ("local_cpus" if len(local) > 8 else "local_cpulist"), local)
     assert read_accelerator_node(read_topology(tmp_path), "0000:3B:00.0", tmp_path) == expected
+
+
+def write_cache(cpu: Path, index: int, level: int, kind: str, size: str, cpus: str) -> None:
+    for name, text in {"level": str(level), "type": kind, "size": size, "shared_cpu_list": cpus}.items():
+        write(cpu / f"cache/index{index}" / name, text)
+
+
+def test_the_last_level_counts_however_the_caches_are_numbered(tmp_path: Path) -> None:
+    root = write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(4)])
+    for number in range(4):
+        cpu = root / f"sys/devices/system/cpu/cpu{number}"
+        pair = "0-1" if number < 2 else "2-3"
+        write_cache(cpu, 0, 3, "Unified", "3M", pair)
+        write_cache(cpu, 1, 2, "Unified", "512K", str(number))
+        write_cache(cpu, 2, 1, "Data", "32K", str(number))
+        write_cache(cpu, 3, 4, "Instruction", "1G", "0-3")
+    assert [core.cache for core in read_topology(root).cores] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("32768K", 32 << 20), ("48M", 48 << 20), ("1G", 1 << 30), ("4096", 4096), ("", 0), ("k", 0)]
+)
+def test_the_bytes_of_last_level_caches_are_added_once_each(size: str, nbytes: int, tmp_path: Path) -> None:
+    for number in range(4):
+        cpu = tmp_path / f"sys/devices/system/cpu/cpu{number}"
+        write_cache(cpu, 0, 2, "Unified", "1024K", str(number))
+        write_cache(cpu, 1, 3, "Unified", size, "0-1" if number < 2 else "2-3")
+    assert read_cache_bytes(tmp_path) == 2 * nbytes
+
+
+def test_without_caches_there_are_no_bytes_of_them(tmp_path: Path) -> None:
+    assert read_cache_bytes(tmp_path) == 0

@@ -271,3 +271,10 @@ def test_in_process_plan_uses_disjoint_whole_cores(host: Host) -> None:
         assert rank.pytorch_threads == len(cores)
         for core in cores:
             assert owner.setdefault(core, rank.local_rank) == rank.local_rank or "shared" in rank.flags
+
+
+def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for() -> None:
+    """Also where the optimizer's cores are not limited otherwise, and more cores are allowed and free."""
+    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(16)), (0,), ((10,),))
+    plan = plan_host(topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], PlanRequest()).ranks[0]
+    assert len({*plan.pytorch, *plan.optimizer}) == 6

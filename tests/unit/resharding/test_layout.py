@@ -122,3 +122,12 @@ def test_partitions_fit_under_new_names_but_not_under_swapped_ones(names: str, f
     saved = Layout.of_sub_groups([dict.fromkeys("abc", 6)], 2)
     assert Layout.of_sub_groups([dict.fromkeys(names, 6)], 2).fits(saved) is fits
     assert not Layout.of_sub_groups([dict.fromkeys(names, 6)], 3).fits(saved)
+
+
+@pytest.mark.parametrize(("numel", "ranks", "stride"), [(0, 3, 1), (1, 3, 1), (7, 2, 4), (8, 2, 4), (9, 4, 3)])
+def test_a_parameter_that_is_cut_alone_has_a_stride_of_at_least_one(numel: int, ranks: int, stride: int) -> None:
+    placement = Placement.of_one(numel, ranks)
+    assert placement == Placement(numel, 0, 0, stride, 0)
+    parts = [placement.of_rank(rank) for rank in range(ranks)]
+    assert sum(part.end - part.begin for part in parts if part is not None) == numel
+    assert list(placement.fragments(0, numel)) == [part for part in parts if part is not None]

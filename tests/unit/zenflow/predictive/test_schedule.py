@@ -167,3 +167,17 @@ def test_interval_is_minimal_and_sufficient(worker: float, device: float, limit:
     assert 1 <= chosen <= limit
     assert chosen == limit or keeps_up(chosen)
     assert not any(keeps_up(smaller) for smaller in range(1, chosen))
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "steps"), [(None, 40), (0, MEASURED_STEPS + 1), (MEASURED_STEPS + 5, MEASURED_STEPS + 5)]
+)
+def test_an_interval_that_is_measured_is_chosen_within_the_warm_up(warm_up: int | None, steps: int) -> None:
+    """At least one step is left after the measurement, in which the worker publishes ahead."""
+    schedule = PredictiveSchedule(None, overlap=True, warm_up_steps=warm_up)
+    assert schedule.warm_up_steps == max(steps, MEASURED_STEPS + 1)
+    walk(schedule, MEASURED_STEPS)
+    assert schedule.wants_interval
+    schedule.choose_interval(2)
+    assert schedule.warm_up_steps == max(40 if warm_up is None else warm_up, 2)
+    assert schedule.plan().source is WeightSource.EXACT
