@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,8 +36,7 @@ MODULES = tuple(
     f"{folder}/{name}.py".removeprefix("./")
     for folder, names in {
         ".": "_agreement _ranges allocation config zero_config",
-        "affinity": "accelerators allowed exchange fair_shares host_facts openmp placement plan topology "
-        "tuning_results worker_placement",
+        "affinity": "accelerators allowed exchange fair_shares host_facts placement plan topology tuning_results",
         "checkpoint": "folder skeleton",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",
@@ -63,6 +63,10 @@ _LIKELY = (
 others, most give an error of type wherever they are."""
 _SAME = "Is_Eq Eq_Is IsNot_NotEq NotEq_IsNot"
 """Comparisons that differ only for objects that are equal to others."""
+
+
+GUARDS = frozenset({"strict", "frozen"})
+"""Arguments that only guard."""
 
 
 def _named(operators: Iterable[type], names: str) -> tuple[type, ...]:
@@ -143,13 +147,21 @@ class Mutant:
 
 
 def draw(count: int, seed: int, paths: Sequence[str] = MODULES, package: Path = ROOT / "deepspeed_ext") -> list[Mutant]:
-    """Return `count` mutants at different places, each with a random one of the ways to change its place."""
-    chance = random.Random(seed)
+    """Return `count` mutants at different places, each with a random one of the ways to change its place.
+
+    The chance of a place depends on its own line only: what changes elsewhere changes nothing of the draw.
+    """
     sources = {path: (package / path).read_text() for path in paths}
-    sites = [site for path, source in sources.items() for site in sites_of(path, source)]
-    chance.shuffle(sites)
+    chances: list[tuple[random.Random, Site]] = []
+    seen: Counter[str] = Counter()
+    for site in (site for path, source in sources.items() for site in sites_of(path, source)):
+        place = f"{site.path}:{site.kind}:{site.start[1]}:{sources[site.path].splitlines()[site.start[0] - 1]}"
+        seen[place] += 1
+        chances.append((random.Random(f"{seed}:{place}:{seen[place]}"), site))
     found: list[Mutant] = []
-    for site in sites:
+    for _, chance, site in sorted(
+        ((chance.random(), chance, site) for chance, site in chances), key=lambda row: row[0]
+    ):
         if len(found) == count:
             break
         operator, occurrence = chance.choice(site.ways)
@@ -160,8 +172,11 @@ def draw(count: int, seed: int, paths: Sequence[str] = MODULES, package: Path = 
 
 
 def sites_of(path: str, source: str) -> Iterator[Site]:
-    """Find every place of a file that an operator can change, but for annotations, which nothing reads, and what only
-    guards: assertions, and whether `zip` is strict."""
+    """Find every place of a file that an operator can change.
+
+    Not annotations, which nothing reads, nor what only guards: assertions, whether `zip` is strict, and whether a
+    dataclass is frozen, of which tests/unit/test_dataclasses.py takes care.
+    """
     nodes, skipped = list(_nodes(get_ast(source))), list(_skipped(source))
     ways: dict[tuple[str, Any, Any], list[tuple[type, int]]] = {}
     for kind, operators in KINDS.items():
@@ -190,7 +205,7 @@ def _skipped(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
             part = node.returns
         elif isinstance(node, ast.arg | ast.AnnAssign):
             part = node.annotation
-        elif isinstance(node, ast.Assert) or (isinstance(node, ast.keyword) and node.arg == "strict"):
+        elif isinstance(node, ast.Assert) or (isinstance(node, ast.keyword) and node.arg in GUARDS):
             part = node
         if isinstance(part, ast.expr | ast.stmt | ast.keyword):
             yield (part.lineno, part.col_offset), (part.end_lineno or 0, part.end_col_offset or 0)

@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 __all__ = ["MOST_SECONDS", "Record", "Test", "choose"]
 
 FOLDERS = ("affinity", "checkpoint", "flatten", "gather", "host", "memory", "resharding", "tuning", "zenflow", "zero")
-FILES = ("agreement", "config", "core_binding_config", "ranges", "scale")
+FILES = ("agreement", "config", "core_binding_config", "dataclasses", "ranges", "scale")
 """Of tests/unit: those whose tests may kill a mutant."""
 LEFT_OUT = ("test_composition.py", "test_hf.py", "test_accelerate.py", "test_upstream_configs.py")
 """Minutes of whole trainings, of lines that others run too."""
@@ -100,7 +100,8 @@ class Record:
 def choose(mutant: Mutant, tests: Iterable[Test], most_seconds: float = MOST_SECONDS) -> list[Test]:
     """The tests that run the changed statement, in the order in which they run: those without ranks first, and of
     either no more than `most_seconds`. What a module does when it is imported concerns all tests that enter it. What no
-    recorded process runs is perhaps run by the optimizer process or a program, so all tests nearby are tried."""
+    recorded process runs is perhaps run by the optimizer process or a program, so all tests nearby are tried. A test
+    that runs nothing of the package reads its source: it concerns every module."""
     path, folder = mutant.site.path, str(Path(mutant.site.path).parent)
     changed = frozenset(mutant.lines) if _is_in_function(mutant) else None
     tests = list(tests)
@@ -108,7 +109,8 @@ def choose(mutant: Mutant, tests: Iterable[Test], most_seconds: float = MOST_SEC
         test for test in tests if path in test.lines and (changed is None or not changed.isdisjoint(test.lines[path]))
     ]
     nearby = [test for test in tests if f"tests/unit/{folder}" in test.name or STARTS_WORKER in test.lines]
-    found = sorted(reached or nearby, key=lambda test: test.order(folder))
+    readers = [test for test in tests if not test.lines]
+    found = sorted([*(reached or nearby), *readers], key=lambda test: test.order(folder))
     return list(_within(_one_of_each_first(found), most_seconds))
 
 

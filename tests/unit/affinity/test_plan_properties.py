@@ -278,3 +278,11 @@ def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for() -> None:
     topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(16)), (0,), ((10,),))
     plan = plan_host(topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], PlanRequest()).ranks[0]
     assert len({*plan.pytorch, *plan.optimizer}) == 6
+
+
+def test_ranks_whose_accelerators_are_unknown_stay_in_one_node_each_while_there_is_room() -> None:
+    """Three ranks for two nodes of four cores: only the last one takes what the others have left in both."""
+    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(8))
+    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
+    plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(3)]).ranks
+    assert [{cpu // 4 for cpu in (*plan.pytorch, *plan.optimizer)} for plan in plans] == [{0}, {1}, {0, 1}]

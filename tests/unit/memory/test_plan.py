@@ -348,3 +348,16 @@ def test_start_up_follows_the_flatten_tier(tier: Any) -> None:
     flat = 16 * MIB
     copies = {"accelerator": flat, "distributed": flat // 4, "host": 0}
     assert start == max(flat + copies[tier], flat + 2 * (8 * MIB // 20))
+
+
+def test_the_usual_setups_are_every_stage_with_every_way_to_offload_and_overlap() -> None:
+    found = usual_setups(replace(Setup(stage=1), offload=True, accumulation=4))
+    assert [setup.stage for setup in found] == [1] * 5 + [2] * 5 + [3] * 5
+    assert all(setup.accumulation == 4 for setup in found)
+    for ways in (found[:5], found[5:10], found[10:]):
+        plain, offload, *zenflow = ways
+        assert (plain.zenflow, plain.offload) == (offload.zenflow, not offload.offload) == (None, False)
+        assert offload.pins
+        sections = [(way.zenflow.rule, way.zenflow.update_interval, way.zenflow.overlapped) for way in zenflow]
+        assert sections == [("predictive", 1, True), ("predictive", 4, True), ("selective", 4, True)]
+        assert not any(way.offload for way in zenflow)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.predictive import guard
 from deepspeed_ext.zenflow.predictive.guard import CALM_PROBES, STRIKES, GuardState, PredictionErrors
+from deepspeed_ext.zenflow.predictive.probe import blocks_per_sample
 from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightSource
 
 LENGTHS = st.floats(1e-6, 1e6)
@@ -156,3 +157,13 @@ def test_a_checkpoint_of_synchronous_steps_goes_on_without_a_guard() -> None:
         schedule.advance(plan)
     assert sources == [("exact", True), ("drifted", True), ("predicted", True)]
     assert asdict(schedule.state)["guard"]["synchronous"] is False
+
+
+@pytest.mark.parametrize(
+    ("block_size", "partitions", "blocks"),
+    [(32, 1, 256), (32, 4, 64), (256, 1, 32), (256, 4, 8), (256, 5, 8), (8, 0, 1024), (1 << 14, 1, 8)],
+)
+def test_samples_of_all_partitions_have_8192_elements_but_at_least_8_blocks_each(
+    block_size: int, partitions: int, blocks: int
+) -> None:
+    assert blocks_per_sample(block_size, partitions) == blocks
