@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,10 +43,6 @@ class Test:
     lines: dict[str, frozenset[int]] = field(repr=False)
 
     __test__ = False
-
-    def order(self, folder: str) -> tuple[Any, ...]:
-        """Sorts first what is near to a module of `folder` and quick; a function's further cases come last."""
-        return self.has_ranks, f"tests/unit/{folder}" not in self.name, self.seconds
 
 
 class Record:
@@ -98,10 +95,13 @@ class Record:
 
 
 def choose(mutant: Mutant, tests: Iterable[Test], most_seconds: float = MOST_SECONDS) -> list[Test]:
-    """The tests that run the changed statement, in the order in which they run: those without ranks first, and of
-    either no more than `most_seconds`. What a module does when it is imported concerns all tests that enter it. What no
-    recorded process runs is perhaps run by the optimizer process or a program, so all tests nearby are tried. A test
-    that runs nothing of the package reads its source: it concerns every module."""
+    """The tests that run the changed statement, in the order in which they run.
+
+    Those without ranks come first, quick ones before others; then those with ranks, near ones and one case of each
+    function before others; of either no more than `most_seconds`. What a module does when it is imported concerns all
+    tests that enter it. What no recorded process runs is perhaps run by the optimizer process or a program, so all
+    tests nearby are tried. A test that runs nothing of the package reads its source: it concerns every module.
+    """
     path, folder = mutant.site.path, str(Path(mutant.site.path).parent)
     changed = frozenset(mutant.lines) if _is_in_function(mutant) else None
     tests = list(tests)
@@ -110,26 +110,30 @@ def choose(mutant: Mutant, tests: Iterable[Test], most_seconds: float = MOST_SEC
     ]
     nearby = [test for test in tests if f"tests/unit/{folder}" in test.name or STARTS_WORKER in test.lines]
     readers = [test for test in tests if not test.lines]
-    found = sorted([*(reached or nearby), *readers], key=lambda test: test.order(folder))
-    return list(_within(_one_of_each_first(found), most_seconds))
+    found = sorted(
+        [*(reached or nearby), *readers], key=lambda test: (f"tests/unit/{folder}" not in test.name, test.seconds)
+    )
+    quick = sorted((test for test in found if not test.has_ranks), key=lambda test: test.seconds)
+    with_ranks = _one_of_each_first([test for test in found if test.has_ranks])
+    return [*_within(quick, most_seconds), *_within(with_ranks, most_seconds)]
 
 
-def _one_of_each_first(tests: list[Test]) -> list[Test]:
-    """One case of each function before the second of any, among tests with and among tests without ranks."""
-    seen: dict[str, int] = {}
+def _one_of_each_first(tests: Iterable[Test]) -> list[Test]:
+    """One case of each function before the second of any."""
+    seen: Counter[str] = Counter()
     turns = []
     for test in tests:
         function = test.name.partition("[")[0]
-        seen[function] = seen.get(function, -1) + 1
-        turns.append((test.has_ranks, seen[function], test))
-    return [test for _, _, test in sorted(turns, key=lambda turn: turn[:2])]
+        turns.append((seen[function], test))
+        seen[function] += 1
+    return [test for _, test in sorted(turns, key=lambda turn: turn[0])]
 
 
 def _within(tests: Iterable[Test], most_seconds: float) -> Iterator[Test]:
-    spent = {False: 0.0, True: 0.0}
+    spent = 0.0
     for test in tests:
-        if spent[test.has_ranks] == 0 or spent[test.has_ranks] + test.seconds <= most_seconds:
-            spent[test.has_ranks] += test.seconds
+        if spent == 0 or spent + test.seconds <= most_seconds:
+            spent += test.seconds
             yield test
 
 

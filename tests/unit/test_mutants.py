@@ -64,9 +64,11 @@ def ran(name: str, lines: set[int], seconds: float = 1.0, has_ranks: bool = Fals
     return Test(name, seconds, has_ranks, {"gather/plan.py": frozenset(lines)})
 
 
-def test_tests_that_run_the_statement_are_chosen_and_those_near_come_first() -> None:
+def test_tests_that_run_the_statement_are_chosen_quick_and_near_ones_first() -> None:
     tests = [
-        ran("tests/unit/gather/test_ranks.py::test", {9}, has_ranks=True),
+        ran("tests/unit/zero/test_ranks.py::test", {9}, 0.1, has_ranks=True),
+        ran("tests/unit/gather/test_ranks.py::test[1]", {9}, 1.0, has_ranks=True),
+        ran("tests/unit/gather/test_ranks.py::test[2]", {9}, 2.0, has_ranks=True),
         ran("tests/unit/zero/test_far.py::test", {9}, 0.1),
         ran("tests/unit/gather/test_plan.py::test[2]", {11}, 3.0),
         ran("tests/unit/gather/test_plan.py::test[1]", {9}, 2.0),
@@ -74,11 +76,13 @@ def test_tests_that_run_the_statement_are_chosen_and_those_near_come_first() -> 
         ran("tests/unit/gather/test_plan.py::test_of_other_lines", {7, 8}),
     ]
     assert [test.name.partition("/unit/")[2] for test in choose(mutant_at(10), tests)] == [
+        "zero/test_far.py::test",
         "gather/test_plan.py::test[1]",
         "gather/test_plan.py::test_another",
-        "zero/test_far.py::test",
         "gather/test_plan.py::test[2]",
-        "gather/test_ranks.py::test",
+        "gather/test_ranks.py::test[1]",
+        "zero/test_ranks.py::test",
+        "gather/test_ranks.py::test[2]",
     ]
     assert len(choose(mutant_at(2), tests)) == len(tests), (
         "what is computed at import concerns every test of the module"

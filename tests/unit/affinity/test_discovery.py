@@ -16,6 +16,7 @@ from deepspeed_ext.affinity.host_facts import read_host
 from deepspeed_ext.affinity.plan import plan_host
 from deepspeed_ext.affinity.topology import (
     Core,
+    Topology,
     read_accelerator_node,
     read_cache_bytes,
     read_online,
@@ -44,6 +45,8 @@ CPU = "sys/devices/system/cpu"
         (" 1 , 3-3 ", [1, 3]),
         ("0-9:2/4", [0, 1, 4, 5, 8, 9]),
         ("0-9:3", [0, 3, 6, 9]),
+        ("1-9:2/4", [1, 2, 5, 6, 9]),
+        ("2-9:4/4", [2, 3, 4, 5, 6, 7, 8, 9]),
         ("5-6,5", [5, 6]),
     ],
 )
@@ -316,3 +319,11 @@ def test_the_bytes_of_last_level_caches_are_added_once_each(size: str, nbytes: i
 
 def test_without_caches_there_are_no_bytes_of_them(tmp_path: Path) -> None:
     assert read_cache_bytes(tmp_path) == 0
+
+
+def test_a_distance_that_the_firmware_does_not_give_is_that_of_a_remote_node() -> None:
+    topology = Topology(tuple(cores(4)), (0, 8), ((10, 32), (32, 10)))
+    assert [topology.distance(0, 0), topology.distance(0, 8), topology.distance(8, 0)] == [10, 32, 32]
+    assert topology.distance(3, 3) == 10
+    assert topology.distance(0, 3) == 20
+    assert Topology(tuple(cores(4)), (0, 8)).distance(0, 8) == 20

@@ -286,3 +286,11 @@ def test_ranks_whose_accelerators_are_unknown_stay_in_one_node_each_while_there_
     topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
     plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(3)]).ranks
     assert [{cpu // 4 for cpu in (*plan.pytorch, *plan.optimizer)} for plan in plans] == [{0}, {1}, {0, 1}]
+
+
+def test_the_home_of_a_rank_without_a_known_accelerator_is_where_most_of_its_cores_are() -> None:
+    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(8))
+    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
+    for mask, home in (({3, 4, 5, 6}, 1), ({0, 1, 2, 7}, 0), ({2, 3, 4, 5}, 0)):
+        (plan,) = plan_host(topology, [RankFacts(0, frozenset(mask))]).ranks
+        assert plan.numa_node == home
