@@ -327,3 +327,13 @@ def test_a_distance_that_the_firmware_does_not_give_is_that_of_a_remote_node() -
     assert topology.distance(3, 3) == 10
     assert topology.distance(0, 3) == 20
     assert Topology(tuple(cores(4)), (0, 8)).distance(0, 8) == 20
+
+
+def test_a_cpu_without_a_known_speed_leaves_all_cpus_of_one_kind(tmp_path: Path) -> None:
+    """0 is what a driver writes that does not know it."""
+    root = write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(4)])
+    for cpu, speed in enumerate([1024, 512, 0, 1024]):
+        write(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", str(speed))
+    assert {core.kind for core in read_topology(root).cores} == {0}
+    write(root / "sys/devices/system/cpu/cpu2/cpu_capacity", "512")
+    assert [core.kind for core in read_topology(root).cores] == [0, 1, 1, 0]

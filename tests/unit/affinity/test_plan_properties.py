@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -294,3 +295,18 @@ def test_the_home_of_a_rank_without_a_known_accelerator_is_where_most_of_its_cor
     for mask, home in (({3, 4, 5, 6}, 1), ({0, 1, 2, 7}, 0), ({2, 3, 4, 5}, 0)):
         (plan,) = plan_host(topology, [RankFacts(0, frozenset(mask))]).ranks
         assert plan.numa_node == home
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_an_optimizer_without_a_core_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 1 core, got {count}"):
+        PlanRequest(optimizer_cores=count)
+    assert PlanRequest(optimizer_cores=1).optimizer_cores == 1
+
+
+@pytest.mark.parametrize(("limit", "warned"), [(2, False), (3, False), (4, True), (5, True)])
+def test_a_rank_that_has_too_few_cores_for_its_optimizer_says_so(limit: int, warned: bool) -> None:
+    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(4)), (0,), ((10,),))
+    plan = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=limit))
+    assert any(f"instead of {limit}" in warning for warning in plan.warnings) is warned
+    assert len(plan.ranks[0].optimizer) == min(limit, 3)

@@ -21,7 +21,7 @@ from deepspeed_ext.memory.command import parse_numel
 from deepspeed_ext.memory.parts import MemoryPlan, Part, Phase, Place, largest
 from deepspeed_ext.memory.plan import neighbours, plan_memory, usual_setups
 from deepspeed_ext.memory.report import as_json, as_text
-from deepspeed_ext.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.memory.setup import Model, Ranks, Setup, typical_largest
 from tests.support.paths import ROOT
 
 MIB = 1 << 20
@@ -361,3 +361,25 @@ def test_the_usual_setups_are_every_stage_with_every_way_to_offload_and_overlap(
         sections = [(way.zenflow.rule, way.zenflow.update_interval, way.zenflow.overlapped) for way in zenflow]
         assert sections == [("predictive", 1, True), ("predictive", 4, True), ("selective", 4, True)]
         assert not any(way.offload for way in zenflow)
+
+
+def test_memory_is_page_locked_only_if_its_part_says_so() -> None:
+    assert not Part("weights", 1).page_locked
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp32", "zenflow", "noted"),
+    [(1, True, None, True), (2, True, None, False), (3, True, None, False), (1, False, None, False)],
+)
+def test_only_what_another_optimizer_of_deepspeed_may_do_is_noted(
+    stage: Any, fp32: bool, zenflow: None, noted: bool
+) -> None:
+    plan = plan_memory(model_of(1000), Ranks(2, 2), Setup(stage=stage, accumulates_fp32=fp32, zenflow=zenflow))
+    assert any("BF16_Optimizer" in note for note in plan.notes) is noted
+
+
+@pytest.mark.parametrize(
+    ("params", "elements"), [(1, 1), (384 * 4, 1536), (384 * 10**6, 32768 * 1000), (7 * 10**9, 32768 * 4269)]
+)
+def test_the_largest_parameter_is_guessed_from_a_model_of_32_layers(params: int, elements: int) -> None:
+    assert typical_largest(params) == elements

@@ -167,3 +167,13 @@ def test_samples_of_all_partitions_have_8192_elements_but_at_least_8_blocks_each
     block_size: int, partitions: int, blocks: int
 ) -> None:
     assert blocks_per_sample(block_size, partitions) == blocks
+
+
+def test_a_verdict_tells_whether_it_changes_the_coming_steps_in_both_directions() -> None:
+    schedule = PredictiveSchedule(1, overlap=True, warm_up_steps=1, guarded=True)
+    for strike in range(1, STRIKES + 1):
+        assert schedule.judge(2.0) is (strike == STRIKES)
+    assert schedule.state.guard.synchronous
+    for calm in range(1, CALM_PROBES + 1):
+        assert schedule.judge(0.1) is (calm == CALM_PROBES)
+    assert not schedule.state.guard.synchronous
