@@ -337,3 +337,17 @@ def test_a_cpu_without_a_known_speed_leaves_all_cpus_of_one_kind(tmp_path: Path)
     assert {core.kind for core in read_topology(root).cores} == {0}
     write(root / "sys/devices/system/cpu/cpu2/cpu_capacity", "512")
     assert [core.kind for core in read_topology(root).cores] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("slow", "low_power", "kinds"), [("2-3", "", [0, 0, 1, 1]), ("", "2-3", [0, 0, 2, 2]), ("2", "3", [0, 0, 1, 2])]
+)
+def test_kinds_of_cores_are_read_from_their_counters(
+    slow: str, low_power: str, kinds: list[int], tmp_path: Path
+) -> None:
+    root = write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(4)])
+    for name, cpus in {"cpu_core": "0-1", "cpu_atom": slow, "cpu_lowpower": low_power}.items():
+        write(root / "sys/devices" / name / "cpus", cpus)
+    found = read_topology(root).cores
+    assert [core.kind for core in found] == kinds
+    assert [core.id for core in found if core.is_low_power] == sorted(parse_cpulist(low_power))
