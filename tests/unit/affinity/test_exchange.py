@@ -282,3 +282,16 @@ def test_tuning_results_that_cannot_be_read_are_named_three_and_counted(
     assert said[0].count("tune-") == min(count, 3)
     assert f"{more}. Delete them" in said[0]
     assert ("more" in said[0]) is bool(more)
+
+
+@pytest.mark.parametrize(
+    ("cores", "is_read"), [(1, True), (8, True), (0, False), (-1, False), (True, False), (2.0, False)]
+)
+def test_a_tuning_result_is_a_whole_number_of_cores(
+    cores: Any, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning_results, "warn_once", lambda text: None)
+    monkeypatch.setattr(tuning_results, "cache_folder", lambda: tmp_path)
+    result = {"schema": tuning_results.SCHEMA, "opt_cores_per_rank": cores}
+    (tmp_path / "tune-a.json").write_bytes(tuning_results.as_bytes(result))
+    assert tuning_results.load_all() == ({"a": cores} if is_read else {})

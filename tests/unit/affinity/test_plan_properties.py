@@ -310,3 +310,12 @@ def test_a_rank_that_has_too_few_cores_for_its_optimizer_says_so(limit: int, war
     plan = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=limit))
     assert any(f"instead of {limit}" in warning for warning in plan.warnings) is warned
     assert len(plan.ranks[0].optimizer) == min(limit, 3)
+
+
+def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None:
+    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(4)), (0,), ((10,),))
+    crowded = plan_host(topology, [RankFacts(rank, frozenset({0})) for rank in range(2)])
+    assert [warning for warning in crowded.warnings if "must share a core" in warning] == [
+        "local rank 0, 1 must share a core between its roles or with other ranks: give the job more cores"
+    ]
+    assert plan_host(topology, [RankFacts(0, topology.cpus)]).warnings == ()

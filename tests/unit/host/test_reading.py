@@ -168,3 +168,8 @@ def test_the_highest_cpu_that_a_mask_may_name_is_that_of_a_list() -> None:
         parse_cpumask(cpumask([MAX_CPU_ID + 1]))
     with pytest.raises(ValueError, match=str(MAX_CPU_ID)):
         parse_cpulist(str(MAX_CPU_ID + 1))
+
+
+def test_a_group_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/jobs/step:7")
+    assert next(iter(own_groups(tmp_path, "cpu"))) == tmp_path / "sys/fs/cgroup/unified/jobs/step:7"

@@ -90,3 +90,7 @@ def test_what_only_publishes_again_counts_as_hidden_but_not_as_typical(gradients
     metrics.note_worker(2.0, gradients)
     assert metrics.worker_seconds == 2.0
     assert metrics._worker == [2.0] * gradients
+
+
+def test_before_the_first_step_all_numbers_are_zero() -> None:
+    assert set(Metrics().as_dict(0).values()) == {0.0}

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.predictive.schedule import PredictiveSchedule, WeightSource
-from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, smallest_interval
+from deepspeed_ext.zenflow.schedule import MEASURED_STEPS, is_overloaded, smallest_interval
 
 
 def walk(schedule: PredictiveSchedule, steps: int) -> list:
@@ -181,3 +181,14 @@ def test_an_interval_that_is_measured_is_chosen_within_the_warm_up(warm_up: int 
     schedule.choose_interval(2)
     assert schedule.warm_up_steps == max(40 if warm_up is None else warm_up, 2)
     assert schedule.plan().source is WeightSource.EXACT
+
+
+@pytest.mark.parametrize(
+    ("worker", "device", "interval", "overloaded"),
+    [(1.0, 1.0, 1, False), (1.1, 1.0, 1, True), (0.9, 1.0, 1, False), (5.0, 2.0, 4, False), (8.0, 1.0, 4, True)],
+)
+def test_a_worker_is_overloaded_if_an_interval_takes_it_longer_than_the_device(
+    worker: float, device: float, interval: int, overloaded: bool
+) -> None:
+    assert is_overloaded(worker, device, interval) is overloaded
+    assert not is_overloaded(float("inf"), device, interval), "nothing is known yet"
