@@ -203,6 +203,9 @@ def _skipped(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         part: ast.AST | None = None
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             part = node.returns
+            if node.args.kwonlyargs and not node.args.vararg:  # a `*` that multiplies nothing
+                first = node.args.kwonlyargs[0]
+                yield (node.lineno, node.col_offset), (first.lineno, first.col_offset)
         elif isinstance(node, ast.arg | ast.AnnAssign):
             part = node.annotation
         elif isinstance(node, ast.Assert) or (isinstance(node, ast.keyword) and node.arg in GUARDS):

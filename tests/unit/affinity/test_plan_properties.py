@@ -319,3 +319,36 @@ def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None
         "local rank 0, 1 must share a core between its roles or with other ranks: give the job more cores"
     ]
     assert plan_host(topology, [RankFacts(0, topology.cpus)]).warnings == ()
+
+
+def nodes_of(cores_per_node: int, kinds: list[int]) -> Topology:
+    """Cores of these kinds, on as many nodes of equal size as they fill."""
+    cores = tuple(
+        Core(cpu, (cpu,), cpu // cores_per_node, cpu // cores_per_node, cpu // cores_per_node * cores_per_node, kind)
+        for cpu, kind in enumerate(kinds)
+    )
+    nodes = range(len(kinds) // cores_per_node)
+    return Topology(cores, tuple(nodes), tuple(tuple(10 if a == b else 20 for b in nodes) for a in nodes))
+
+
+def test_a_rank_without_a_fast_core_at_home_trains_on_the_nearest_that_is_free() -> None:
+    topology = nodes_of(1, [1, 0])
+    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=1)).ranks
+    assert (plan.pytorch, plan.optimizer) == ((1,), (0,))
+
+
+def test_an_optimizer_that_fits_into_no_node_is_spread_over_several() -> None:
+    topology = nodes_of(1, [1, 0, 1])
+    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=2)).ranks
+    assert (plan.pytorch, plan.optimizer) == ((1,), (0, 2))
+
+
+def test_a_rank_that_may_use_all_cores_leaves_those_to_others_that_only_they_may_use() -> None:
+    topology = nodes_of(2, [0, 0, 0, 0])
+    ranks = [RankFacts(0, frozenset({2, 3})), RankFacts(1, topology.cpus, accelerator_node=1)]
+    plans = plan_host(topology, ranks, PlanRequest(optimizer_cores=1)).ranks
+    assert [(plan.pytorch, plan.optimizer) for plan in plans] == [((2,), (3,)), ((0,), (1,))]
+
+
+def test_a_host_that_says_nothing_of_nodes_has_node_0() -> None:
+    assert Topology((Core(0, (0,), 0, 0, 0, 0),)).nodes == (0,)
