@@ -19,7 +19,16 @@ from tests.support.paths import ROOT
 __all__ = ["MOST_SECONDS", "Record", "Test", "choose"]
 
 FOLDERS = ("affinity", "checkpoint", "flatten", "gather", "host", "memory", "resharding", "tuning", "zenflow", "zero")
-FILES = ("agreement", "config", "config_reference", "core_binding_config", "dataclasses", "ranges", "scale")
+FILES = (
+    "agreement",
+    "all_collectives",
+    "config",
+    "config_reference",
+    "core_binding_config",
+    "dataclasses",
+    "ranges",
+    "scale",
+)
 """Of tests/unit: those whose tests may kill a mutant."""
 LEFT_OUT = ("test_composition.py", "test_hf.py", "test_accelerate.py", "test_upstream_configs.py")
 """Minutes of whole trainings, of lines that others run too."""

@@ -22,7 +22,8 @@ from deepspeed_ext._agreement import RankGroup, raise_together, require_same_pla
 from deepspeed_ext.affinity.exchange import agree, report_rank
 from deepspeed_ext.affinity.plan import PlanRequest
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError
-from deepspeed_ext.flatten import exchange, rollback, tiers
+from deepspeed_ext.flatten import exchange as flat_exchange
+from deepspeed_ext.flatten import rollback, tiers
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.gather.launch import GatherHandle, PendingParameter, can_group, gather_singles, gather_together
 from deepspeed_ext.zenflow.blocks import BlockSet
@@ -149,7 +150,7 @@ def shared_bucket(ranks: RankGroup) -> None:
 
 def flat_buffer(ranks: RankGroup) -> None:
     """Slices of a flat buffer, in place: as suits the backend, and as suits others."""
-    for way in (exchange.exchange_of(ranks), exchange.broadcasts, exchange.all_gather):
+    for way in (flat_exchange.exchange_of(ranks), flat_exchange.broadcasts, flat_exchange.all_gather):
         for numel in (1, 1000):
             expected = torch.arange(ranks.size * numel, dtype=torch.float32)
             flat = torch.full_like(expected, torch.nan).to(ranks.device)
@@ -186,7 +187,13 @@ def hot_blocks(ranks: RankGroup) -> None:
     flat = torch.zeros(int(ranks.size) * 256, device=ranks.device)
     own = flat.view(int(ranks.size), -1)[ranks.rank]
     blocks.put(own, torch.ones(len(ids), 4, device=ranks.device))
-    HotExchange(adam, upstream)([flat], [None], None)
+    exchange = HotExchange(adam, upstream)
+    received = [exchange.bytes_received]
+    for _ in range(2):
+        exchange([flat], [None], None)
+        received.append(exchange.bytes_received)
+    most = -ranks.minimum(-len(blocks))[0]
+    assert received == [0, *[(int(ranks.size) - 1) * most * 4 * 4] * 2]
     assert flat.sum().item() == flat.numel() // 4, "of a quarter of the blocks of all ranks, each element is 1"
 
 
@@ -211,7 +218,7 @@ def communicate(way: str) -> str:
     ranks = ranks_that_communicate()
     WAYS[way](ranks)
     get_accelerator().synchronize()
-    return exchange.backend_of(ranks)
+    return flat_exchange.backend_of(ranks)
 
 
 # -- which collectives that reaches ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.memory.command import parse_numel
 from deepspeed_ext.memory.parts import MemoryPlan, Part, Phase, Place, largest
 from deepspeed_ext.memory.plan import neighbours, plan_memory, usual_setups
-from deepspeed_ext.memory.report import as_json, as_text
+from deepspeed_ext.memory.report import as_json, as_text, detail_text
 from deepspeed_ext.memory.setup import Model, Ranks, Setup, typical_largest
 from tests.support.paths import ROOT
 
@@ -383,3 +383,13 @@ def test_only_what_another_optimizer_of_deepspeed_may_do_is_noted(
 )
 def test_the_largest_parameter_is_guessed_from_a_model_of_32_layers(params: int, elements: int) -> None:
     assert typical_largest(params) == elements
+
+
+@pytest.mark.parametrize(("params", "unit"), [(1 << 20, "MiB"), (1 << 30, "GiB")])
+def test_sizes_are_written_in_the_unit_that_they_are_headed_by(params: int, unit: str) -> None:
+    """A moment in fp32 is four of these units."""
+    plan = plan_memory(Model(params, 1, "float32"), Ranks(1, 1), Setup(stage=1, reduce_bucket_size=1000))
+    title, *rows = detail_text(plan).splitlines()
+    assert title == f"stage 1, ZeRO: {unit} per rank"
+    (moment,) = (row for row in rows if "moment m" in row)
+    assert moment.split()[-2:] == ["4.00", "4.00"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.selective.settings import (
     SelectiveSettings,
@@ -89,3 +90,25 @@ def test_selections_are_whole_intervals_apart(every: int | None, interval: int, 
 def test_selections_closer_than_an_interval_are_refused() -> None:
     with pytest.raises(ConfigError, match="every 3 steps"):
         settings(select_every_steps=3).steps_between_selections(4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"select_strategy": "step", "select_interval": 2, "overlap_step": True, "overlap_lag": 3}, "overlap_lag = 3"),
+        ({"update_interval": 2, "overlap_step": True, "overlap_lag": 3}, "lower overlap_lag"),
+        ({"select_strategy": "step"}, "needs select_interval"),
+    ],
+)
+def test_intervals_that_contradict_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SelectiveSettings.of(ZenFlowConfig(update_rule="selective", **fields))
+
+
+@pytest.mark.parametrize("fields", [{"overlap_lag": 3}, {"overlap_lag": 2}, {}])
+def test_a_lag_up_to_the_time_between_selections_is_accepted_and_without_overlap_there_is_none(
+    fields: dict[str, Any],
+) -> None:
+    config = {"update_rule": "selective", "select_strategy": "step", "select_interval": 3, **fields}
+    assert SelectiveSettings.of(ZenFlowConfig(**config, overlap_step=True)).lag == fields.get("overlap_lag", 1)
+    assert SelectiveSettings.of(ZenFlowConfig(**config, overlap_step=False)).lag is None
