@@ -56,7 +56,7 @@ class Lines:
             name = (body.__module__, body.__qualname__)
             return run(pool, recorded, (str(folder), self._test, name, args, kwargs), {}, 3 * timeout)
 
-        ranks.RankPool.run = recorded_run  # type: ignore[method-assign]
+        ranks.RankPool.run = recorded_run  # type: ignore[method-assign, assignment]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

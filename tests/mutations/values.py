@@ -92,7 +92,10 @@ def record_tasks(record: Record, folder: Path) -> Iterator[Task]:
             passed = record.add(name, target)
             print(f"{name}: {passed} tests in {fork.seconds:.0f} s, status {fork.status}", flush=True)
 
-        yield Task(lambda room, name=name, target=target: record.start(name, room, target), done, 1800)
+        def start(room: Room, name: str = name, target: Path = target) -> Fork:
+            return record.start(name, room, target)
+
+        yield Task(start, done, 1800)
 
 
 def mutant_task(mutant: Mutant, tests: Sequence[Test], keep: Callable[[Result], None]) -> Task:

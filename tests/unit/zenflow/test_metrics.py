@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from deepspeed_ext.zenflow import metrics as metrics_module
 from deepspeed_ext.zenflow.metrics import Metrics
+from deepspeed_ext.zenflow.stopwatch import Stopwatch
 
 
-class GivenLaps:
-    """A stopwatch that gives these laps."""
+class GivenLaps(Stopwatch):
+    """Gives these laps."""
 
     def __init__(self, *laps: float) -> None:
         self.laps = list(laps)
 
-    def start(self) -> None:
+    def start(self, stream: Any = None) -> None:
         pass
 
-    def stop(self) -> None:
+    def stop(self, stream: Any = None) -> None:
         pass
 
     def lap(self) -> list[float]:
