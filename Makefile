@@ -17,12 +17,15 @@ usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; 
 RANKS ?= auto
 # The interpreter of `make test-gpu` and `make bench-gpu`: PYTHON if it was given, .venv's if there is one, else python3.
 GPU_PYTHON = $(if $(filter-out file undefined,$(PYTHON_ORIGIN)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
-# Of `make bench` and `make bench-gpu`: which parts (all); ARGS is what else `python -m tests.perf.suite` takes.
+# Of `make bench`, `make bench-gpu` and `make test-gpu`: which parts (all); ARGS is what else `python -m tests.perf.suite` takes.
 PARTS ?=
 # Of `make docs-site`.
 PORT ?= 8000
-# Of `make bench-gpu`: seconds for all of them.
+# Of `make bench-gpu` and `make test-gpu`: seconds for all of them.
 BUDGET ?= 570
+# Of `make test-mutants`: how many, and the seed of the draw.
+N ?= 300
+SEED ?= 1
 # Of `make offline-wheels`: the Python of the machine that they are for.
 PYTHON_VERSION ?= 3.12
 MODE ?= zenflow
@@ -66,7 +69,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
 .PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-python test-this-python \
-	test-trainers test-package check format soak fuzz bench bench-report bench-gpu wheel offline-wheels docs docs-site clean
+	test-trainers test-package test-mutants check format soak fuzz bench bench-report bench-gpu wheel offline-wheels docs docs-site clean
 
 # Commands that people need first; `make help` lists them first.
 FIRST := train|test|check|docs-site|bench
@@ -119,8 +122,12 @@ test-trainers: $(VENV)/.stamp-trainers  ## run the examples of other trainers (T
 test-package: $(VENV)/.stamp-build $(VENV)/.stamp-dev  ## build the wheel, load it in every Python, and train with it where nothing can be compiled
 	python -m pytest tests/package -vv $(ARGS)
 
-test-gpu:  ## run the tests that need a GPU; skips, and says so, where there is none
-	@python=$$($(GPU_PYTHON) tools/offline.py); $(OFFLINE) "$$python" -m pytest -m gpu $(ARGS)
+test-gpu:  ## run the tests that need a GPU, within BUDGET seconds; skips, and says so, where there is none
+	@python=$$($(GPU_PYTHON) tools/offline.py); \
+	$(OFFLINE) "$$python" -m tests.perf.suite --on gpu-tests --budget $(BUDGET) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
+
+test-mutants: $(VENV)/.stamp-operators  ## try N random mutants of the modules that decide; the page says which tests miss
+	python -m tests.mutations.values --count $(N) --seed $(SEED) $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, format, types, and the manual as a site, without a broken link
 	ruff check .

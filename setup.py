@@ -103,6 +103,9 @@ setup(
             "mypy",
             "types-psutil",
             "types-tqdm",
+            # Of `make test-mutants`.
+            "cosmic-ray>=8.7",
+            "coverage>=7",
         ],
     },
     entry_points={"console_scripts": ["deepspeed-ext = deepspeed_ext.commands.main:main"]},

@@ -9,13 +9,14 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401 (tests compare with torch's AdamW)
 from tests.support import ranks
-from tests.support.matrix import beyond_the_sample
+from tests.support.matrix import beyond_one_in, beyond_the_sample
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SIMULATED_GPU_TESTS_ONE_IN = 12
 """`make test-sim` and `make test-full` run all of them."""
+NO_ACCELERATOR = "needs an accelerator, and this machine has none"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +27,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the ranks of all tests on the simulated accelerator, but for those marked `cpu`",
     )
+    parser.addoption("--part", help="of the tests marked `gpu`, those of one part of `make test-gpu`")
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
+
+
+def _part_of(item: pytest.Item) -> str:
+    from tests.perf.gpu_tests import part_of
+
+    settings = item.callspec.params if hasattr(item, "callspec") else {}
+    return part_of(item.nodeid.partition("::")[0], settings)
+
+
+def _skip_without_devices(item: pytest.Item, needed: int) -> None:
+    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if found < needed:
+        reason = f"needs {needed} accelerators, and this machine has {found}" if needed > 1 else NO_ACCELERATOR
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(trylast=True)  # `--one-in` counts what -m and -k have left
@@ -35,21 +51,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ranks.simulate("cpu", "accelerator")
     elif config.getoption("--simulated"):
         ranks.simulate("accelerator")
-    elif not torch.accelerator.is_available():
+    else:
         for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+            if mark := item.get_closest_marker("gpu"):
+                _skip_without_devices(item, mark.kwargs.get("devices", 1))
     # With several processes (-n), the files with the longest tests come first: none of them is left for the end.
     items.sort(key=lambda item: "faults" not in item.path.parts)
     left_out: set[pytest.Item] = set()
     if config.getoption("--all-simulated"):
         left_out |= {item for item in items if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))}
+    if part := config.getoption("--part"):
+        left_out |= {item for item in items if _part_of(item) != part}
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
         left_out |= beyond_the_sample([item for item in items if item not in left_out])
-        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
         if config.getoption("--simulated"):
-            left_out |= {item for number, item in enumerate(on_gpu) if number % SIMULATED_GPU_TESTS_ONE_IN}
+            on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+            left_out |= beyond_one_in(SIMULATED_GPU_TESTS_ONE_IN, on_gpu)
     chosen = [item for item in items if item not in left_out][:: config.getoption("--one-in")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen

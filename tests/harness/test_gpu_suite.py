@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import zipfile
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.perf import bandwidth, bench_offload_step, bench_startup, gpu_parts, sides, suite
+from tests.perf import bandwidth, bench_offload_step, bench_startup, gpu_parts, gpu_tests, report, sides, suite
 from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.part import OUT, Part
@@ -90,13 +91,55 @@ def test_names_pick_a_part_and_all_below_it() -> None:
 
 def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
     blocks = []
-    for part in (part for parts in suite.PARTS.values() for part in parts()):
+    for part in (part for parts in suite.PARTS.values() for part in parts() if part.module != "pytest"):
         for arguments in {part.arguments, part.toy}:
             words = [argument.replace(OUT, "outputs") for argument in arguments]
             text = shlex.join(["python", "-m", part.module, *words])
             blocks.append(Block(part.name, 0, "bash", text, False))
     (found,) = run_ranks(1, failures, blocks, pool="pages")
     assert not found, "\n".join(found)
+
+
+def test_every_test_is_in_one_part() -> None:
+    assert gpu_tests.part_of(gpu_tests.COPIES, {"device": "accelerator"}) == "tests/copies"
+    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 1}) == "tests/training"
+    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 2}) == "tests/training-2"
+    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 3}) == "tests/others"
+    assert gpu_tests.part_of("tests/unit/test_new.py", {"ranks": 2}) == "tests/others"
+    for group in gpu_tests.GROUPS:
+        assert all((report.ROOT / file).is_file() for file in group.files)
+        part = gpu_tests.part_of(group.files[0] if group.files else "", {"ranks": group.ranks} if group.ranks else {})
+        assert part == f"tests/{group.name}"
+
+
+def test_a_test_without_a_setting_of_ranks_is_one_ranks() -> None:
+    name = "test_state_kept_on_the_host_changes_nothing"
+    assert name in (report.ROOT / gpu_tests.ACCELERATOR).read_text()
+    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"stage": 2}) == "tests/training"
+
+
+@pytest.mark.parametrize("on", ["gpu", "gpu-tests"])
+def test_the_list_says_what_ten_minutes_have_room_for(on: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--on", on, "--budget", "570", "--list"]) == 0
+    *rows, _, total = capsys.readouterr().out.strip().splitlines()
+    parts = suite.PARTS[on]()
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == [part.name for part in parts]
+    assert all(part.usual and part.covers for part in parts)
+    count, seconds = re.fullmatch(r"(\d+) of \d+ parts, about (\d+) s", total).groups()
+    assert int(count) >= 4
+    assert int(seconds) <= 570
+
+
+def test_two_ranks_on_one_device_run_only_if_they_are_named() -> None:
+    part = next(part for part in gpu_parts.parts() if part.name == "startup/1b/2-rank")
+    args = suite.arguments().parse_args(["--parts", "startup"])
+    args.device = "accelerator"
+    assert "needs 2 devices" in suite.why_not(part, 1000, args, devices=1)
+    assert "gloo" in suite.why_not(part, 1000, args, devices=1)
+    assert not suite.why_not(part, 1000, args, devices=2)
+    args.parts = [part.name]
+    assert not suite.why_not(part, 1000, args, devices=1)
+    assert "are left of the budget" in suite.why_not(part, part.usual - 1, args, devices=2)
 
 
 def test_parts_of_one_way_to_train_measure_one() -> None:

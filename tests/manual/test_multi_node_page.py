@@ -8,7 +8,6 @@ import subprocess
 from typing import Any
 
 import pytest
-import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.launchers import page
@@ -69,6 +68,7 @@ def test_cluster_files_say_that_they_were_not_run(name: str) -> None:
 
 
 def test_the_trainjob_starts_the_script_by_torchrun() -> None:
+    yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((CLUSTER / "trainjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
@@ -80,6 +80,7 @@ def test_the_trainjob_starts_the_script_by_torchrun() -> None:
 
 
 def test_the_skypilot_task_starts_the_script_by_torchrun() -> None:
+    yaml = pytest.importorskip("yaml")
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
     assert task["num_nodes"] == 2
     subprocess.run(["bash", "-nc", task["run"]], check=True, timeout=30)

@@ -32,6 +32,8 @@ class Part:
         limit: seconds after which it is ended.
         result, toy_result: names of the files that it writes; rows of several parts may be in one.
         usual: seconds that it takes where nothing is slow, to say how much is left; 0: not known.
+        covers: what it shows, for the list.
+        ranks: on a machine with fewer devices, it runs only if its name is asked for.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Part:
     result: str = ""
     toy_result: str = ""
     usual: float = 0.0
+    covers: str = ""
+    ranks: int = 1
 
     def is_in(self, names: Sequence[str]) -> bool:
         """Whether one of `names` is this part's or the beginning of it."""
@@ -52,9 +56,15 @@ class Part:
         return self.toy_result if toy else self.result
 
 
+def operators(name: str) -> Part:
+    """The part that compiles what later ones load; it takes no time if that is done."""
+    return Part(name, "tools.build_operators", (), (), 300, usual=90, covers="compiles DeepSpeed's Adam, once")
+
+
 @dataclass
 class Outcome:
-    """What became of a part at a commit: `state` is "done", "failed", "overran" or "left out"."""
+    """What became of a part at a commit: `state` is "done", "failed", "overran" or "left out"; of that, `output` says
+    why."""
 
     part: str
     state: str

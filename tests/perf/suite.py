@@ -1,10 +1,12 @@
-"""All that a machine can measure, in parts that cannot harm each other: `make bench` and `make bench-gpu`.
+"""All that a machine can show, in parts that cannot harm each other: `make bench`, `make bench-gpu`, `make test-gpu`.
 
-    python -m tests.perf.suite [--on gpu|cpu] [--parts startup step/1.5b ...] [--budget SECONDS] [--list] [--resume]
-                               [--store] [--device accelerator|cpu] [--toy]
+    python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts startup step/1.5b ...] [--budget SECONDS] [--list]
+                              [--resume] [--store] [--device accelerator|cpu] [--toy]
 
-Each part is a benchmark in a process of its own with a time limit of its own. Whatever becomes of it, the next one
-runs; when the budget is spent the rest is left out, and said so. A name picks a part and all below it (``step/1.5b``).
+Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever becomes of it, the
+next one runs. A part that the budget has no room for is left out, and one with more ranks than there are devices unless
+it is named; the end says which. A name picks a part and all below it (``step/1.5b``). ``--list`` shows all of that
+without running anything: the seconds are those of a model (gpu_time.py).
 After every part, everything so far is in one file: outcomes, the ends of outputs and the results; what it held of other
 parts stays. It is ``gpu.json`` or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the folder that
 the variable OUT names. With ``--on cpu --store`` it is ``benchmarks/cpu.json``, which is tracked, and from which
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,12 +28,13 @@ from typing import Any
 
 import torch
 
-from tests.perf import cpu_parts, gpu_parts, report
+from tests.perf import cpu_parts, gpu_parts, gpu_tests, report
 from tests.perf.cpu_parts import KEPT
 from tests.perf.part import Outcome, Part, run
 
 LEAST_SECONDS = 20.0
-PARTS = {"gpu": gpu_parts.parts, "cpu": cpu_parts.parts}
+PARTS = {"gpu": gpu_parts.parts, "cpu": cpu_parts.parts, "gpu-tests": gpu_tests.parts}
+LIST_COLUMNS = {"name": "", "usual": ".0f", "limit": ".0f", "runs": "", "covers": ""}
 
 
 class Record:
@@ -83,18 +87,23 @@ def summary(record: Record, chosen: Sequence[Part], toy: bool) -> str:
     results = {name: record.results[name] for name in names if record.results.get(name)}
     comparisons = [one for result in results.values() for one in result.get("comparisons", [])]
     outcomes = [record.outcomes[part.name] for part in chosen]
-    states = [{"part": o.part, "state": o.state, "seconds": o.seconds} for o in outcomes]
+    states = [
+        {"part": o.part, "state": o.state, "seconds": o.seconds, "why": o.output if o.state == "left out" else ""}
+        for o in outcomes
+    ]
     blocks = [report.comparison_table(comparisons), *gpu_parts.step_tables(results)]
-    return "\n\n".join(filter(None, [*blocks, report.table(states, {"part": "", "state": "", "seconds": ".0f"})]))
+    return "\n\n".join(
+        filter(None, [*blocks, report.table(states, {"part": "", "state": "", "seconds": ".0f", "why": ""})])
+    )
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", choices=tuple(PARTS), default="gpu", help="what kind of machine to measure (gpu)")
+    parser.add_argument("--on", choices=tuple(PARTS), default="gpu", help="what to run (gpu: measure one)")
     parser.add_argument("--parts", nargs="*", default=[], help="names or beginnings of names (default: all)")
     parser.add_argument("--budget", type=float, default=0, help="seconds for everything (default: no limit)")
-    parser.add_argument("--list", action="store_true", help="only list the parts and their limits")
+    parser.add_argument("--list", action="store_true", help="only list the parts and what would run")
     parser.add_argument("--resume", action="store_true", help="leave out what is done at this commit")
     parser.add_argument("--store", action="store_true", help="of --on cpu: keep the results in benchmarks/cpu.json")
     parser.add_argument("--toy", action="store_true", help="sizes of no meaning, to try the suite itself")
@@ -109,7 +118,7 @@ def _ended(*signal_and_frame: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every part that was asked for is done."""
     args = arguments().parse_args(argv)
-    args.device = args.device or ("accelerator" if args.on == "gpu" else "cpu")
+    args.device = args.device or ("cpu" if args.on == "cpu" else "accelerator")
     parts = PARTS[args.on]()
     unknown = [name for name in args.parts if not any(part.is_in([name]) for part in parts)]
     if unknown:
@@ -117,12 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     chosen = [part for part in parts if not args.parts or part.is_in(args.parts)]
     if args.list:
-        rows = [{"part": p.name, "usual seconds": p.usual, "limit": p.limit} for p in chosen]
-        print(report.for_terminal(report.table(rows, {"part": "", "usual seconds": ".0f", "limit": ".0f"})))
+        print(listing(chosen, args))
         return 0
     if args.store and (args.on != "cpu" or args.toy):
         print("error: --store keeps real measurements of --on cpu; leave --toy out", file=sys.stderr)
         return 2
+    if args.on == "gpu-tests" and not torch.accelerator.is_available():
+        return subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], cwd=report.ROOT, check=False).returncode
     if args.device == "accelerator" and not torch.accelerator.is_available():
         print(
             f"error: torch {torch.__version__} of {sys.executable} sees no accelerator, and these are measurements of "
@@ -138,6 +148,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return measure(chosen, args)
 
 
+def why_not(part: Part, left: float, args: argparse.Namespace, devices: int) -> str:
+    """Why a part is not begun with `left` seconds to go; "" if it is."""
+    if args.device == "accelerator" and part.ranks > devices and part.name not in args.parts:
+        return f"needs {part.ranks} devices, and there is {devices}; name the part to run it ({part.covers})"
+    needed = LEAST_SECONDS if args.toy else max(part.usual, LEAST_SECONDS)
+    return "" if left >= needed else f"takes about {needed:.0f} s, and {max(0, left):.0f} are left of the budget"
+
+
+def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
+    """The parts with their seconds, which of them a run of this budget would begin, and what those add up to."""
+    left, rows = args.budget or float("inf"), []
+    for part in chosen:
+        reason = why_not(part, left, args, max(1, torch.accelerator.device_count()))
+        left -= 0 if reason else part.usual
+        rows.append(vars(part) | {"runs": f"no: {reason}" if reason else "yes"})
+    runs = [row for row in rows if row["runs"] == "yes"]
+    total = sum(row["usual"] for row in runs)
+    return f"{report.table(rows, LIST_COLUMNS)}\n\n{len(runs)} of {len(rows)} parts, about {total:.0f} s"
+
+
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
     """Run the parts one after the other; 0 if all are done."""
     record, deadline = record_of(args), time.monotonic() + (args.budget or float("inf"))
@@ -146,8 +176,9 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
     for number, part in enumerate(ahead):
         left = deadline - time.monotonic()
         begin = time.time()
-        if left < LEAST_SECONDS:
-            outcome = Outcome(part.name, "left out", commit=commit)
+        if reason := why_not(part, left, args, max(1, torch.accelerator.device_count())):
+            print(f"{part.name}: left out: {reason}\n", flush=True)
+            outcome = Outcome(part.name, "left out", output=reason, commit=commit)
         else:
             print(f"[{number + 1}/{len(ahead)}] {part.name} ...{_to_go(ahead[number:], args.toy)}", flush=True)
             outcome = run(part, args.device, args.toy, min(part.limit, left))

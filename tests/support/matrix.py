@@ -49,6 +49,16 @@ def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     for same in cases.values():
         mark = same[0].get_closest_marker("sampled")
         assert mark is not None
-        same.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+        same.sort(key=_hash)
         left_out.update(same[-(-len(same) // mark.args[0]) :])
     return left_out
+
+
+def beyond_one_in(number: int, items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """All but about one in `number`, chosen by the hash of their names: where a test stands chooses nothing, so that no
+    other test's coming or going changes what runs, and no setting is always left out."""
+    return {item for item in items if int.from_bytes(_hash(item), "big") % number}
+
+
+def _hash(item: pytest.Item) -> bytes:
+    return hashlib.sha256(item.nodeid.encode()).digest()

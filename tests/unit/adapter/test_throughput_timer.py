@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.config import get_timers_config
 
+from deepspeed_ext.adapter import throughput_timer as throughput
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
@@ -53,3 +54,16 @@ def device_waits(config: dict[str, Any], steps: int) -> int:
 def test_no_step_waits_for_the_whole_device() -> None:
     config = zenflow_config(2, update_interval=1, overlap_step=True)
     assert run_ranks(1, device_waits, config, 4, device="sim", pool="simulated, stage 2") == [0]
+
+
+@pytest.mark.parametrize(("synchronized", "waits"), [(True, [0, 1, 2]), (False, [0, 0, 0])])
+def test_a_timer_waits_once_a_call_and_not_for_a_stop_without_a_start(synchronized: bool, waits: list[int]) -> None:
+    accelerator = Mock()
+    accelerator.is_synchronized_device.return_value = False
+    config = get_timers_config({"timers": {"throughput": {"enabled": True, "synchronized": synchronized}}})
+    with patch.object(throughput, "get_accelerator", lambda: accelerator):
+        timer, found = StreamThroughputTimer(config, batch_size=1), []
+        for call in (timer.stop, timer.start, timer.stop):
+            call()
+            found.append(accelerator.current_stream.return_value.synchronize.call_count)
+    assert found == waits

@@ -12,6 +12,7 @@ from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files as _files
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
@@ -156,3 +157,15 @@ def test_a_first_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
             ours.swap()
         ours.give_up()
         assert names(tmp_path) == []
+
+
+def test_a_folder_without_a_model_file_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(str(tmp_path), "tag")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        folder.require_loadable()
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        folder.require_loadable()
+    (tmp_path / "tag" / "mp_rank_00_model_states.pt").touch()
+    folder.require_loadable()

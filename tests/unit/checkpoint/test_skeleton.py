@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.checkpoint.skeleton import SkeletonError, write_skeleton
+from deepspeed_ext.checkpoint.skeleton import SkeletonError, _has_storage, write_skeleton
 from deepspeed_ext.runtime import files as _files
 from tests.support.same import assert_same
 
@@ -84,3 +84,9 @@ def test_storages_that_are_not_found_are_an_error(hidden: Any, tmp_path: Path) -
     """The engine then saves as if nothing went on beside."""
     with pytest.raises(SkeletonError, match="storages"):
         write_skeleton({"first": torch.ones(3), "hidden": hidden}, str(tmp_path / "f"))
+
+
+def test_only_tensors_with_storage_of_their_own_are_left_out_of_a_skeleton() -> None:
+    assert _has_storage(torch.ones(2, 3).t())
+    assert not _has_storage(torch.empty(2, device="meta"))
+    assert not _has_storage(torch.ones(2).to_sparse())

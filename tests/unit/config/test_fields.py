@@ -229,3 +229,10 @@ def test_what_is_not_built_can_be_read(zero: dict[str, Any]) -> None:
     assert config.zero_config.zenflow is not None
     with pytest.raises(ConfigError, match="remove that setting or the zenflow section"):
         require_section(config.zero_config)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
+    for field in ("worker_timeout_seconds", "prediction_error_factor", "topk_ratio"):
+        with pytest.raises(ValidationError):
+            ZenFlowConfig(**{field: value})

@@ -53,3 +53,13 @@ def test_a_look_up_that_fails_is_a_warning(gpus: SimpleNamespace, monkeypatch: p
     assert accelerators.pci_address() is None
     (warning,) = heard
     assert "RuntimeError: no driver" in warning
+
+
+def test_a_torch_without_the_interface_or_without_a_device_has_no_accelerators(
+    gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert accelerators.count() == 2
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert accelerators.count() == 0
+    monkeypatch.delattr(torch, "accelerator")
+    assert accelerators.count() == 0

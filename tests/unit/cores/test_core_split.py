@@ -82,3 +82,25 @@ def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(mon
     monkeypatch.setattr("deepspeed_ext.cores.initial_mask._initial", topology.cpus)
     assert worker_placement.unbound_threads(None, 1) == 4
     assert bound_threads(topology, PlanRequest()) == 4
+
+
+@pytest.mark.parametrize(
+    ("total", "reserved", "optimizer", "expected"),
+    [
+        (1, None, None, (1, 1)),
+        (4, None, None, (2, 2)),
+        (5, None, None, (3, 2)),
+        (4, None, 4, (1, 3)),
+        (4, None, 9, (1, 3)),
+        (4, None, 1, (3, 1)),
+        (4, 3, 2, (2, 2)),
+        (4, 1, 1, (1, 1)),
+        (4, 9, None, (3, 1)),
+        (100, 0.07, None, (7, 93)),
+        (2, 0.01, None, (1, 1)),
+    ],
+)
+def test_a_split_is_this(
+    total: int, reserved: int | float | None, optimizer: int | None, expected: tuple[int, int]
+) -> None:
+    assert split_cores(total, reserved, optimizer) == expected

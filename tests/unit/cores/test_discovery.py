@@ -14,7 +14,14 @@ from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.cores.allowed import ALLOWED_VARIABLE, find_allowed
 from deepspeed_ext.cores.host_facts import read_host
 from deepspeed_ext.cores.plan import plan_host
-from deepspeed_ext.cores.topology import Core, read_accelerator_node, read_online, read_topology
+from deepspeed_ext.cores.topology import (
+    Core,
+    Topology,
+    read_accelerator_node,
+    read_cache_bytes,
+    read_online,
+    read_topology,
+)
 from deepspeed_ext.errors import ConfigError, UnsupportedError
 from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores, read_cpu_quotas, read_cpuset, read_throttled_count
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist, parse_cpumask
@@ -33,6 +40,8 @@ CPU = "sys/devices/system/cpu"
         (" 1 , 3-3 ", [1, 3]),
         ("0-9:2/4", [0, 1, 4, 5, 8, 9]),
         ("0-9:3", [0, 3, 6, 9]),
+        ("1-9:2/4", [1, 2, 5, 6, 9]),
+        ("2-9:4/4", [2, 3, 4, 5, 6, 7, 8, 9]),
         ("5-6,5", [5, 6]),
     ],
 )
@@ -273,3 +282,67 @@ def test_accelerator_node_from_its_pci_address(
     if local is not None:
         write(device / ("local_cpus" if len(local) > 8 else "local_cpulist"), local)
     assert read_accelerator_node(read_topology(tmp_path), "0000:3B:00.0", tmp_path) == expected
+
+
+def write_cache(cpu: Path, index: int, level: int, kind: str, size: str, cpus: str) -> None:
+    for name, text in {"level": str(level), "type": kind, "size": size, "shared_cpu_list": cpus}.items():
+        write(cpu / f"cache/index{index}" / name, text)
+
+
+def test_the_last_level_counts_however_the_caches_are_numbered(tmp_path: Path) -> None:
+    root = write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(4)])
+    for number in range(4):
+        cpu = root / f"sys/devices/system/cpu/cpu{number}"
+        pair = "0-1" if number < 2 else "2-3"
+        write_cache(cpu, 0, 3, "Unified", "3M", pair)
+        write_cache(cpu, 1, 2, "Unified", "512K", str(number))
+        write_cache(cpu, 2, 1, "Data", "32K", str(number))
+        write_cache(cpu, 3, 4, "Instruction", "1G", "0-3")
+    assert [core.cache for core in read_topology(root).cores] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("32768K", 32 << 20), ("48M", 48 << 20), ("1G", 1 << 30), ("4096", 4096), ("", 0), ("k", 0)]
+)
+def test_the_bytes_of_last_level_caches_are_added_once_each(size: str, nbytes: int, tmp_path: Path) -> None:
+    for number in range(4):
+        cpu = tmp_path / f"sys/devices/system/cpu/cpu{number}"
+        write_cache(cpu, 0, 2, "Unified", "1024K", str(number))
+        write_cache(cpu, 1, 3, "Unified", size, "0-1" if number < 2 else "2-3")
+    assert read_cache_bytes(tmp_path) == 2 * nbytes
+
+
+def test_without_caches_there_are_no_bytes_of_them(tmp_path: Path) -> None:
+    assert read_cache_bytes(tmp_path) == 0
+
+
+def test_a_distance_that_the_firmware_does_not_give_is_that_of_a_remote_node() -> None:
+    topology = Topology(tuple(cores(4)), (0, 8), ((10, 32), (32, 10)))
+    assert [topology.distance(0, 0), topology.distance(0, 8), topology.distance(8, 0)] == [10, 32, 32]
+    assert topology.distance(3, 3) == 10
+    assert topology.distance(0, 3) == 20
+    assert Topology(tuple(cores(4)), (0, 8)).distance(0, 8) == 20
+
+
+def test_a_cpu_without_a_known_speed_leaves_all_cpus_of_one_kind(tmp_path: Path) -> None:
+    """0 is what a driver writes that does not know it."""
+    root = write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(4)])
+    for cpu, speed in enumerate([1024, 512, 0, 1024]):
+        write(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", str(speed))
+    assert {core.kind for core in read_topology(root).cores} == {0}
+    write(root / "sys/devices/system/cpu/cpu2/cpu_capacity", "512")
+    assert [core.kind for core in read_topology(root).cores] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("slow", "low_power", "kinds"), [("2-3", "", [0, 0, 1, 1]), ("", "2-3", [0, 0, 2, 2]), ("2", "3", [0, 0, 1, 2])]
+)
+def test_kinds_of_cores_are_read_from_their_counters(
+    slow: str, low_power: str, kinds: list[int], tmp_path: Path
+) -> None:
+    root = write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(4)])
+    for name, cpus in {"cpu_core": "0-1", "cpu_atom": slow, "cpu_lowpower": low_power}.items():
+        write(root / "sys/devices" / name / "cpus", cpus)
+    found = read_topology(root).cores
+    assert [core.kind for core in found] == kinds
+    assert [core.id for core in found if core.is_low_power] == sorted(parse_cpulist(low_power))

@@ -265,3 +265,32 @@ def test_real_ranks_agree_over_a_process_group() -> None:
     cpus = [parse_cpulist(pytorch) | parse_cpulist(optimizer) for pytorch, optimizer, _ in answers]
     assert not cpus[0] & cpus[1]
     assert [len(mine) for mine in cpus] == [3, 4]
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (6, " and 3 more")])
+def test_tuning_results_that_cannot_be_read_are_named_three_and_counted(
+    count: int, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(tuning_results, "warn_once", said.append)
+    for number in range(count):
+        (tmp_path / f"tune-{number}.json").write_text("{")
+    monkeypatch.setattr(tuning_results, "cache_folder", lambda: tmp_path)
+    assert tuning_results.load_all() == {}
+    assert len(said) == 1
+    assert said[0].count("tune-") == min(count, 3)
+    assert f"{more}. Delete them" in said[0]
+    assert ("more" in said[0]) is bool(more)
+
+
+@pytest.mark.parametrize(
+    ("cores", "is_read"), [(1, True), (8, True), (0, False), (-1, False), (True, False), (2.0, False)]
+)
+def test_a_tuning_result_is_a_whole_number_of_cores(
+    cores: Any, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning_results, "warn_once", lambda text: None)
+    monkeypatch.setattr(tuning_results, "cache_folder", lambda: tmp_path)
+    result = {"schema": tuning_results.SCHEMA, "opt_cores_per_rank": cores}
+    (tmp_path / "tune-a.json").write_bytes(tuning_results.as_bytes(result))
+    assert tuning_results.load_all() == ({"a": cores} if is_read else {})

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -264,3 +265,83 @@ def test_in_process_plan_uses_disjoint_whole_cores(host: Host) -> None:
         assert rank.pytorch_threads == len(cores)
         for core in cores:
             assert owner.setdefault(core, rank.local_rank) == rank.local_rank or "shared" in rank.flags
+
+
+def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for() -> None:
+    """Also where the optimizer's cores are not limited otherwise, and more cores are allowed and free."""
+    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(16)), (0,), ((10,),))
+    plan = plan_host(topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], PlanRequest()).ranks[0]
+    assert len({*plan.pytorch, *plan.optimizer}) == 6
+
+
+def test_ranks_whose_accelerators_are_unknown_stay_in_one_node_each_while_there_is_room() -> None:
+    """Three ranks for two nodes of four cores: only the last one takes what the others have left in both."""
+    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(8))
+    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
+    plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(3)]).ranks
+    assert [{cpu // 4 for cpu in (*plan.pytorch, *plan.optimizer)} for plan in plans] == [{0}, {1}, {0, 1}]
+
+
+def test_the_home_of_a_rank_without_a_known_accelerator_is_where_most_of_its_cores_are() -> None:
+    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(8))
+    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
+    for mask, home in (({3, 4, 5, 6}, 1), ({0, 1, 2, 7}, 0), ({2, 3, 4, 5}, 0)):
+        (plan,) = plan_host(topology, [RankFacts(0, frozenset(mask))]).ranks
+        assert plan.numa_node == home
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_an_optimizer_without_a_core_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 1 core, got {count}"):
+        PlanRequest(optimizer_cores=count)
+    assert PlanRequest(optimizer_cores=1).optimizer_cores == 1
+
+
+@pytest.mark.parametrize(("limit", "warned"), [(2, False), (3, False), (4, True), (5, True)])
+def test_a_rank_that_has_too_few_cores_for_its_optimizer_says_so(limit: int, warned: bool) -> None:
+    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(4)), (0,), ((10,),))
+    plan = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=limit))
+    assert any(f"instead of {limit}" in warning for warning in plan.warnings) is warned
+    assert len(plan.ranks[0].optimizer) == min(limit, 3)
+
+
+def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None:
+    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(4)), (0,), ((10,),))
+    crowded = plan_host(topology, [RankFacts(rank, frozenset({0})) for rank in range(2)])
+    assert [warning for warning in crowded.warnings if "must share a core" in warning] == [
+        "local rank 0, 1 must share a core between its roles or with other ranks: give the job more cores"
+    ]
+    assert plan_host(topology, [RankFacts(0, topology.cpus)]).warnings == ()
+
+
+def nodes_of(cores_per_node: int, kinds: list[int]) -> Topology:
+    """Cores of these kinds, on as many nodes of equal size as they fill."""
+    cores = tuple(
+        Core(cpu, (cpu,), cpu // cores_per_node, cpu // cores_per_node, cpu // cores_per_node * cores_per_node, kind)
+        for cpu, kind in enumerate(kinds)
+    )
+    nodes = range(len(kinds) // cores_per_node)
+    return Topology(cores, tuple(nodes), tuple(tuple(10 if a == b else 20 for b in nodes) for a in nodes))
+
+
+def test_a_rank_without_a_fast_core_at_home_trains_on_the_nearest_that_is_free() -> None:
+    topology = nodes_of(1, [1, 0])
+    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=1)).ranks
+    assert (plan.pytorch, plan.optimizer) == ((1,), (0,))
+
+
+def test_an_optimizer_that_fits_into_no_node_is_spread_over_several() -> None:
+    topology = nodes_of(1, [1, 0, 1])
+    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=2)).ranks
+    assert (plan.pytorch, plan.optimizer) == ((1,), (0, 2))
+
+
+def test_a_rank_that_may_use_all_cores_leaves_those_to_others_that_only_they_may_use() -> None:
+    topology = nodes_of(2, [0, 0, 0, 0])
+    ranks = [RankFacts(0, frozenset({2, 3})), RankFacts(1, topology.cpus, accelerator_node=1)]
+    plans = plan_host(topology, ranks, PlanRequest(optimizer_cores=1)).ranks
+    assert [(plan.pytorch, plan.optimizer) for plan in plans] == [((2,), (3,)), ((0,), (1,))]
+
+
+def test_a_host_that_says_nothing_of_nodes_has_node_0() -> None:
+    assert Topology((Core(0, (0,), 0, 0, 0, 0),)).nodes == (0,)

@@ -104,3 +104,13 @@ def test_what_falls_back_has_a_reason_and_leaves_the_others_alone(fallen_back: P
 def test_a_parameter_that_came_later_is_an_error() -> None:
     with pytest.raises(UnsupportedError, match=r"\[7\].*before deepspeed.initialize"):
         plan_gather(facts(10, 10), min_numel=0).split([0, 7])
+
+
+def test_a_bucket_is_complete_with_exactly_the_least_number_of_elements() -> None:
+    plan = plan_gather(facts(50, 50, 10, 100), min_numel=100)
+    assert plan.split(range(4)) == Fetch(singles=(2, 3), buckets=((0, 1),), upstream=())
+
+
+def test_a_bucket_is_complete_as_soon_as_it_has_more_than_enough() -> None:
+    plan = plan_gather(facts(60, 60, 10, 70, 90), min_numel=100)
+    assert plan.split(range(5)) == Fetch(singles=(), buckets=((0, 1), (2, 3, 4)), upstream=())

@@ -126,3 +126,13 @@ def test_another_error_of_page_locking_is_raised() -> None:
         pytest.raises(RuntimeError, match="invalid argument"),
     ):
         allocation.host_empty(10, torch.bfloat16, pin=True)
+
+
+def test_memory_that_the_allocator_keeps_unused_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(mem_get_info=lambda: (5 * GIB, 80 * GIB))
+    accelerator = SimpleNamespace(
+        device_name=lambda: "xpu", memory_reserved=lambda: 7 * GIB, memory_allocated=lambda: 4 * GIB
+    )
+    monkeypatch.setattr(allocation, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(allocation.torch, "get_device_module", lambda name: device)
+    assert allocation.free_accelerator_bytes() == (5 + 7 - 4) * GIB

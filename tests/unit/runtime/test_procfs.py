@@ -14,9 +14,9 @@ from deepspeed_ext.cores.plan import plan_host
 from deepspeed_ext.cores.topology import read_cache_bytes, read_topology
 from deepspeed_ext.runtime import host_memory as memory
 from deepspeed_ext.runtime.cgroup import own_groups, read_cpu_quota_cores
-from deepspeed_ext.runtime.cpulist import parse_cpulist, parse_cpumask
+from deepspeed_ext.runtime.cpulist import MAX_CPU_ID, parse_cpulist, parse_cpumask
 from deepspeed_ext.runtime.procfs import LIMIT_BYTES, numbered, read_int, read_text
-from tests.support.sysfs import write, write_host
+from tests.support.sysfs import cpumask, write, write_host
 from tests.support.topologies import cores
 
 CPU = "sys/devices/system/cpu"
@@ -160,3 +160,16 @@ def test_a_mapped_file_whose_name_is_no_text_hides_no_runtime(tmp_path: Path) ->
         file.flush()
         with mmap.mmap(file.fileno(), 1):
             assert list(openmp._loaded())
+
+
+def test_the_highest_cpu_that_a_mask_may_name_is_that_of_a_list() -> None:
+    assert parse_cpumask(cpumask([MAX_CPU_ID])) == parse_cpulist(str(MAX_CPU_ID)) == {MAX_CPU_ID}
+    with pytest.raises(ValueError, match=str(MAX_CPU_ID)):
+        parse_cpumask(cpumask([MAX_CPU_ID + 1]))
+    with pytest.raises(ValueError, match=str(MAX_CPU_ID)):
+        parse_cpulist(str(MAX_CPU_ID + 1))
+
+
+def test_a_group_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/jobs/step:7")
+    assert next(iter(own_groups(tmp_path, "cpu"))) == tmp_path / "sys/fs/cgroup/unified/jobs/step:7"

@@ -12,6 +12,7 @@ from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, RankError, 
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, require_same_plan, together, within
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks
+from tests.support.thread_ranks import run_together
 
 
 def fail(errors: dict[int, Exception]) -> tuple[str, str]:
@@ -219,3 +220,17 @@ def test_differing_plans_are_printed_on_every_rank() -> None:
     messages = run_ranks(3, disagree)
     assert len(set(messages)) == 1
     assert "ranks 0, 2: ('plan', False); rank 1: ('plan', True)" in messages[0]
+
+
+def test_an_error_of_a_group_of_one_gets_its_number_in_a_larger_group() -> None:
+    """It was raised on all ranks of its own group, and its message names none."""
+
+    def fail(ranks: RankGroup) -> None:
+        error = None
+        if ranks.rank == 1:
+            with pytest.raises(WorkerError) as raised:
+                raise_together(RankGroup.alone(), WorkerError("it died"))
+            error = raised.value
+        raise_together(ranks, error)
+
+    assert [str(error) for error in run_together(3, fail)] == ["rank 1: it died"] * 3

@@ -57,3 +57,15 @@ def test_a_stream_is_measured_without_waiting_for_it() -> None:
     before, after = run_ranks(1, laps_of_a_stream, device="sim", pool="simulated time")[0]
     assert before == []
     assert after == pytest.approx([2 * OPERATOR_US / 1e6, 3 * OPERATOR_US / 1e6, 0.0], rel=1e-3)
+
+
+def test_a_moment_is_recorded_on_the_stream_that_is_given_or_the_current_one() -> None:
+    accelerator = Mock()
+    with patch.object(stopwatch_module, "get_accelerator", lambda: accelerator):
+        watch = StreamStopwatch()
+        watch.start("another stream")
+        watch.stop()
+    assert [call.args for call in accelerator.Event.return_value.record.call_args_list] == [
+        ("another stream",),
+        (accelerator.current_stream.return_value,),
+    ]

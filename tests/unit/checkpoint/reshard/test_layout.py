@@ -124,3 +124,23 @@ def test_partitions_fit_under_new_names_but_not_under_swapped_ones(names: str, f
     saved = Layout.of_sub_groups([dict.fromkeys("abc", 6)], 2)
     assert Layout.of_sub_groups([dict.fromkeys(names, 6)], 2).fits(saved) is fits
     assert not Layout.of_sub_groups([dict.fromkeys(names, 6)], 3).fits(saved)
+
+
+@pytest.mark.parametrize(("numel", "ranks", "stride"), [(0, 3, 1), (1, 3, 1), (7, 2, 4), (8, 2, 4), (9, 4, 3)])
+def test_a_parameter_that_is_cut_alone_has_a_stride_of_at_least_one(numel: int, ranks: int, stride: int) -> None:
+    placement = Placement.of_one(numel, ranks)
+    assert placement == Placement(numel, 0, 0, stride, 0)
+    parts = [placement.of_rank(rank) for rank in range(ranks)]
+    assert sum(part.end - part.begin for part in parts if part is not None) == numel
+    assert list(placement.fragments(0, numel)) == [part for part in parts if part is not None]
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, ", and 1 more"), (9, ", and 6 more")])
+def test_parameters_that_differ_are_named_three_and_counted(count: int, more: str) -> None:
+    mine = Layout.of_sub_groups([{f"p{number}": 4 for number in range(count)}], 2)
+    with pytest.raises(CheckpointError) as refused:
+        mine.require_same_parameters(Layout(2, {}))
+    message = str(refused.value)
+    assert message.count("is not in the checkpoint") == min(count, 3)
+    assert f"{more}. Resume" in message
+    assert (" more" in message) is bool(more)

@@ -19,8 +19,8 @@ from deepspeed_ext.commands import main as cli
 from deepspeed_ext.commands.memory.command import parse_numel
 from deepspeed_ext.commands.memory.parts import MemoryPlan, Part, Phase, Place, largest
 from deepspeed_ext.commands.memory.plan import neighbours, plan_memory, usual_setups
-from deepspeed_ext.commands.memory.report import as_json, as_text
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.commands.memory.report import as_json, as_text, detail_text
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.config import ZenFlowConfig
 from tests.support.paths import ROOT
 
@@ -365,3 +365,48 @@ def test_the_report_says_whether_a_run_fits(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         cli.main([*command, "--host-gib", "much"])
     assert "expected GiB, such as 80 or 15.5, or here, got 'much'" in capsys.readouterr().err
+
+
+def test_the_usual_setups_are_every_stage_with_every_way_to_offload_and_overlap() -> None:
+    found = usual_setups(replace(Setup(stage=1), offload=True, accumulation=4))
+    assert [setup.stage for setup in found] == [1] * 5 + [2] * 5 + [3] * 5
+    assert all(setup.accumulation == 4 for setup in found)
+    for ways in (found[:5], found[5:10], found[10:]):
+        plain, offload, *zenflow = ways
+        assert (plain.zenflow, plain.offload) == (offload.zenflow, not offload.offload) == (None, False)
+        assert offload.pins
+        sections = [(way.zenflow.rule, way.zenflow.update_interval, way.zenflow.overlapped) for way in zenflow]
+        assert sections == [("predictive", 1, True), ("predictive", 4, True), ("selective", 4, True)]
+        assert not any(way.offload for way in zenflow)
+
+
+def test_memory_is_page_locked_only_if_its_part_says_so() -> None:
+    assert not Part("weights", 1).page_locked
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp32", "zenflow", "noted"),
+    [(1, True, None, True), (2, True, None, False), (3, True, None, False), (1, False, None, False)],
+)
+def test_only_what_another_optimizer_of_deepspeed_may_do_is_noted(
+    stage: Any, fp32: bool, zenflow: None, noted: bool
+) -> None:
+    plan = plan_memory(model_of(1000), Ranks(2, 2), Setup(stage=stage, accumulates_fp32=fp32, zenflow=zenflow))
+    assert any("BF16_Optimizer" in note for note in plan.notes) is noted
+
+
+@pytest.mark.parametrize(
+    ("params", "elements"), [(1, 1), (384 * 4, 1536), (384 * 10**6, 32768 * 1000), (7 * 10**9, 32768 * 4269)]
+)
+def test_the_largest_parameter_is_guessed_from_a_model_of_32_layers(params: int, elements: int) -> None:
+    assert typical_largest(params) == elements
+
+
+@pytest.mark.parametrize(("params", "unit"), [(1 << 20, "MiB"), (1 << 30, "GiB")])
+def test_sizes_are_written_in_the_unit_that_they_are_headed_by(params: int, unit: str) -> None:
+    """A moment in fp32 is four of these units."""
+    plan = plan_memory(Model(params, 1, "float32"), Ranks(1, 1), Setup(stage=1, reduce_bucket_size=1000))
+    title, *rows = detail_text(plan).splitlines()
+    assert title == f"stage 1, ZeRO: {unit} per rank"
+    (moment,) = (row for row in rows if "moment m" in row)
+    assert moment.split()[-2:] == ["4.00", "4.00"]

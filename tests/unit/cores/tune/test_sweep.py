@@ -89,3 +89,11 @@ def test_pytorch_gets_more_cores_only_where_that_helps() -> None:
 def test_relative_spread() -> None:
     assert relative_spread([1.0, 1.0, 1.0]) == 0.0
     assert relative_spread([1.0, 2.0, 3.0]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spread"),
+    [([1.0, 1.0], 0.0), ([0.0, 0.0, 0.0], 0.0), ([1.0, 2.0, 3.0], 0.5), ([1.0, 2.0, 3.0, 4.0, 5.0], 2 / 3)],
+)
+def test_the_spread_is_the_middle_half_over_the_median(seconds: list[float], spread: float) -> None:
+    assert relative_spread(seconds) == pytest.approx(spread)

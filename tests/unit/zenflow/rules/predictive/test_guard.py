@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.rules.predictive import guard
 from deepspeed_ext.zenflow.rules.predictive.guard import CALM_PROBES, STRIKES, GuardState, PredictionErrors
+from deepspeed_ext.zenflow.rules.predictive.probe import blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
 
 LENGTHS = st.floats(1e-6, 1e6)
@@ -156,3 +157,23 @@ def test_a_checkpoint_of_synchronous_steps_goes_on_without_a_guard() -> None:
         schedule.advance(plan)
     assert sources == [("exact", True), ("drifted", True), ("predicted", True)]
     assert asdict(schedule.state)["guard"]["synchronous"] is False
+
+
+@pytest.mark.parametrize(
+    ("block_size", "partitions", "blocks"),
+    [(32, 1, 256), (32, 4, 64), (256, 1, 32), (256, 4, 8), (256, 5, 8), (8, 0, 1024), (1 << 14, 1, 8)],
+)
+def test_samples_of_all_partitions_have_8192_elements_but_at_least_8_blocks_each(
+    block_size: int, partitions: int, blocks: int
+) -> None:
+    assert blocks_per_sample(block_size, partitions) == blocks
+
+
+def test_a_verdict_tells_whether_it_changes_the_coming_steps_in_both_directions() -> None:
+    schedule = PredictiveSchedule(1, overlap=True, warm_up_steps=1, guarded=True)
+    for strike in range(1, STRIKES + 1):
+        assert schedule.judge(2.0) is (strike == STRIKES)
+    assert schedule.state.guard.synchronous
+    for calm in range(1, CALM_PROBES + 1):
+        assert schedule.judge(0.1) is (calm == CALM_PROBES)
+    assert not schedule.state.guard.synchronous

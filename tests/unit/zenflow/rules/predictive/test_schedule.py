@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
-from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, smallest_interval
+from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, is_overloaded, smallest_interval
 
 
 def walk(schedule: PredictiveSchedule, steps: int) -> list:
@@ -167,3 +167,28 @@ def test_interval_is_minimal_and_sufficient(worker: float, device: float, limit:
     assert 1 <= chosen <= limit
     assert chosen == limit or keeps_up(chosen)
     assert not any(keeps_up(smaller) for smaller in range(1, chosen))
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "steps"), [(None, 40), (0, MEASURED_STEPS + 1), (MEASURED_STEPS + 5, MEASURED_STEPS + 5)]
+)
+def test_an_interval_that_is_measured_is_chosen_within_the_warm_up(warm_up: int | None, steps: int) -> None:
+    """At least one step is left after the measurement, in which the worker publishes ahead."""
+    schedule = PredictiveSchedule(None, overlap=True, warm_up_steps=warm_up)
+    assert schedule.warm_up_steps == max(steps, MEASURED_STEPS + 1)
+    walk(schedule, MEASURED_STEPS)
+    assert schedule.wants_interval
+    schedule.choose_interval(2)
+    assert schedule.warm_up_steps == max(40 if warm_up is None else warm_up, 2)
+    assert schedule.plan().source is WeightSource.EXACT
+
+
+@pytest.mark.parametrize(
+    ("worker", "device", "interval", "overloaded"),
+    [(1.0, 1.0, 1, False), (1.1, 1.0, 1, True), (0.9, 1.0, 1, False), (5.0, 2.0, 4, False), (8.0, 1.0, 4, True)],
+)
+def test_a_worker_is_overloaded_if_an_interval_takes_it_longer_than_the_device(
+    worker: float, device: float, interval: int, overloaded: bool
+) -> None:
+    assert is_overloaded(worker, device, interval) is overloaded
+    assert not is_overloaded(float("inf"), device, interval), "nothing is known yet"

@@ -1,0 +1,100 @@
+"""The mutants of `make test-mutants`: they are the same for a seed, each changes one place, and the tests that run its
+line are chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("cosmic_ray")
+
+from tests.mutations.mutants import MODULES, Mutant, draw, sites_of
+from tests.mutations.record import Test, choose
+from tests.support.paths import ROOT
+
+SOURCE = """
+LIMIT = 4 << 20
+
+
+def share(total: int | None, parts: int = 2) -> int:
+    assert parts > 0
+    if total is None or parts == 1:
+        return 0
+    return max(
+        total // parts,
+        LIMIT,
+    )
+"""
+
+
+def test_every_module_exists() -> None:
+    for path in MODULES:
+        assert (ROOT / "deepspeed_ext" / path).is_file(), path
+
+
+def test_a_seed_draws_the_same_mutants_at_different_places() -> None:
+    first, second = draw(20, 3, MODULES[-6:]), draw(20, 3, MODULES[-6:])
+    assert [mutant.name for mutant in first] == [mutant.name for mutant in second]
+    assert len({(mutant.site.path, mutant.site.start, mutant.site.kind) for mutant in first}) == 20
+    assert [mutant.name for mutant in draw(20, 4, MODULES[-6:])] != [mutant.name for mutant in first]
+    for mutant in first:
+        assert mutant.diff.startswith("-")
+        assert mutant.site.start[0] in mutant.lines
+
+
+def test_values_are_changed_and_neither_annotations_nor_assertions() -> None:
+    places = {(site.kind, site.start[0]) for site in sites_of("plan.py", SOURCE)}
+    assert places == {
+        ("constant", 2),
+        ("arithmetic", 2),
+        ("constant", 5),
+        ("comparison", 7),
+        ("condition", 7),
+        ("constant", 7),
+        ("constant", 8),
+        ("arithmetic", 10),
+    }
+
+
+def mutant_at(line: int) -> Mutant:
+    site = next(site for site in sites_of("gather/plan.py", SOURCE) if site.start[0] == line)
+    return Mutant(site, SOURCE, SOURCE)
+
+
+def ran(name: str, lines: set[int], seconds: float = 1.0, has_ranks: bool = False) -> Test:
+    return Test(name, seconds, has_ranks, {"gather/plan.py": frozenset(lines)})
+
+
+def test_tests_that_run_the_statement_are_chosen_quick_and_near_ones_first() -> None:
+    tests = [
+        ran("tests/unit/zero/test_ranks.py::test", {9}, 0.1, has_ranks=True),
+        ran("tests/unit/gather/test_ranks.py::test[1]", {9}, 1.0, has_ranks=True),
+        ran("tests/unit/gather/test_ranks.py::test[2]", {9}, 2.0, has_ranks=True),
+        ran("tests/unit/zero/test_far.py::test", {9}, 0.1),
+        ran("tests/unit/gather/test_plan.py::test[2]", {11}, 3.0),
+        ran("tests/unit/gather/test_plan.py::test[1]", {9}, 2.0),
+        ran("tests/unit/gather/test_plan.py::test_another", {9}, 2.5),
+        ran("tests/unit/gather/test_plan.py::test_of_other_lines", {7, 8}),
+    ]
+    assert [test.name.partition("/unit/")[2] for test in choose(mutant_at(10), tests)] == [
+        "zero/test_far.py::test",
+        "gather/test_plan.py::test[1]",
+        "gather/test_plan.py::test_another",
+        "gather/test_plan.py::test[2]",
+        "gather/test_ranks.py::test[1]",
+        "zero/test_ranks.py::test",
+        "gather/test_ranks.py::test[2]",
+    ]
+    assert len(choose(mutant_at(2), tests)) == len(tests), (
+        "what is computed at import concerns every test of the module"
+    )
+    assert choose(mutant_at(10), tests[-1:]) == tests[-1:], "perhaps in another process"
+    assert not choose(mutant_at(10), [ran("tests/unit/zero/test_far.py::test", {7})])
+
+
+def test_no_mutant_gets_more_than_its_time() -> None:
+    tests = [ran(f"tests/unit/gather/test_plan.py::test_{number}", {9}, 15.0, number % 2 == 0) for number in range(20)]
+    chosen = choose(mutant_at(10), tests, most_seconds=40.0)
+    assert [sum(test.seconds for test in chosen if test.has_ranks is has_ranks) for has_ranks in (True, False)] == [
+        30,
+        30,
+    ]

@@ -1,0 +1,49 @@
+"""A sample of blocks: which it draws, and what it copies of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+
+BLOCK = 4
+
+
+def sample_of(numel: int, most_blocks: int, seed: int = 1, index: int = 0) -> tuple[Sample, torch.Tensor]:
+    state = tuple(torch.arange(numel, dtype=torch.float32) + 1000 * number for number in range(3))
+    partition: Any = SimpleNamespace(master=state[0], state=state, index=index)
+    last: Any = None
+    return Sample.take(partition, BLOCK, last, most_blocks, seed), state[0]
+
+
+@pytest.mark.parametrize("numel", [1, 3])
+def test_a_partition_shorter_than_a_block_is_its_own_sample(numel: int) -> None:
+    sample, master = sample_of(numel, 8)
+    assert sample.blocks is None
+    assert sample.p.tolist() == master.tolist()
+    assert sample.p.data_ptr() != master.data_ptr(), "a copy: the worker changes the partition"
+
+
+@pytest.mark.parametrize(("numel", "most", "count"), [(4, 8, 1), (11, 8, 2), (400, 8, 8), (402, 100, 100), (401, 1, 1)])
+def test_whole_blocks_are_drawn_from_all_parts_of_the_partition(numel: int, most: int, count: int) -> None:
+    whole = numel // BLOCK
+    for seed in range(20):
+        sample, _ = sample_of(numel, most, seed)
+        assert sample.blocks is not None
+        blocks = sample.blocks.tolist()
+        assert len(set(blocks)) == count
+        for number, block in enumerate(blocks):
+            assert int(number * whole / count) <= block <= min(whole - 1, (number + 1) * whole / count)
+        elements = [block * BLOCK + inside for block in blocks for inside in range(BLOCK)]
+        assert sample.p.tolist() == elements
+        assert sample.v.tolist() == [2000.0 + element for element in elements]
+
+
+def test_seeds_and_partitions_draw_other_blocks() -> None:
+    drawn = [tuple(sample_of(4000, 8, seed, index)[0].blocks.tolist()) for seed in range(4) for index in range(4)]
+    assert len(set(drawn)) == len(drawn)
+    assert drawn[0] == tuple(sample_of(4000, 8, 0, 0)[0].blocks.tolist())

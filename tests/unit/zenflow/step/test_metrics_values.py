@@ -1,0 +1,96 @@
+"""The metrics of a step: what each number is made of, with stopwatches whose laps the test gives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.zenflow.step import metrics as metrics_module
+from deepspeed_ext.zenflow.step.metrics import Metrics
+
+
+class GivenLaps(Stopwatch):
+    """Gives these laps."""
+
+    def __init__(self, *laps: float) -> None:
+        self.laps = list(laps)
+
+    def start(self, stream: Any = None) -> None:
+        pass
+
+    def stop(self, stream: Any = None) -> None:
+        pass
+
+    def lap(self) -> list[float]:
+        laps, self.laps = self.laps, []
+        return laps
+
+
+def measured(waits: list[float], inside: list[float], between: list[float]) -> Metrics:
+    return Metrics(waiting=GivenLaps(*waits), _inside=GivenLaps(*inside), _between=GivenLaps(*between))
+
+
+def test_every_number_has_its_name_and_unit() -> None:
+    metrics = measured([0.5, 0.25], [1.5], [2.0])
+    metrics.begin_step()
+    assert (metrics.bytes_down, metrics.bytes_up) == (0, 0)
+    metrics.bytes_down, metrics.bytes_up = 10, 20
+    metrics.note_worker(4.0, gradients=1)
+    metrics.note_link(1.0)
+    metrics.end_step(synchronous=False)
+    assert metrics.as_dict(3) == {
+        "wait_ms": 250.0,
+        "worker_ms": 4000.0,
+        "link_ms": 1000.0,
+        "device_ms": 2000.0,
+        "step_ms": 1500.0,
+        "overlap": 1 - 0.75 / 5.0,
+        "bytes_down": 10.0,
+        "bytes_up": 20.0,
+        "interval": 3.0,
+    }
+    metrics.begin_step()
+    assert (metrics.bytes_down, metrics.bytes_up) == (0, 0)
+
+
+def test_a_lap_that_has_not_arrived_changes_nothing() -> None:
+    metrics = measured([], [], [])
+    metrics.device_seconds, metrics.wait_seconds, metrics.step_seconds = 1.0, 2.0, 3.0
+    metrics.begin_step()
+    metrics.end_step(synchronous=False)
+    assert (metrics.device_seconds, metrics.wait_seconds, metrics.step_seconds) == (1.0, 2.0, 3.0)
+    assert math.isnan(metrics.overlap), "nothing could be hidden yet"
+
+
+def test_more_waiting_than_there_was_to_hide_is_no_overlap() -> None:
+    metrics = measured([9.0], [], [])
+    metrics.note_worker(1.0, gradients=1)
+    metrics.end_step(synchronous=False)
+    assert metrics.overlap == 0.0
+
+
+def test_the_typical_times_are_medians_without_the_first_steps() -> None:
+    metrics = Metrics()
+    settling, remembered = metrics_module._SETTLING_STEPS, metrics_module._REMEMBERED
+    assert metrics.typical() == (0.0, 0.0)
+    for seconds in [100.0] * settling + [1.0, 2.0, 9.0]:
+        metrics.note_worker(seconds, gradients=1)
+        metrics.note_worker(50.0, gradients=0)
+        metrics._between = GivenLaps(10 * seconds)
+        metrics.begin_step()
+    assert metrics.typical() == (2.0, 20.0)
+    for _ in range(2 * remembered):
+        metrics.note_worker(7.0, gradients=2)
+    assert len(metrics._worker) == remembered + 1
+    assert metrics.typical()[0] == 7.0
+
+
+@pytest.mark.parametrize("gradients", [0, 1])
+def test_what_only_publishes_again_counts_as_hidden_but_not_as_typical(gradients: int) -> None:
+    metrics = Metrics()
+    metrics.note_worker(2.0, gradients)
+    assert metrics.worker_seconds == 2.0
+    assert metrics._worker == [2.0] * gradients

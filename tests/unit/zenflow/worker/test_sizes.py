@@ -1,0 +1,37 @@
+"""Bytes and dtypes of ZenFlow's arrays, before any of them exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.worker.sizes import arena_specs, gradient_dtype
+
+
+@pytest.mark.parametrize(
+    ("weights", "accumulation", "expected"),
+    [
+        ("float16", "float32", "float32"),
+        ("float16", "float16", "float16"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "float32", "float32"),
+    ],
+)
+def test_gradients_have_the_weights_dtype_but_what_fp16_cannot_hold(
+    weights: str, accumulation: str, expected: str
+) -> None:
+    assert gradient_dtype(weights, accumulation) == expected
+
+
+@pytest.mark.parametrize(("interval", "slots", "touched"), [(1, 1, 1), (3, 5, 5), (None, 3, 1)])
+def test_while_the_interval_is_open_one_slot_is_touched(interval: int | None, slots: int, touched: int) -> None:
+    settings = PredictiveSettings(interval, True, None, block_size=32, prediction_error_factor=0.0)
+    specs = arena_specs(settings, [100, 64], "bfloat16", "float32")
+    rings = [[spec for spec in specs if (spec.kind, spec.partition) == ("g", index)] for index in range(2)]
+    for numel, ring in zip((100, 64), rings, strict=True):
+        assert [spec.slot for spec in ring] == list(range(slots))
+        assert {(spec.dtype, spec.numel) for spec in ring} == {("float32", numel)}
+        assert sum(spec.touched for spec in ring) == touched
+    assert {spec.dtype for spec in specs if spec.kind == "y"} == {"bfloat16"}
+    assert [spec.numel for spec in specs if spec.kind == "block_means"] == [4, 2]
