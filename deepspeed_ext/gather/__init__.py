@@ -1,1 +1,1 @@
-"""All-gathers single parameters in ZeRO-3: `plan` decides, `launch` communicates, `all_gather` serves a model."""
+"""Single-parameter all-gather: `plan` decides, `launch` communicates, `adapter.gather_hooks` attaches it."""

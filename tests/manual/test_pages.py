@@ -46,11 +46,8 @@ def test_every_block_is_right() -> None:
     assert not found, "\n".join(found)
 
 
-PYTHON_PAGES = {
-    block.page: [other.text for other in BLOCKS if (other.page, other.language) == (block.page, "python")]
-    for block in BLOCKS
-    if block.language == "python" and reason_not_run(block) is None
-}
+RUN_PYTHON = [block for block in BLOCKS if block.language == "python" and reason_not_run(block) is None]
+PYTHON_PAGES = {block.page: [other.text for other in RUN_PYTHON if other.page == block.page] for block in RUN_PYTHON}
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES)

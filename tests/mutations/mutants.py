@@ -35,20 +35,23 @@ __all__ = ["MODULES", "Mutant", "Site", "draw", "sites_of"]
 MODULES = tuple(
     f"{folder}/{name}.py".removeprefix("./")
     for folder, names in {
-        ".": "_agreement _ranges allocation config zero_config",
-        "affinity": "accelerators allowed exchange fair_shares host_facts placement plan topology tuning_results",
+        "adapter": "grad_norm zero_config",
         "checkpoint": "folder skeleton",
+        "checkpoint/reshard": "layout saved target",
+        "commands/memory": "accelerator config_file host parts plan report rules setup",
+        "config": "core_binding section zenflow zero",
+        "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan topology",
+        "cores/tune": "sweep",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",
-        "host": "cgroup core_split cpulist memory",
-        "memory": "accelerator config_file host parts plan report setup",
-        "resharding": "layout saved target",
-        "tuning": "sweep",
-        "zenflow": "blocks hyperparameters metrics partition schedule section_parts sizes stopwatch throughput",
-        "zenflow/predictive": "elementwise estimator guard probe schedule settings",
-        "zenflow/selective": "exchange schedule selection settings",
-        "zenflow/worker": "arena hidden_transfers messages transfers",
-        "zero": "grad_norm",
+        "runtime": "cgroup cpulist host_memory memory ranks stopwatch",
+        "zenflow/kernels": "definition",
+        "zenflow/rules": "blocks",
+        "zenflow/rules/predictive": "estimator guard probe schedule settings",
+        "zenflow/rules/selective": "hot_exchange schedule selection settings",
+        "zenflow/step": "hyperparameters metrics partition schedule",
+        "zenflow/transfers": "beside_step device_sizes inside_step",
+        "zenflow/worker": "arena messages sizes",
     }.items()
     for name in names.split()
 )

@@ -7,12 +7,13 @@ import ast
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "deepspeed_ext"
-PLANNERS = ("affinity", "flatten", "gather", "host", "memory", "resharding", "tuning")
+PLANNERS = ("commands/memory", "checkpoint/reshard", "config", "cores", "flatten", "gather", "runtime")
 SCHEDULES = ("schedule.py", "settings.py", "guard.py", "sizes.py")
 FILLED_IN = {
     "cores/placement.py:RoleCores",
     "cores/process_threads.py:_Before",
     "gather/launch.py:PendingParameter",
+    "runtime/start_profile.py:Phase",
 }
 """What changes while something runs."""
 

@@ -336,12 +336,5 @@ def test_an_optimizer_that_fits_into_no_node_is_spread_over_several() -> None:
     assert (plan.pytorch, plan.optimizer) == ((1,), (0, 2))
 
 
-def test_a_rank_that_may_use_all_cores_leaves_those_to_others_that_only_they_may_use() -> None:
-    topology = nodes_of(2, [0, 0, 0, 0])
-    ranks = [RankFacts(0, frozenset({2, 3})), RankFacts(1, topology.cpus, accelerator_node=1)]
-    plans = plan_host(topology, ranks, PlanRequest(optimizer_cores=1)).ranks
-    assert [(plan.pytorch, plan.optimizer) for plan in plans] == [((2,), (3,)), ((0,), (1,))]
-
-
 def test_a_host_that_says_nothing_of_nodes_has_node_0() -> None:
     assert Topology((Core(0, (0,), 0, 0, 0, 0),)).nodes == (0,)

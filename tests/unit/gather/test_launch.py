@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,8 +37,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 def pending(numel: int, dtype: torch.dtype, communication: torch.dtype | None = None) -> PendingParameter:
     """The second half of a parameter whose last element is padding if `numel` is odd."""
     part = torch.arange(-(-numel // 2)).to(dtype) + 1
-    parameter: Any = SimpleNamespace(ds_numel=numel, ds_shape=(numel,), ds_tensor=part)
-    return PendingParameter(parameter, part, communication or dtype)
+    return PendingParameter(numel, part, communication or dtype)
 
 
 def test_a_partition_is_sent_from_where_it_lies(sent: Sent) -> None:

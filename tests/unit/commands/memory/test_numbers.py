@@ -102,7 +102,7 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             "zenflow": {"update_rule": "predictive", "update_interval": 2},
         },
         {
-            "accelerator": (111280, 128560, 150560, 144560, 128560),
+            "accelerator": (111280, 128560, 150560, 140688, 128560),
             "host of the first rank": (367680, 327680, 327680, 327680, 410960),
             "host of the others": (367680, 327680, 327680, 327680, 410960),
             "page-locked": (204800, 204800, 204800, 204800, 204800),
@@ -244,7 +244,7 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             "zenflow": {"update_rule": "selective", "update_interval": 2, "topk_ratio": 0.3, "overlap_step": True},
         },
         {
-            "accelerator": (1000012230, 1000019260, 1000046500, 1000028940, 1000019260),
+            "accelerator": (1000012230, 1000019260, 1000046500, 1000026916, 1000019260),
             "host of the first rank": (62348, 57344, 57344, 59392, 64392),
             "host of the others": (62348, 57344, 57344, 59392, 64392),
             "page-locked": (24576, 24576, 24576, 24576, 24576),
@@ -395,7 +395,7 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             },
         },
         {
-            "accelerator": (88000, 80096, 2000120096, 206112, 80096),
+            "accelerator": (88000, 80096, 2000120096, 193968, 80096),
             "host of the first rank": (419776, 368688, 368688, 380976, 488944),
             "host of the others": (419776, 368688, 368688, 380976, 488944),
             "page-locked": (204800, 241712, 241712, 241712, 241712),

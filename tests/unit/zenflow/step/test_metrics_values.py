@@ -34,13 +34,16 @@ def measured(waits: list[float], inside: list[float], between: list[float]) -> M
 
 
 def test_every_number_has_its_name_and_unit() -> None:
-    metrics = measured([0.5, 0.25], [1.5], [2.0])
+    metrics = measured([0.5, 0.25], [1.5], [7.0])
     metrics.begin_step()
     assert (metrics.bytes_down, metrics.bytes_up) == (0, 0)
     metrics.bytes_down, metrics.bytes_up = 10, 20
     metrics.note_worker(4.0, gradients=1)
     metrics.note_link(1.0)
     metrics.end_step(synchronous=False)
+    metrics._between = GivenLaps(2.0)  # time before the first step is not between two
+    metrics.begin_step()
+    metrics.bytes_down, metrics.bytes_up = 10, 20
     assert metrics.as_dict(3) == {
         "wait_ms": 250.0,
         "worker_ms": 4000.0,
