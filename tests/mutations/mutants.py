@@ -40,7 +40,8 @@ MODULES = tuple(
         "checkpoint/reshard": "layout saved target",
         "commands/memory": "accelerator config_file host parts plan report rules setup",
         "config": "core_binding section zenflow zero",
-        "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan topology",
+        "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan topology"
+        " tuning_results",
         "cores/tune": "sweep",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",
