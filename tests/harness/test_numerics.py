@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from studies.numerics import __main__ as command
+from studies.numerics import analysis, plots, rows, student, table
+from studies.numerics.language import RareExperts
+from studies.numerics.rows import Row, store, stored
+from studies.numerics.rule import AdamW, Gradient, Hyper, Start
+from studies.numerics.rules import RULES, SPLITTING
+from studies.numerics.settings import SETTINGS, Setting
+from studies.numerics.tasks import TASKS
+from studies.numerics.through_deepspeed import run_engine
+from studies.numerics.training import Training, bounds_of, clip_factor
 from tests.perf import report, sides
-from tests.perf.numerics import __main__ as command
-from tests.perf.numerics import analysis, plots, rows, student, table
-from tests.perf.numerics.language import RareExperts
-from tests.perf.numerics.rows import Row, store, stored
-from tests.perf.numerics.rule import AdamW, Gradient, Hyper, Start
-from tests.perf.numerics.rules import RULES, SPLITTING
-from tests.perf.numerics.settings import SETTINGS, Setting
-from tests.perf.numerics.tasks import TASKS
-from tests.perf.numerics.through_deepspeed import run_engine
-from tests.perf.numerics.training import Training, bounds_of, clip_factor
 from tests.perf.sides import Side
 from tests.support.paths import ROOT
 

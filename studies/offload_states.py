@@ -1,6 +1,6 @@
 """Device memory between steps, while `engine.offload_states` has moved all states, and after `reload_states`.
 
-    python -m tests.perf.offload_states
+    python -m studies.offload_states
 
 On the simulated accelerator, whose allocator counts what live tensors hold; one rank in a process of its own for each
 row. At stage 3 DeepSpeed also holds a bucket for gradients, 1e9 bytes by default, which is shown apart.

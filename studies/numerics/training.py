@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from studies.numerics.rows import Row, rate_of
+from studies.numerics.rule import Gradient, Hyper, Rule, Start, kernel
+from studies.numerics.rules import RULES, SPLITTING
+from studies.numerics.settings import GROWTH_STEPS, INITIAL_LOSS_SCALE, SETTINGS, Setting
+from studies.numerics.task import Batch
+from studies.numerics.tasks import TASKS
 from tests.perf import report
-from tests.perf.numerics.rows import Row, rate_of
-from tests.perf.numerics.rule import Gradient, Hyper, Rule, Start, kernel
-from tests.perf.numerics.rules import RULES, SPLITTING
-from tests.perf.numerics.settings import GROWTH_STEPS, INITIAL_LOSS_SCALE, SETTINGS, Setting
-from tests.perf.numerics.task import Batch
-from tests.perf.numerics.tasks import TASKS
 
 SECONDS_EVERY = 50
 NORM_EPSILON = 1e-6

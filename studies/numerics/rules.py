@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tests.perf.numerics.ours import WHOLE, Ours
-from tests.perf.numerics.relatives import ACCO, Delay, Disturbed, Feedback, Momentum, SAPipe
-from tests.perf.numerics.rule import AdamW, Rule, Start
+from studies.numerics.ours import WHOLE, Ours
+from studies.numerics.relatives import ACCO, Delay, Disturbed, Feedback, Momentum, SAPipe
+from studies.numerics.rule import AdamW, Rule, Start
 
 REFERENCE = "adamw"
 CONTROL = "adamw-disturbed"

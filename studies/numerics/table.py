@@ -6,10 +6,10 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from studies.numerics.analysis import Line, Sample, Trend, contrasts, lines, trends
+from studies.numerics.rows import GROUPS, NoRateError, Row, planned, rate_of, stored
+from studies.numerics.tasks import TASKS
 from tests.perf import report
-from tests.perf.numerics.analysis import Line, Sample, Trend, contrasts, lines, trends
-from tests.perf.numerics.rows import GROUPS, NoRateError, Row, planned, rate_of, stored
-from tests.perf.numerics.tasks import TASKS
 
 BEGIN, END = "<!-- begin: {} -->", "<!-- end: {} -->"
 ROWS, TRENDS, CONTRASTS, RATES = "rows", "trends", "contrasts", "rates"

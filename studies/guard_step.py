@@ -1,6 +1,6 @@
 """What the guard's probes cost of `engine.step`: the same engine with them and without, in turn (A B B A).
 
-    python -m tests.perf.guard_step [--rounds 24] [--millions 8]
+    python -m studies.guard_step [--rounds 24] [--millions 8]
 
 A half of a round is `PROBE_EVERY` steps, with one probe or with none. What runs inside of a probe is timed besides,
 which says more where the times of steps vary. Prints a table of `docs/lab/guard.md`.

@@ -1,6 +1,6 @@
 """The arithmetic of a training step at scale, from the package's own formulas, for `docs/scale.md`.
 
-    python -m tests.perf.scale_step
+    python -m studies.scale_step
 
 Nothing is measured. Bytes come from the plan of memory and from what the arena holds; seconds are bytes divided by the
 bandwidths below, which are assumptions.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.perf.numerics.language import Bytes, Embeddings, Experts
-from tests.perf.numerics.other_tasks import Digits, Reactions
-from tests.perf.numerics.task import Injection, Task
+from studies.numerics.language import Bytes, Embeddings, Experts
+from studies.numerics.other_tasks import Digits, Reactions
+from studies.numerics.task import Injection, Task
 
 TASKS: dict[str, Task] = {
     "bytes-1m": Bytes(),

@@ -1,6 +1,6 @@
 """What Triton makes of the device kernels, for GPUs that need not be here: as a table.
 
-    python -m tests.perf.device_kernels [--block 32] [--dtype bf16]
+    python -m studies.device_kernels [--block 32] [--dtype bf16]
 
 Seconds are those of Triton and the assembler on this machine, without their caches. Registers are a thread's; of AMD
 the vector ones. Bytes an element are what the kernel reads and writes of arrays of the model's size.

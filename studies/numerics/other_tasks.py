@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.perf.numerics.task import Batch, Task
+from studies.numerics.task import Batch, Task
 
 HELD_OUT_EVERY = 5
 NOT_A_TARGET = -100

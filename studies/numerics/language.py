@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from studies.numerics.task import Batch, Task
 from tests.perf.language_model import Attention, Llama, Shape, text
-from tests.perf.numerics.task import Batch, Task
 
 SHAPES = {
     "toy": Shape(32, 1, 2, 88, sequence=32),

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from studies.numerics.rows import Row, rate_of
+from studies.numerics.settings import SETTINGS, Setting
+from studies.numerics.tasks import TASKS
+from studies.numerics.training import SECONDS_EVERY
 from tests.perf import report, sides
-from tests.perf.numerics.rows import Row, rate_of
-from tests.perf.numerics.settings import SETTINGS, Setting
-from tests.perf.numerics.tasks import TASKS
-from tests.perf.numerics.training import SECONDS_EVERY
 from tests.perf.sides import Side, engine_of, rank_and_size
 from tests.support.ranks import run_ranks
 

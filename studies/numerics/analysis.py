@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.perf.numerics.rows import GROUPS, SEEDS, Group, Row, end_loss, stored
-from tests.perf.numerics.rules import REFERENCE
-from tests.perf.numerics.student import quantile, upper_tail
-from tests.perf.numerics.tasks import TASKS
+from studies.numerics.rows import GROUPS, SEEDS, Group, Row, end_loss, stored
+from studies.numerics.rules import REFERENCE
+from studies.numerics.student import quantile, upper_tail
+from studies.numerics.tasks import TASKS
 
 LIMITS = {"ours-1": 1.0, "ours-2": 1.5, "ours-4": 1.5, "ours-8": 3.0}
 """Largest gap in percent that upholds the claim."""

@@ -6,10 +6,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tests.perf.numerics.rows import GROUPS, WINDOW, Row, stored
-from tests.perf.numerics.rules import REFERENCE
-from tests.perf.numerics.table import page
-from tests.perf.numerics.training import SECONDS_EVERY
+from studies.numerics.rows import GROUPS, WINDOW, Row, stored
+from studies.numerics.rules import REFERENCE
+from studies.numerics.table import page
+from studies.numerics.training import SECONDS_EVERY
 
 NAMED = (REFERENCE, "ours-1", "ours-2", "ours-4", "delay")
 """Rules with a colour of their own where a figure has more than `MOST_COLORS`; the others are grey behind them."""

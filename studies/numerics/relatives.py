@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_ext.zenflow.rules.predictive.estimator import publish_ahead
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
-from tests.perf.numerics.rule import AdamW, Gradient, Host, Rule, Start
+from studies.numerics.rule import AdamW, Gradient, Host, Rule, Start
 
 DISTURBANCE = 1e-4
 

@@ -1,6 +1,6 @@
 """The guard of ZenFlow's predictive rule: errors of healthy trainings, a task that needs it, and what a probe costs.
 
-    python -m tests.perf.guard_runs [--only healthy broken cost]
+    python -m studies.guard_runs [--only healthy broken cost]
 
 Prints the tables of `docs/lab/guard.md`.
 """

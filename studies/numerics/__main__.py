@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from tests.perf import numerics, report
-from tests.perf.numerics import plots, table
-from tests.perf.numerics.other_tasks import MissingPackageError
-from tests.perf.numerics.rows import GROUPS, NoRateError, Row, end_loss, planned, store, stored
-from tests.perf.numerics.rules import UPSTREAM
-from tests.perf.numerics.training import Progress, Training
+from studies import numerics
+from studies.numerics import plots, table
+from studies.numerics.other_tasks import MissingPackageError
+from studies.numerics.rows import GROUPS, NoRateError, Row, end_loss, planned, store, stored
+from studies.numerics.rules import UPSTREAM
+from studies.numerics.training import Progress, Training
+from tests.perf import report
 
 GROUP_NAMES = ["rates", *(group.name for group in GROUPS)]
 
@@ -68,7 +69,7 @@ def _unfinished(row: Row) -> Path:
 def run(row: Row, deadline: float = math.inf) -> bool:
     """Train a row until it is done, or until `deadline` of `time.monotonic`; whether it is done."""
     if row.rule in UPSTREAM:
-        from tests.perf.numerics.through_deepspeed import upstream_result
+        from studies.numerics.through_deepspeed import upstream_result
 
         store(row, upstream_result(row))
         return True

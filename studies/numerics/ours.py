@@ -18,7 +18,7 @@ from deepspeed_ext.zenflow.rules.predictive.estimator import (
 )
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
-from tests.perf.numerics.rule import Gradient, Host, Rule, Start
+from studies.numerics.rule import Gradient, Host, Rule, Start
 
 WHOLE = 0
 """As a block size: all of a partition."""

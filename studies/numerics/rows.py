@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from studies.numerics.rules import REFERENCE, SPLITTING
+from studies.numerics.tasks import BORROWED_RATES, TASKS
 from tests.perf import report
-from tests.perf.numerics.rules import REFERENCE, SPLITTING
-from tests.perf.numerics.tasks import BORROWED_RATES, TASKS
 
 FOLDER = Path("benchmarks") / "numerics"
 SELECTION_SEED = 100
@@ -89,7 +89,7 @@ def rate_of(row: Row) -> float:
         if result is None:
             raise NoRateError(
                 f"no learning rate for {row.task}: {candidate.name} has not been run; "
-                f"run `python -m tests.perf.numerics --rows rates --tasks {candidate.task}` first"
+                f"run `python -m studies.numerics --rows rates --tasks {candidate.task}` first"
             )
         assert candidate.rate is not None
         losses[candidate.rate] = end_loss(result) or float("inf")
@@ -209,7 +209,7 @@ def planned() -> list[tuple[str, Row]]:
 
 def check_registry() -> None:
     """Every planned row can be run: a rule that splits the batch has ranks."""
-    from tests.perf.numerics.settings import SETTINGS
+    from studies.numerics.settings import SETTINGS
 
     for _, row in planned():
         if row.rule in SPLITTING and SETTINGS[row.setting].ranks < 2:
