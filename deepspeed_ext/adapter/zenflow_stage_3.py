@@ -165,7 +165,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         section = super()._read_saved_state(state_dict_list)
         if section is not None and section.weights is None:
             raise CheckpointError(
-                "the ZenFlow section has no weights, which stage 3 needs: load another checkpoint by its tag"
+                "the saved ZenFlow state has no weights, which stage 3 needs: load another checkpoint by its tag"
             )
         return section
 

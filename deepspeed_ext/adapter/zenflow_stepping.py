@@ -316,4 +316,4 @@ def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
     try:
         require_same_plan("continuing from the checkpoint", position, ranks)
     except PlanMismatchError as error:
-        raise agreed(CheckpointError(f"the ranks' ZenFlow sections do not match: {error}"), ranks) from None
+        raise agreed(CheckpointError(f"the ranks' saved ZenFlow states do not match: {error}"), ranks) from None

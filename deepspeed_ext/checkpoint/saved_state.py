@@ -75,17 +75,17 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         CheckpointError: the state has another version, belongs to other partitions, or is damaged.
     """
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"the ZenFlow section is a {type(saved).__name__}, expected a dict: {_ANOTHER}")
+        raise CheckpointError(f"the saved ZenFlow state is a {type(saved).__name__}, expected a dict: {_ANOTHER}")
     version = saved.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"the ZenFlow section has version {reprlib.repr(version)}, this deepspeed_ext reads version {VERSION}: "
+            f"the saved ZenFlow state has version {reprlib.repr(version)}, this deepspeed_ext reads version {VERSION}: "
             "load it with the deepspeed_ext that wrote it, or convert it with DeepSpeed's ds_to_universal.py"
         )
     try:
         section = _READER.validate_python(dict(saved))
     except ValidationError as error:
-        raise CheckpointError(f"the ZenFlow section is damaged: {_told(error)}: {_ANOTHER}") from None
+        raise CheckpointError(f"the saved ZenFlow state is damaged: {_told(error)}: {_ANOTHER}") from None
     sizes = [partition.numel for partition in section.partitions]
     if sizes != list(numels):
         raise CheckpointError(
@@ -93,7 +93,7 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
             "model, stage and number of ranks, or convert to a universal checkpoint"
         )
     if found := _mistakes(section):
-        raise CheckpointError(f"the ZenFlow section is damaged: {'; '.join(found[:_MISTAKES_TOLD])}: {_ANOTHER}")
+        raise CheckpointError(f"the saved ZenFlow state is damaged: {'; '.join(found[:_MISTAKES_TOLD])}: {_ANOTHER}")
     return section
 
 

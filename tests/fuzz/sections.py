@@ -1,4 +1,4 @@
-"""Target: the ZenFlow section of a checkpoint. `target` makes one of the function that checks a section."""
+"""Target: the ZenFlow state of a checkpoint. `target` makes one of the function that checks it."""
 
 from __future__ import annotations
 

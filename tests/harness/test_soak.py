@@ -84,7 +84,7 @@ def test_report_of_rounds_without_faults() -> None:
 
 
 @pytest.mark.full
-def test_short_soak(tmp_path: Path) -> None:
+def test_a_short_soak_survives_its_faults(tmp_path: Path) -> None:
     """The faults that end a run and those that touch checkpoints, on three ranks at stage 3, mid-interval."""
     plan = plan_round(seed=7, number=4, longest_delay_seconds=1.0)
     kinds = (Kind.KILL_WORKER, Kind.DISK_FULL, Kind.TRUNCATE, Kind.KILL_IN_SAVE, Kind.KILL_RANK)

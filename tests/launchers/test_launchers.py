@@ -146,7 +146,7 @@ def test_launchers_beside_torchrun_are_installed() -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_launcher(cell: Cell, site: Site, tmp_path: Path) -> None:
+def test_a_recipe_trains_with_its_launcher(cell: Cell, site: Site, tmp_path: Path) -> None:
     if missing := cell.missing():
         pytest.skip(missing)
     for name in cell.daemons:

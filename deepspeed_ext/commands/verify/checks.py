@@ -35,10 +35,10 @@ JUDGED_NOISE = 0.25
 PREDICTED_LOSS = 0.1
 """Predictive rule: allowed difference of a loss, as a fraction of plain training's progress. Its progress within one
 interval is also allowed, because the weights are at most that far ahead or behind."""
-DEFERRED_WAY, DEFERRED_MOST = 0.5, 1.5
-"""Deferred updates, relative to plain training. DEFERRED_WAY: minimum movement of a parameter, to be divided by the
-interval. DEFERRED_MOST: maximum progress and movement. The minimum progress is 1 / interval, which parameters reach
-that step once per interval."""
+MIN_MOVEMENT_PER_INTERVAL, MAX_PROGRESS = 0.5, 1.5
+"""Deferred updates, relative to plain training. MIN_MOVEMENT_PER_INTERVAL: minimum movement of a parameter, to be
+divided by the interval. MAX_PROGRESS: maximum progress and movement. The minimum progress is 1 / interval, which
+parameters reach that step once per interval."""
 DEFERRED_DIRECTION = 0.4
 """Deferred updates: minimum cosine between a parameter's movement and plain training's."""
 DEFERRED_ELEMENTS = 16
@@ -177,7 +177,7 @@ def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any
         return Check("losses", status, f"{what}; at this learning rate the losses hardly move and say little", figures)
     what += f"; {share:.0%} of plain training's progress in the last {len(last)} steps, expected from {least:.0%} on, "
     what += "because updates are deferred"
-    return Check("losses", "PASS" if least <= share <= DEFERRED_MOST else "FAIL", what, figures)
+    return Check("losses", "PASS" if least <= share <= MAX_PROGRESS else "FAIL", what, figures)
 
 
 def check_gradients(plan: Plan, found: Found) -> Check:
@@ -244,7 +244,7 @@ def _deviates(plan: Plan, each: Movement) -> bool:
             return not each.length
         share = each.length / each.plain
         turned = _cosine(each) < DEFERRED_DIRECTION
-        return turned or not DEFERRED_WAY / plan.longest_interval <= share <= DEFERRED_MOST
+        return turned or not MIN_MOVEMENT_PER_INTERVAL / plan.longest_interval <= share <= MAX_PROGRESS
     return not _deviation(each) <= _allowed(plan, each)
 
 

@@ -174,7 +174,7 @@ def save_on_full_disk(config: dict[str, Any], folder: str, whose: str) -> dict[s
 
 
 @pytest.mark.parametrize(("stage", "rule", "whose"), [(2, "predictive", "worker"), (3, "selective", "thread")])
-def test_disk_full(stage: int, rule: str, whose: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_raised_by_a_later_step(stage: int, rule: str, whose: str, tmp_path: Path) -> None:
     """A later step raises it on every rank, and is complete itself; training goes on to the bit."""
     expected = run_ranks(2, trained_on, config_of(stage, rule, beside=False), AFTER + 2)
     for losses, found in zip(

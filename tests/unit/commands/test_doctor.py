@@ -240,7 +240,9 @@ def test_a_quota_below_the_mask_is_a_warning(monkeypatch: pytest.MonkeyPatch) ->
     ("variables", "status"),
     [({"OMP_PROC_BIND": "close"}, "warning"), ({"OMP_NUM_THREADS": "4096"}, "warning"), ({}, "ok")],
 )
-def test_openmp_variables(variables: dict[str, str], status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openmp_variables_that_bind_threads_are_reported(
+    variables: dict[str, str], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("OMP_PROC_BIND", "OMP_NUM_THREADS", "OMP_PLACES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

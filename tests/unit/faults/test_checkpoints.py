@@ -75,7 +75,7 @@ def fall_back(config: dict, folder: str, how: str) -> dict[str, Any]:
         (3, "selective", "truncated optimizer"),
     ],
 )
-def test_damaged_checkpoint(stage: int, rule: str, how: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_on_every_rank(stage: int, rule: str, how: str, tmp_path: Path) -> None:
     """Every rank is told, also those whose own file is good, and the one before continues to the bit."""
     config = zenflow_config(stage, **RULES[rule])
     for found in run_ranks(2, fall_back, config, str(tmp_path), how):
@@ -149,7 +149,7 @@ def save_on_full_disk(config: dict, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive")])
-def test_disk_full_while_saving(stage: int, rule: str, tmp_path: Path) -> None:
+def test_training_goes_on_if_the_disk_is_full_while_saving(stage: int, rule: str, tmp_path: Path) -> None:
     """Training goes on to the bit, in step on all ranks; what was saved before is as it was."""
     config = zenflow_config(stage, **RULES[rule])
     for found in run_ranks(2, save_on_full_disk, config, str(tmp_path)):

@@ -19,7 +19,7 @@ failures = st.sets(st.sampled_from(("accelerator", "distributed")))
 
 @settings(deadline=None)
 @given(facts_of_any_size, fractions, failures)
-def test_never_overshoots(facts: FlattenFacts, reserve: float, failed: set) -> None:
+def test_a_tier_never_needs_more_than_there_is(facts: FlattenFacts, reserve: float, failed: set) -> None:
     plan = choose_tier(facts, None, reserve, tuple(failed))
     assert plan.tier not in failed
     assert plan.required_bytes == required_bytes(plan.tier, facts)

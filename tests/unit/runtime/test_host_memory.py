@@ -42,7 +42,7 @@ def test_cgroup_v2_takes_the_tightest_level_less_reclaimable_cache(tmp_path: Pat
     assert memory.available_host_bytes(root) == min(3 * GIB // 2, psutil.virtual_memory().available)
 
 
-def test_cgroup_v1(tmp_path: Path) -> None:
+def test_limits_of_cgroup_v1_are_read(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         {

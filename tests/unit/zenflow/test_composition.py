@@ -187,7 +187,7 @@ def distance(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor],
     return (apart / moved) ** 0.5
 
 
-def test_combination(case: Case) -> None:
+def test_features_together_train_as_upstream(case: Case) -> None:
     results = run_ranks(case.ranks, both, case)
     torch.manual_seed(1234)
     start = dict(model_of(case).named_parameters())

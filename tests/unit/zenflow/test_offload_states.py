@@ -86,7 +86,7 @@ def goes_on_after_both_ways(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ways_alternate(stage: int) -> None:
+def test_training_goes_on_after_either_way_of_offloading(stage: int) -> None:
     run_ranks(2, goes_on_after_both_ways, stage)
 
 

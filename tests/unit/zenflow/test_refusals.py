@@ -64,7 +64,7 @@ def test_settings_of_the_section(named: str) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("named", ELSEWHERE)
-def test_settings_elsewhere(named: str, stage: int) -> None:
+def test_settings_of_other_sections_are_refused(named: str, stage: int) -> None:
     config = zenflow_config(stage) | ELSEWHERE[named]
     if stage == 3 and named == "MuonWithAuxAdam":
         config["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's own demand

@@ -43,6 +43,6 @@ def losses(engine: Any, data: list[torch.Tensor]) -> list[float]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_reference_model(stage: int, rule: str) -> None:
+def test_a_reference_model_stays_as_it_is(stage: int, rule: str) -> None:
     for before, after in run_ranks(2, reference_beside_training, stage, rule):
         assert after == before

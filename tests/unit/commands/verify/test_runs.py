@@ -35,7 +35,7 @@ def statuses(checks: dict[str, Check]) -> dict[str, str]:
 
 
 @pytest.mark.full
-def test_zenflow_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zenflow_passes_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     outcome = command.verify(zenflow_config(2, update_interval=1, lr=3e-3), 2, steps=8, limit_seconds=240.0)
     checks = {check.name: check for check in outcome.checks}

@@ -47,7 +47,7 @@ def test_choice_is_within_5_percent_of_the_exhaustive_best(
     ("maximum", "steps"),
     [(1, [1]), (2, [1, 2]), (5, [1, 2, 3, 4, 5]), (32, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]), (7, [1, 2, 3, 4, 6, 7])],
 )
-def test_ladder(maximum: int, steps: list[int]) -> None:
+def test_core_counts_climb_to_the_maximum(maximum: int, steps: list[int]) -> None:
     assert ladder(maximum) == steps
 
 
@@ -86,7 +86,7 @@ def test_pytorch_gets_more_cores_only_where_that_helps() -> None:
     assert training_choice({8: 0.0}) == 8
 
 
-def test_relative_spread() -> None:
+def test_spread_is_relative_to_the_median() -> None:
     assert relative_spread([1.0, 1.0, 1.0]) == 0.0
     assert relative_spread([1.0, 2.0, 3.0]) == pytest.approx(0.5)
 

@@ -99,7 +99,7 @@ def check(ranks: int, config: dict[str, Any], **how: Any) -> None:
         strength=1,
     ),
 )
-def test_settings(name: str, stage: int, rule: str) -> None:
+def test_every_setting_trains_as_with_copies_inside_the_step(name: str, stage: int, rule: str) -> None:
     check(2, changed(zenflow_config(stage, torch.float32, **RULES[rule]), SETTINGS[name][1]))
 
 
@@ -191,7 +191,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("model", "stage", "rule"), some(MODELS, strength=1))
-def test_models(model: Callable, stage: int, rule: str) -> None:
+def test_every_model_trains_as_with_copies_inside_the_step(model: Callable, stage: int, rule: str) -> None:
     check(1, zenflow_config(stage, torch.float32, **RULES[rule]), model=model)
 
 
@@ -248,7 +248,7 @@ def pipelined(config: dict[str, Any], num_stages: int, extended: bool) -> list[f
 
 
 @pytest.mark.parametrize(("num_stages", "rule"), [(2, "predictive"), (1, "selective"), (2, "selective")])
-def test_pipelines(num_stages: int, rule: str) -> None:
+def test_pipelines_train_as_with_zero_offload(num_stages: int, rule: str) -> None:
     config = zenflow_config(1, torch.float32, accumulation=2, async_save=True, **RULES[rule])
     alone = {"pool": f"pipeline of {num_stages}"}  # DeepSpeed keeps the topology of a pipeline for the whole process
     expected = run_ranks(2, pipelined, offload_config(config), num_stages, False, **alone)

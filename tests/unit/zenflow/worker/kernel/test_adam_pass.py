@@ -195,7 +195,7 @@ def test_no_element_needs_a_call() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(0, 700), block=st.integers(1, 300))
-def test_block_means(kernel: str, n: int, block: int) -> None:
+def test_block_means_are_those_of_torch(kernel: str, n: int, block: int) -> None:
     problem = Problem(n, 1, block=block)
     make_kernel(kernel).run(problem.make_pass(adam_steps(1)))
     expected = torch.stack([b.mean() for b in problem.v.split(block)]) if n else problem.v
