@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from deepspeed_ext.zenflow.kernels import definition, device, launch
+from deepspeed_ext.zenflow.kernels import definition, device, host, launch
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38)
 READ = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +67,7 @@ class Case:
         before = len(launch.variants())
         run(*arrays)
         assert launch.variants() or before, "no kernel ran"
-        with patch.object(launch, "serves", lambda *_: False):
+        with patch.object(launch, "serves", lambda *_: False), patch.object(host, "serves", lambda *_: False):
             run(*wanted)
         return list(zip(arrays, wanted, strict=True))
 

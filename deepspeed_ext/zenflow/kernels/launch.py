@@ -1,7 +1,7 @@
-"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel if possible, otherwise by its
-definition.
+"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel or, on the CPU, one pass of the native
+library if possible, otherwise by its definition.
 
-Both give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of a sum), so ranks,
+All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of a sum), so ranks,
 steps and resumed runs may differ in which of them they use.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.zenflow.kernels import definition
+from deepspeed_ext.zenflow.kernels import definition, host
 from deepspeed_ext.zenflow.kernels.definition import HotConstants
 from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, LARGEST_KERNEL_BLOCK, chunk_of
 
@@ -162,12 +162,13 @@ def predict(
     block_size: int,
 ) -> None:
     """See `definition.predict`."""
-    if not serves(block_size, grad, weights, published, drift, inverse):
-        definition.predict(weights, published, drift, grad, inverse, grad_scale, coefficient, block_size)
+    if serves(block_size, grad, weights, published, drift, inverse):
+        arrays = [weights, published, published if drift is None else drift, grad]  # without drift it is not read
+        numbers, constants = [grad_scale, coefficient], {"DRIFTS": drift is not None}
+        _run_on_blocks("predict", arrays, [inverse], numbers, block_size, constants, [weights])
         return
-    arrays = [weights, published, published if drift is None else drift, grad]  # without drift it is not read
-    numbers = [grad_scale, coefficient]
-    _run_on_blocks("predict", arrays, [inverse], numbers, block_size, {"DRIFTS": drift is not None}, [weights])
+    run = host.predict if host.serves(inverse, grad, weights, published, drift) else definition.predict
+    run(weights, published, drift, grad, inverse, grad_scale, coefficient, block_size)
 
 
 def move(
@@ -184,8 +185,9 @@ def move(
     numbers = (grad_scale, weights_coefficient, drift_coefficient)
     if serves(block_size, grad, weights, drift, inverse):
         _run_on_blocks("move", [weights, drift, grad], [inverse], numbers, block_size, {}, [weights, drift])
-    else:
-        definition.move(weights, drift, grad, inverse, *numbers, block_size)
+        return
+    run = host.move if host.serves(inverse, grad, weights, drift) else definition.move
+    run(weights, drift, grad, inverse, *numbers, block_size)
 
 
 def hot_step(

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
 
-__all__ = ["NativeKernel"]
+__all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 6
-_DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+ABI_VERSION = 7
+DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 class _Step(ctypes.Structure):
@@ -76,13 +76,20 @@ class _MeanPass(ctypes.Structure):
     ]
 
 
-def _open_library(path: str) -> ctypes.CDLL:
+def open_library(path: str) -> ctypes.CDLL:
+    """Load the library.
+
+    Raises:
+        OSError: the file cannot be loaded, or has another version.
+    """
     library = ctypes.CDLL(path)
     if library.dsext_adam_pass_version() != ABI_VERSION:
         raise OSError(f"{path} does not have ABI version {ABI_VERSION}: rebuild the native kernel")
     signatures = {
         "dsext_adam_pass": [ctypes.POINTER(_Pass)],
         "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
+        "dsext_predict": [ctypes.c_void_p],
+        "dsext_move": [ctypes.c_void_p],
         "dsext_first_touch": [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
         "dsext_thread_ids": [ctypes.POINTER(ctypes.c_int32), ctypes.c_int32],
     }
@@ -97,7 +104,7 @@ def _addresses(arrays: tuple[Array, ...]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _dtype_code(arrays: tuple[Array, ...]) -> int:
-    return _DTYPE_CODES[arrays[0].dtype] if arrays else 0
+    return DTYPE_CODES[arrays[0].dtype] if arrays else 0
 
 
 def _step(step: AdamStep) -> _Step:
@@ -125,7 +132,7 @@ class NativeKernel:
     name = "native"
 
     def __init__(self, library: str, threads: int) -> None:
-        self._library = _open_library(library)
+        self._library = open_library(library)
         self._threads = threads
 
     def run(self, adam_pass: AdamPass) -> None:
@@ -146,7 +153,7 @@ class NativeKernel:
                 block_size=adam_pass.block_size,
                 steps_count=count,
                 grad_dtype=_dtype_code(adam_pass.grads),
-                published_dtype=_DTYPE_CODES[adam_pass.published.dtype],
+                published_dtype=DTYPE_CODES[adam_pass.published.dtype],
                 threads=self._threads,
                 p_factor=publish.p_factor,
                 m_factor=publish.m_factor,
@@ -177,7 +184,7 @@ class NativeKernel:
                 step=_step(replace(step, step=1)),  # the library computes the bias corrections per block
                 grads_count=count,
                 grad_dtype=_dtype_code(mean_pass.grads),
-                published_dtype=_DTYPE_CODES[mean_pass.published.dtype],
+                published_dtype=DTYPE_CODES[mean_pass.published.dtype],
                 threads=self._threads,
             )
         )

@@ -1,0 +1,88 @@
+"""On the CPU, the native library computes what the definition does, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext.zenflow.kernels import definition, host, launch
+from deepspeed_ext.zenflow.worker.kernel.library import library_path
+from tests.support.same import assert_same
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+SPECIAL = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-7, -1e30, 7e4])
+
+pytestmark = pytest.mark.skipif(library_path() is None, reason="the native library is not built")
+
+
+def array(n: int, dtype: torch.dtype, seed: int, scale: float) -> torch.Tensor:
+    """Random numbers, and among them those that round or compare in a special way."""
+    values = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * scale
+    places = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: len(SPECIAL)]
+    if n > 10 * len(SPECIAL):
+        values[places] = SPECIAL
+    return values.to(dtype)
+
+
+def same(expected: torch.Tensor, actual: torch.Tensor, what: str) -> None:
+    assert torch.equal(expected.isnan(), actual.isnan()), what
+    assert_same(expected.nan_to_num(0.5).view(torch.uint8), actual.nan_to_num(0.5).view(torch.uint8), what)
+
+
+@given(
+    n=st.sampled_from([0, 1, 31, 700, 70_001]),
+    block=st.sampled_from([1, 8, 32, 300, 4096]),
+    threads=st.sampled_from([1, 2, 5]),
+    weights=DTYPES,
+    published=DTYPES,
+    drift=st.none() | DTYPES,
+    grad=DTYPES,
+    seed=st.integers(0, 1 << 16),
+)
+def test_every_bit_is_the_definitions(
+    n: int,
+    block: int,
+    threads: int,
+    weights: torch.dtype,
+    published: torch.dtype,
+    drift: torch.dtype | None,
+    grad: torch.dtype,
+    seed: int,
+) -> None:
+    w, y, g = array(n, weights, seed, 1.0), array(n, published, seed + 1, 1.0), array(n, grad, seed + 2, 0.1)
+    d = None if drift is None else array(n, drift, seed + 3, 0.01)
+    inverse = torch.rand(-(-n // block), generator=torch.Generator().manual_seed(seed)) * 20
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, expected = w.clone(), w.clone()
+        host.predict(found, y, d, g, inverse, 0.37, 1.3e-3, block)
+        definition.predict(expected, y, d, g, inverse, 0.37, 1.3e-3, block)
+        same(expected, found, "predict")
+        if d is not None:
+            here, there = d.clone(), d.clone()
+            host.move(found, here, g, inverse, 0.37, 1.3e-3, 2.1e-3, block)
+            definition.move(expected, there, g, inverse, 0.37, 1.3e-3, 2.1e-3, block)
+            same(expected, found, "weights of move")
+            same(there, here, "drift of move")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_autograd_knows_what_was_written() -> None:
+    weights, drift, other = torch.zeros(64), torch.zeros(64), torch.zeros(64)
+    versions = weights._version, drift._version
+    launch.move(weights, drift, other, torch.ones(2), 1.0, 1e-3, 1e-3, 32)
+    launch.predict(weights, other, drift, other, torch.ones(2), 1.0, 1e-3, 32)
+    assert (weights._version, drift._version) == (versions[0] + 2, versions[1] + 1)
+
+
+def test_what_the_library_does_not_know_is_left_to_the_definition() -> None:
+    usual, inverse = torch.zeros(64), torch.ones(2)
+    assert host.serves(inverse, usual, None, usual.bfloat16())
+    assert not host.serves(inverse, usual, usual.double())
+    assert not host.serves(inverse, usual, torch.zeros(128)[::2])
+    assert not host.serves(inverse.double(), usual)
+    assert not host.serves(inverse, torch.zeros(64, device="meta"))
