@@ -1,12 +1,11 @@
-"""The elementwise arithmetic of a step on host memory: in chunks that stay in the cache, and the whole array at once.
+"""The estimate on host memory: by the native library in one pass, and by torch operations in chunks.
 
 Both run in turn on the same cores.
 
     python -m tests.perf.bench_estimate [--numel 16777216 15554976] [--threads 1 2] [--repeats 31]
 
 All arrays are bfloat16, as in a run whose accelerator is the CPU. "predict" is what a step of interval 1 does, "with D"
-and "move" are the steps of a longer interval; "hot step" is the selective rule's, of a quarter of the elements in fp32;
-"copy" is a copy of one such array, for scale. At a power of two elements
+and "move" are the steps of a longer interval; "copy" is a copy of one such array, for scale. At a power of two elements
 the heads of all arrays, which torch allocates here, compete for the same cache sets; so a second size is measured.
 """
 
@@ -19,37 +18,30 @@ from unittest import mock
 
 import torch
 
-from deepspeed_ext.zenflow.kernels import definition
-from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
+from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.perf import report
 
-WHOLE, CHUNKS = "all at once", "in chunks"
+OPERATIONS, NATIVE = "torch operations", "native"
 
 
 def _contenders(numel: int) -> dict[str, Callable[[], object]]:
     grad, published, weights, drift = (torch.randn(numel).mul_(s).bfloat16() for s in (1e-3, 0.1, 0.1, 1e-4))
     estimates = Estimator(torch.rand(-(-numel // 32)).mul_(1e-6), 32, 0.9, 1e-8)
     contenders: dict[str, Callable[[], object]] = {"copy": lambda: weights.copy_(published)}
-    rows = numel // 4 // 32
-    p, m, v = torch.rand(3, rows, 32)
-    hot = AdamBlocks(BlockSet(torch.arange(rows), numel, 32), p, m, v, torch.ones(rows, dtype=torch.int32))
-    step = AdamStep(1e-4, 0.9, 0.95, 1e-8, 0.1, True, 1, 1.0)
     for name, estimate in {
         "predict": lambda: estimates.predict(weights, published, None, grad, 0.5, 1e-4),
         "predict with D": lambda: estimates.predict(weights, published, drift, grad, 0.5, 1e-4),
         "move": lambda: estimates.move(weights, drift, grad, 0.5, 1e-6, 1e-6),
-        "hot step": lambda: hot.step(grad[: rows * 32].view(rows, 32), 0.5, step),
     }.items():
-        contenders[f"{name}, {WHOLE}"] = _with_chunks(numel, estimate)
-        contenders[f"{name}, {CHUNKS}"] = estimate
+        contenders[f"{name}, {OPERATIONS}"] = _by_operations(estimate)
+        contenders[f"{name}, {NATIVE}"] = estimate
     return contenders
 
 
-def _with_chunks(chunk_numel: int, estimate: Callable[[], object]) -> Callable[[], None]:
+def _by_operations(estimate: Callable[[], object]) -> Callable[[], None]:
     def run() -> None:
-        with mock.patch.object(definition, "_CHUNK_NUMEL", {"cpu": chunk_numel}):
+        with mock.patch.object(host, "serves", return_value=False):
             estimate()
 
     return run
@@ -70,18 +62,18 @@ def _measure(contenders: dict[str, Callable[[], object]], threads: int, repeats:
 
 
 def comparisons_of(numel: int, threads: int, milliseconds: dict[str, list[float]]) -> list[report.Comparison]:
-    """What is done in chunks beside the same operations on whole arrays."""
+    """The native library beside torch operations."""
     return [
         report.compare(
-            f"{name.removesuffix(f', {CHUNKS}')} of {numel:,} elements, in chunks",
-            WHOLE,
+            f"{name.removesuffix(f', {NATIVE}')} of {numel:,} elements, native",
+            OPERATIONS,
             "ms",
             values,
-            milliseconds[name.replace(CHUNKS, WHOLE)],
+            milliseconds[name.replace(NATIVE, OPERATIONS)],
             (threads, threads),
         )
         for name, values in milliseconds.items()
-        if name.endswith(CHUNKS)
+        if name.endswith(NATIVE)
     ]
 
 

@@ -51,24 +51,24 @@ ESTIMATE_CONVERT(fp, kFloat16)
 void (*const kLoad[3])(const void *, int64_t, int64_t, float *) = {load_32, load_bf, load_fp};
 void (*const kSave[3])(const float *, int64_t, int64_t, void *) = {save_32, save_bf, save_fp};
 
-// q = clamp(g * factor) in place; a NaN stays a NaN.
-CLONES void normalize(float *__restrict g, int64_t numel, float factor, float bound) {
-    for (int64_t i = 0; i < numel; ++i) {
-        const float q = g[i] * factor;
-        const float from_below = q < -bound ? -bound : q;
-        g[i] = from_below > bound ? bound : from_below;
+// q = clamp(g / d_b) in place for elements first .. last, inside of any blocks; a NaN stays a NaN.
+CLONES void normalize(const Estimate &e, int64_t first, int64_t last, float *__restrict q) {
+    int64_t block = first / e.block_size;
+    for (int64_t i = 0, end; i < last - first; ++block, i = end) {
+        const int64_t block_end = (block + 1) * e.block_size - first;
+        end = block_end < last - first ? block_end : last - first;
+        const float factor = e.inverse[block] * e.grad_scale, bound = e.bound;
+        for (int64_t k = i; k < end; ++k) {
+            const float x = q[k] * factor;
+            const float from_below = x < -bound ? -bound : x;
+            q[k] = from_below > bound ? bound : from_below;
+        }
     }
 }
 
-// q in a buffer for elements first .. last, of whole blocks but for the last of the array.
 void normalized(const Estimate &e, int64_t first, int64_t last, float *q) {
     kLoad[e.grad_dtype](e.grad, first, last - first, q);
-    for (int64_t begin = first; begin < last;) {
-        const int64_t block = begin / e.block_size, block_end = (block + 1) * e.block_size;
-        const int64_t end = block_end < last ? block_end : last;
-        normalize(q + (begin - first), end - begin, e.inverse[block] * e.grad_scale, e.bound);
-        begin = end;
-    }
+    normalize(e, first, last, q);
 }
 
 CLONES void add_product(const float *__restrict q, float factor, int64_t numel, float *__restrict to) {
