@@ -19,7 +19,7 @@ _MEMORY = "free host memory, or raise its limit (ulimit -v, the container's)"
 _DEVICE = "look at the disk or its server (dmesg), or save elsewhere"
 _GONE = "let nobody remove or rename the folder while a save goes on"
 _PLACE = "save elsewhere or under another tag"
-OTHERWISE = "make room, or save elsewhere"
+OTHERWISE = _ROOM
 
 BY_NUMBER: dict[int, str] = {
     errno.ENOSPC: _ROOM,

@@ -79,6 +79,13 @@ def test_autograd_knows_what_was_written() -> None:
     assert (weights._version, drift._version) == (versions[0] + 2, versions[1] + 1)
 
 
+@pytest.mark.parametrize("short", range(4))
+def test_an_array_that_is_too_short_is_never_read(short: int) -> None:
+    arrays = [torch.zeros(63 if number == short else 64) for number in range(3)]
+    with pytest.raises(AssertionError):
+        host.predict(arrays[0], arrays[1], arrays[2], torch.zeros(64), torch.ones(1 if short == 3 else 2), 1.0, 1.0, 32)
+
+
 def test_what_the_library_does_not_know_is_left_to_the_definition() -> None:
     usual, inverse = torch.zeros(64), torch.ones(2)
     assert host.serves(inverse, usual, None, usual.bfloat16())
