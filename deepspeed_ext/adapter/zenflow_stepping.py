@@ -104,6 +104,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             placement=self._start.placement,
             local_ranks=local_world_size(),
             undo=self._start.undo,
+            weights_on_host=self._weights_on_host,
         )
         self._step = Step(
             [GradientReceiver(partition.master.data, grad_dtype) for partition in self.zenflow_adam.partitions]
@@ -120,7 +121,12 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     @abstractmethod
     def _weights(self, index: int) -> torch.Tensor:
-        """The weights of a partition, 1-D [n], in the model's dtype, on the accelerator."""
+        """The weights of a partition, 1-D [n], in the model's dtype."""
+
+    @property
+    def _weights_on_host(self) -> bool:
+        """Whether partitions of the weights are on the host, and gradients come there before a step."""
+        return False
 
     # -- stepping -------------------------------------------------------------------------------------------------
 

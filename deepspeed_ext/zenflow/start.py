@@ -43,6 +43,7 @@ def start_adam(
     placement: WorkerPlacement | None,
     local_ranks: int,
     undo: ExitStack,
+    weights_on_host: bool = False,
 ) -> OffloadedAdam:
     """Start this rank's worker. A collective.
 
@@ -51,13 +52,13 @@ def start_adam(
         optimizer: the user's Adam or AdamW.
         masters: initial fp32 values, one 1-D tensor per partition; they are copied and may be freed afterwards.
         groups: index of the parameter group of each partition.
-        weights: returns a partition's weights, 1-D, in the model's dtype, on the accelerator; they are written in
-            place.
+        weights: returns a partition's weights, 1-D, in the model's dtype; they are written in place.
         grad_dtype: dtype in which gradients are handed over.
         ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
         placement: the worker's cores and memory node from the core plan; None: unbound.
         local_ranks: number of ranks on this host, which share its cores.
         undo: receives what stops the worker and frees the arena, in case the caller fails later.
+        weights_on_host: whether `weights` are on the host, and gradients are written to their slots before a step.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is not an Adam.
@@ -67,7 +68,7 @@ def start_adam(
     config = run.config
     fields = config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
     epoch = run.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
-    agreed = (fields, epoch, list(groups))
+    agreed = (fields, epoch, list(groups), weights_on_host)
     require_same_plan("ZenFlow", agreed, ranks)
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
@@ -80,6 +81,7 @@ def start_adam(
             placement=placement,
             threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
             hide_transfers=config.hide_transfers,
+            weights_on_host=weights_on_host,
             ranks=ranks,
             timeout_seconds=run.worker_timeout_seconds,
             metrics=metrics,
@@ -92,12 +94,12 @@ def start_adam(
 
     rule: UpdateRule[Any]
     if config.rule == "selective":
-        selective = SelectiveSettings.of(config, run.steps_per_epoch)
+        selective = SelectiveSettings.of(config, run.steps_per_epoch, weights_on_host=weights_on_host)
         _prepare_kernels(selective, weights(0), publish_dtype, grad_dtype, warns=ranks.rank == 0)
         partitions, link = start_worker(selective)
         rule = SelectiveRule(selective, partitions, link, ranks, hyperparameters, metrics)
     else:
-        predictive = PredictiveSettings.of(config)
+        predictive = PredictiveSettings.of(config, weights_on_host=weights_on_host)
         _prepare_kernels(predictive, weights(0), publish_dtype, grad_dtype, warns=ranks.rank == 0)
         partitions, link = start_worker(predictive)
         rule = PredictiveRule(predictive, partitions, link, ranks, metrics)

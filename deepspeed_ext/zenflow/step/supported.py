@@ -62,7 +62,7 @@ def require_section(section: Any) -> None:
             'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
             "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
             "offload_optimizer.super_offload": offload is not None and offload.super_offload,
-            "offload_param": offload_param is not None and offload_param.device != "none",
+            'offload_param.device = "nvme"': offload_param is not None and offload_param.device == "nvme",
             "elastic_checkpoint": section.elastic_checkpoint,
             # a rank waits for the one before it, which waits in our collectives
             "pipeline_loading_checkpoint": section.pipeline_loading_checkpoint,

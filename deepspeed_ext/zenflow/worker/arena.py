@@ -128,6 +128,7 @@ def partition_specs(
     slots: int,
     touched_slots: int,
     per_block: tuple[str, str, bool],
+    lifts_weights: bool = True,
 ) -> list[ArraySpec]:
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
 
@@ -140,11 +141,12 @@ def partition_specs(
         slots: slots of the gradient ring.
         touched_slots: slots that are certainly used; the others take memory only on first use.
         per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
+        lifts_weights: whether y is copied to the accelerator.
     """
     blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
     return [
         *(ArraySpec(name, "float32", numel, partition) for name in ("p", "m", "v")),
-        ArraySpec("y", publish_dtype, numel, partition, exchanged=True),
+        ArraySpec("y", publish_dtype, numel, partition, exchanged=lifts_weights),
         ArraySpec(kind, dtype, blocks, partition, exchanged=exchanged),
         *(
             ArraySpec("g", grad_dtype, numel, partition, slot, touched=slot < touched_slots, exchanged=True)

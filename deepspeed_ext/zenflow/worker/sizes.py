@@ -36,6 +36,10 @@ class RuleSettings(Protocol):
     def per_block(self) -> tuple[str, str, bool]:
         """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
 
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether weights are on the host, so y stays there, and gradients are in the ring before their step."""
+
 
 def arena_specs(settings: RuleSettings, numels: Sequence[int], publish_dtype: str, grad_dtype: str) -> list[ArraySpec]:
     """The arrays of all partitions. While the interval is open, only the first slot's memory is touched at start.
@@ -58,6 +62,7 @@ def arena_specs(settings: RuleSettings, numels: Sequence[int], publish_dtype: st
             slots=settings.slots,
             touched_slots=1 if settings.update_interval is None else settings.slots,
             per_block=settings.per_block,
+            lifts_weights=not settings.weights_on_host,
         )
     ]
 

@@ -79,7 +79,11 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     ) -> None:
         self._factor = settings.prediction_error_factor
         schedule = PredictiveSchedule(
-            settings.update_interval, settings.overlapped, settings.warm_up_steps, guarded=self._factor > 0.0
+            settings.update_interval,
+            settings.overlapped,
+            settings.warm_up_steps,
+            guarded=self._factor > 0.0,
+            fills_early=settings.weights_on_host,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
