@@ -24,7 +24,7 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
     "offload_optimizer.ratio": (3, {"offload_optimizer": {**CPU, "ratio": 0.5}}),
     "super_offload": (3, {"offload_optimizer": {**CPU, "super_offload": True}}),
-    "offload_param": (3, {"offload_param": CPU}),
+    'offload_param.device = "nvme"': (3, {"offload_param": NVME}),
     "elastic_checkpoint": (1, {"elastic_checkpoint": True}),
     "pipeline_loading_checkpoint": (3, {"pipeline_loading_checkpoint": True}),
     "compute_grad_norm": (2, {"compute_grad_norm": False}),
