@@ -56,6 +56,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "predictive, interval 2, async_save": {
         "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "async_save": True}
     },
+    "ZeRO-Offload, offload_param": {"offload_optimizer": CPU, "offload_param": CPU},
+    "predictive, interval 1, offload_param": {
+        "offload_optimizer": CPU,
+        "offload_param": CPU,
+        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1},
+    },
+    "predictive, interval 2, offload_param": {
+        "offload_optimizer": CPU,
+        "offload_param": CPU,
+        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3},
+    },
+    "selective, interval 2, offload_param": {"offload_param": CPU, "zenflow": SELECTIVE},
     "selective, interval 2": {"zenflow": SELECTIVE},
     "selective, interval 2, offload": {"zenflow": {**SELECTIVE, "offload": True}},
 }
@@ -124,6 +136,7 @@ class Measured:
         arena: touched bytes of the arena after the last step; 0 without ZenFlow.
         kept: bytes that the rule keeps beside the weights.
         numels: elements of this rank's partitions, with ZenFlow.
+        untouched: bytes of DeepSpeed's buffer of gradients, if nothing touches it, so it takes no memory.
     """
 
     accelerator: dict[str, int] = field(default_factory=dict)
@@ -131,6 +144,7 @@ class Measured:
     arena: int = 0
     kept: int = 0
     numels: list[int] = field(default_factory=list)
+    untouched: int = 0
 
 
 def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
@@ -199,6 +213,8 @@ def _note_state(engine: Any, found: Measured) -> None:
         return
     adam.drain()
     found.arena = resident_bytes(adam.link.arena)
+    if getattr(engine.optimizer, "offload_param", False) and not engine.optimizer._sums_apart:
+        found.untouched = engine.optimizer.grad_partitions_flat_buffer.nbytes
     found.numels = [partition.master.numel() for partition in adam.partitions]
     for partition in adam.partitions:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
@@ -240,6 +256,7 @@ def compared(config: dict[str, Any], ranks: int) -> dict[tuple[Place, Phase], tu
     for phase in Phase:
         on_accelerator = max(rank.accelerator[phase.value] for rank in measured)
         found[Place.ACCELERATOR, phase] = (plan.nbytes(Place.ACCELERATOR, phase), on_accelerator)
-        on_host = max(rank.host[phase.value] for rank in measured)
+        untouched = {Phase.START: 0}  # its peak comes before that buffer
+        on_host = max(rank.host[phase.value] - untouched.get(phase, rank.untouched) for rank in measured)
         found[Place.HOST, phase] = (plan.nbytes(Place.HOST, phase), on_host)
     return found

@@ -35,7 +35,7 @@ class _Accelerator:
     """The sizes that several phases need."""
 
     def __init__(self, model: Model, ranks: Ranks, setup: Setup) -> None:
-        self.setup, self.ranks = setup, ranks
+        self.model, self.setup, self.ranks = model, setup, ranks
         self.params, self.largest, self.weight = model.params, model.largest, model.itemsize
         self.dtype, self.grad_dtype = model.dtype, setup.handed_over_dtype(model)
         self.publish_dtype = setup.publish_dtype(model)
@@ -45,7 +45,7 @@ class _Accelerator:
         self.numel = sum(run.numel * run.times for run in self.partitions)
         self.most = max(run.numel for run in self.partitions)
         self.filled = min(setup.reduce_bucket_size, model.params)
-        self.whole = not setup.partitions_weights
+        self.whole, self.on_host = not setup.partitions_weights, setup.weights_on_host
 
     def phases(self) -> Mapping[Phase, Parts]:
         between = self.between()
@@ -65,19 +65,21 @@ class _Accelerator:
 
     def between(self) -> list[Part]:
         """Memory that is held all the time."""
-        held = [Part("weights", self.weight * self.numel * (self.ranks.count if self.whole else 1))]
+        held = [
+            Part("weights", 0 if self.on_host else self.weight * self.numel * (self.ranks.count if self.whole else 1))
+        ]
         if self.setup.on_accelerator:
             aliased = not self.whole and self.weight == FLOAT_BYTES  # the weights are the masters
             held += [Part("master", 0 if aliased else FLOAT_BYTES * self.numel)]
             held += [Part(moment, FLOAT_BYTES * self.numel) for moment in MOMENTS]
         if not self.whole:
-            if not self.setup.offload:
+            if not (self.setup.offload or (self.on_host and self.setup.zenflow is not None)):
                 held.append(Part("gradients", self.accumulated * self.numel))
             if self.setup.contiguous_gradients:
                 held.append(Part("reduction buckets", self.weight * self.setup.reduce_bucket_size))
         elif self.setup.offload:
             held.append(Part("offload buffer", self.weight * self.largest))
-        return held + (self.zenflow() if self.setup.zenflow is not None else [])
+        return held + (self.zenflow() if self.setup.zenflow is not None and not self.on_host else [])
 
     def zenflow(self) -> list[Part]:
         """Landing buffers and the rule's own state."""
@@ -111,6 +113,8 @@ class _Accelerator:
                 Part("weights", self.weight * self.numel),
                 Part("conversion", FLOAT_BYTES * self.most if converts else 0),
             ]
+            if self.on_host:
+                converted = []
             return largest([*built, Part("parameter being partitioned", self.weight * self.largest)], converted)
         weights = self.weight * self.numel * self.ranks.count
         facts = FlattenFacts(weights, self.ranks.count, weights, weights)
@@ -206,13 +210,16 @@ class _Accelerator:
         live = min(self.params, max(setup.max_live_parameters, setup.max_reuse_distance // 2 + self.largest))
         again = min(setup.max_live_parameters, self.params - self.filled)
         copy = 0 if setup.stage3_allgather_single_param else min(setup.prefetch_bucket_size, self.params)
-        if self.ranks.count == 1:  # the partition is the whole parameter and is used in place
+        if self.ranks.count == 1 and not self.on_host:  # the partition is the whole parameter and is used in place
             live = again = copy = 0
         made = Part("gradient being made", weight * self.largest)
         reduced = 0
-        if self.accumulated != weight:
+        if setup.sums_apart(self.model):
+            floats = FLOAT_BYTES * (2 if self.ranks.count == 1 else 1)  # one rank's sum is not made in place
+            reduced = (NORM_BYTES + floats + weight) * -(-self.largest // self.ranks.count)
+        elif self.accumulated != weight:
             reduced = FLOAT_BYTES * -(-self.filled // self.ranks.count)
-        elif setup.offload:
+        elif setup.offload or self.on_host:
             reduced = (NORM_BYTES + weight) * -(-self.largest // self.ranks.count)
         return [
             [Part("live parameters", weight * live), Part("gather copies", weight * copy)],
@@ -226,7 +233,7 @@ class _Accelerator:
 
     def partitioned_step(self) -> list[list[Part]]:
         """Moments of the optimizer step, which goes from sub-group to sub-group."""
-        if self.setup.offload:
+        if self.setup.offload or self.on_host:
             return [[]]
         numel = self.most
         converted = self.handed * numel if self.handed != self.accumulated else 0
