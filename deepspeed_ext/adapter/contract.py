@@ -37,8 +37,10 @@ Member = str | Takes
 
 _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     "_restore_from_bit16_weights": "(self)",
+    "backward_prologue": "(self)",
     "check_overflow": "(self, partition_gradients)",
     "destroy": "(self)",
+    "exit_backward": "(self)",
     "get_grad_norm_direct": "(self, gradients, params, norm_type)",
     "initialize_optimizer_states": "(self)",
     "load_state_dict": (
