@@ -14,6 +14,7 @@ from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of, section_in_use
 from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
+from deepspeed_ext.adapter.step import Step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
@@ -193,7 +194,7 @@ class Engine(DeepSpeedEngine):
             StateError: states are on the host, or a step, a backward pass or a load was broken off.
         """
         self._require(ZenFlowStepping.require_states_here)
-        with self._whole(ZenFlowStepping.engine_backward):
+        with self._whole(Step.of_backward):
             return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
@@ -210,20 +211,19 @@ class Engine(DeepSpeedEngine):
         """
         self._require(ZenFlowStepping.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        with self._whole(ZenFlowStepping.engine_step):
+        with self._whole(Step.of_engine):
             super().step(lr_kwargs)
         if ends_step:
             self._parts.saver.after_step()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        with self._whole(ZenFlowStepping.engine_step):  # pipelines call this alone
+        with self._whole(Step.of_engine):  # pipelines call this alone
             super()._take_model_step(lr_kwargs)
         logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
         self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
 
-    def _whole(self, work: Callable[[ZenFlowStepping], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-        """Context of what must not be broken off."""
-        return work(self.optimizer) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+    def _whole(self, work: Callable[[Step], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+        return work(self.optimizer.progress) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
         if isinstance(self.optimizer, ZenFlowStepping):
@@ -318,7 +318,7 @@ class Engine(DeepSpeedEngine):
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
-        with self._whole(ZenFlowStepping.engine_load), self._parts.resharder.loading(self._loading_run()):
+        with self._whole(Step.of_load), self._parts.resharder.loading(self._loading_run()):
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _loading_run(self) -> LoadingRun:

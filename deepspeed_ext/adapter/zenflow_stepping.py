@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,17 +124,10 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
-    def engine_step(self) -> AbstractContextManager[None]:
-        """Context of DeepSpeed's engine while it steps; see `Step.of_engine`."""
-        return self._step.of_engine()
-
-    def engine_backward(self) -> AbstractContextManager[None]:
-        """Context of DeepSpeed's engine in a backward pass; see `Step.of_backward`."""
-        return self._step.of_backward()
-
-    def engine_load(self) -> AbstractContextManager[None]:
-        """Context of DeepSpeed's engine while it loads; see `Step.of_load`."""
-        return self._step.of_load()
+    @property
+    def progress(self) -> Step:
+        """What the engine wraps around its steps, backward passes and loads."""
+        return self._step
 
     def load_begins(self) -> None:
         """Called before a load writes anything; see `Step.load_begins`."""

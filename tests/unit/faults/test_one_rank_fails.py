@@ -146,7 +146,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/step.py:Step.takes_gradients",
         "adapter/upstream.py:all_gather_of_partitions",
         "adapter/upstream.py:is_zero_optimizer",
-        "adapter/zenflow_stepping.py:ZenFlowStepping.engine_",
+        "adapter/zenflow_stepping.py:ZenFlowStepping.progress",
         "adapter/zenflow_stepping.py:ZenFlowStepping.load_begins",
         "adapter/zenflow_stepping.py:ZenFlowStepping._require_",
         "adapter/zenflow_stepping.py:ZenFlowStepping.require_",
