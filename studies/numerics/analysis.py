@@ -14,7 +14,10 @@ from studies.numerics.student import quantile, upper_tail
 from studies.numerics.tasks import TASKS
 
 LIMITS = {
-    **{"ours-1": 1.0, "ours-2": 1.5, "ours-4": 1.5, "ours-8": 3.0},
+    "ours-1": 1.0,
+    "ours-2": 1.5,
+    "ours-4": 1.5,
+    "ours-8": 3.0,
     **dict.fromkeys(("lion-bf16", "lion-delay", "lion-signs", "lion-means"), 1.0),
 }
 """Largest gap in percent that upholds the claim."""

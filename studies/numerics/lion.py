@@ -5,8 +5,8 @@ Lion (Chen et al., 2023, arXiv 2302.06675) as DeepSpeed's CPU Lion computes it; 
     u_t = sign(beta1 m_(t-1) + (1 - beta1) g_t)
     p_t = (1 - lr wd) p_(t-1) - lr u_t            m_t = beta2 m_(t-1) + (1 - beta2) g_t
 
-All rules update p and m exactly. They differ in W_(t+1), which must be ready while update t is in flight: the rules with
-an estimate compute u_t with what they know of m_(t-1), and round(p_(t-1)) arrives in the dtype of the weights. As in
+All rules update p and m exactly. They differ in W_(t+1), which must be ready while update t is in flight: those with an
+estimate compute u_t with what they know of m_(t-1), and round(p_(t-1)) arrives in the dtype of the weights. As in
 ours, the first update is waited for.
 """
 
