@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed_ext.adapter.construction import builders, built_together
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter.held_optimizers import held_optimizers
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of, section_in_use
 from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
@@ -35,7 +36,6 @@ from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import as_torch_adam
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
@@ -114,11 +114,9 @@ class Engine(DeepSpeedEngine):
     def _create_module_forward_post_hook(self) -> Any:
         return DeepSpeedEngine._create_module_forward_post_hook(self if self._zenflow is None else WeakEngine(self))
 
-    def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
-        if self._zenflow is not None:  # it only holds hyperparameters: avoid compiling CPU Adam
-            optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
-            as_torch_adam(optimizer_parameters)
-        return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
+        with swapped(*(held_optimizers() if self._zenflow is not None else ())):
+            return super()._configure_basic_optimizer(model_parameters)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
