@@ -50,6 +50,9 @@ class EngineSettings(DeepSpeedEngine):
     def fp16_master_weights_and_gradients(self) -> bool:
         return self._zenflow is None and super().fp16_master_weights_and_gradients()
 
+    def bf16_optimizer_states(self) -> bool:
+        return self._zenflow is None and super().bf16_optimizer_states()
+
     def _replaced_settings(self) -> list[str]:
         """The keys of `supported.IDLE` that the config turns on."""
         given = {
@@ -58,5 +61,6 @@ class EngineSettings(DeepSpeedEngine):
             "zero_optimization.pipeline_loading_checkpoint": self._config.zero_config.pipeline_loading_checkpoint,
             "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
             "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
+            "bf16.bf16_optimizer_states": super().bf16_optimizer_states(),
         }
         return [name for name, is_on in given.items() if is_on]

@@ -171,7 +171,7 @@ def test_what_deepspeed_hangs_on_parameters_is_in_the_contract() -> None:
 OF_OTHERS = {
     *("accelerator", "all_gather_single", "get_device_properties", "mem_get_info", "supports_coalescing"),
     *("__closure__", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
-    *("iowait", "sched_getaffinity"),
+    *("__spec__", "_initializing", "iowait", "sched_getaffinity"),
     *("_end_copies", "arena", "measurements", "process", "zenflow_adam"),
 }
 """Attributes of torch, Python, the operating system and this package that may be missing."""
