@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from deepspeed_ext.adapter.construction import builders, built_together
+from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.held_optimizers import held_optimizers
-from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of, section_in_use
+from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of
 from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
 from deepspeed_ext.adapter.step import Step
@@ -36,11 +37,12 @@ from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.step.supported import require_compilable
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
 
-class Engine(DeepSpeedEngine):
+class Engine(EngineSettings):
     """DeepSpeed's engine with our ZeRO optimizers.
 
     With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer process, and an engine
@@ -73,10 +75,6 @@ class Engine(DeepSpeedEngine):
     def core_binding(self) -> CoreBinding | None:
         """This rank's placement on the host's cores; None: unbound."""
         return self._parts.binding
-
-    @property
-    def _zenflow(self) -> ZenFlowConfig | None:
-        return section_in_use(self._config.zero_config, self.optimizer_name())
 
     def _world(self) -> RankGroup:
         return RankGroup.of(None)  # all ranks
@@ -123,6 +121,8 @@ class Engine(DeepSpeedEngine):
         settings = fields_of(self._config.zero_config)
         if settings is not None and dist.get_rank() == 0:
             Parts.warn_of_idle_fields(settings, int(self.zero_optimization_stage()), self.optimizer)
+            if self._zenflow is not None:
+                Parts.warn_of_replaced(self._replaced_settings())
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         parts, settings, zenflow = self._parts, fields_of(self._config.zero_config), self._zenflow
@@ -156,25 +156,17 @@ class Engine(DeepSpeedEngine):
             if self._parts.save_together(kind, self._config, self._world(), leads, zenflow.async_save):
                 self.checkpoint_engine = self._parts.saver.files
 
-    # -- what DeepSpeed reads from the config ---------------------------------------------------------------------
-
-    def zenflow_config(self) -> Any:
-        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
-        ``gradient_accumulation_steps``."""
-        return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        """Also true if ``zenflow`` implies it."""
-        return self._zenflow is not None or super().zero_use_cpu_optimizer()
-
-    def zero_cpu_offload(self) -> bool:
-        """Also true if ``zenflow`` implies it."""
-        return self._zenflow is not None or super().zero_cpu_offload()
-
-    def zero_force_ds_cpu_optimizer(self) -> bool:
-        return False if self._zenflow is not None else super().zero_force_ds_cpu_optimizer()
-
     # -- training -------------------------------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module as DeepSpeed does.
+
+        Raises:
+            ConfigError: with ZenFlow, the config asks for DeepCompile.
+        """
+        if self._zenflow is not None:
+            require_compilable(self.is_deepcompile_enabled())
+        super().compile(*args, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module.
@@ -295,6 +287,10 @@ class Engine(DeepSpeedEngine):
         with self._parts.saver.keeping():
             super()._save_zero_checkpoint(*args, **kwargs)
 
+    def _save_moe_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._parts.saver.keeping():
+            super()._save_moe_checkpoint(*args, **kwargs)
+
     def _copy_recovery_script(self, save_path: str) -> None:
         try:
             super()._copy_recovery_script(save_path)
@@ -338,6 +334,7 @@ class Engine(DeepSpeedEngine):
             stage=int(self.zero_optimization_stage()),
             shapes=self._get_zero_param_shapes,
             can_reshard=can_reshard,
+            has_experts=bool(self.has_moe_layers),
             partitions_weights=bool(self.zero_optimization_partition_weights()),
             bf16=bool(self.bfloat16_enabled()),
             reads_section=self._zenflow is not None,

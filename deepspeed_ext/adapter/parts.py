@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, within
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import require_section, require_shared_folder
+from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder
 
 __all__ = ["ZERO_STAGE_WEIGHTS", "Parts", "destroy_parts", "fields_of", "section_in_use"]
 
@@ -174,6 +175,12 @@ class Parts:
             logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
         for field in given_of_the_other_rule(settings.zenflow):
             logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
+
+    @staticmethod
+    def warn_of_replaced(settings: Sequence[str]) -> None:
+        """Warn of settings of DeepSpeed that ZenFlow replaces; called on rank 0."""
+        for setting in settings:
+            logger.warning(f"{setting} has no effect: {IDLE[setting]}")
 
     # -- while it trains ----------------------------------------------------------------------------------------------
 

@@ -82,6 +82,7 @@ class LoadingRun:
         stage: the ZeRO stage.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
         can_reshard: whether another layout can be loaded; equal on all ranks.
+        has_experts: whether some parameters belong to fewer ranks than others.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
         bf16: whether the run trains in bf16.
         reads_section: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are applied
@@ -97,6 +98,7 @@ class LoadingRun:
     stage: int
     shapes: Callable[[], Any]
     can_reshard: bool
+    has_experts: bool
     partitions_weights: bool
     bf16: bool
     reads_section: bool
@@ -149,6 +151,9 @@ class Resharder:
 
     def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
         run = self._loading
+        if run.has_experts and run.reads_section and not without_state:
+            with together(run.ranks, CheckpointError):
+                _require_same_ranks(folder, run.ranks.size)
         if not run.can_reshard:
             return None
         found = None
@@ -271,11 +276,11 @@ class Resharder:
 
     def load_partitions(self, theirs: Callable[[], Any]) -> Any:
         """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A collective."""
-        if self._resharding is None:
+        if self._resharding is None and not self._loading.reads_section:
             return theirs()
         with self._at_once():
             loaded = theirs()
-        if loaded:
+        if loaded and self._resharding is not None:
             self._write_weights(self._resharding.target)
         return loaded
 
@@ -288,8 +293,8 @@ class Resharder:
         if settings.pipeline_loading_checkpoint and run.leads:
             log_once(
                 logging.INFO,
-                "zero_optimization.pipeline_loading_checkpoint has no effect on this load, because the layout has "
-                "changed: all ranks load at once, each only its own partitions",
+                "zero_optimization.pipeline_loading_checkpoint has no effect on this load: all ranks load at "
+                "once, each only its own partitions",
             )
         at_once = settings.model_copy(update={"pipeline_loading_checkpoint": False})
         with swapped(Swap(run.config, "zero_config", at_once)):
@@ -314,6 +319,20 @@ class Resharder:
         """Write p to the weights. A collective."""
         with together(self._loading.ranks, CheckpointError):
             target.write_weights()
+
+
+def _require_same_ranks(folder: str, ranks: int) -> None:
+    """Refuse a checkpoint of experts that another number of ranks saved.
+
+    Raises:
+        CheckpointError: another number did.
+    """
+    if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
+        raise CheckpointError(
+            f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, resume on the same "
+            "number of ranks with the same ep_size, or go through DeepSpeed's universal checkpoint. "
+            "load_module_only=True loads the weights alone"
+        )
 
 
 def only_weights(how: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist, get_accelerator
-from deepspeed_ext.runtime.ranks import together
+from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 
 __all__ = ["ZenFlowZeroOptimizer"]
@@ -70,7 +70,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         check_replicas: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._prepare(start, args[0].param_groups, kwargs)
+        self._prepare(start, kwargs)
         super().__init__(*args, settings=settings, builders=start.builders, check_replicas=check_replicas, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
@@ -108,6 +108,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _weights(self, index: int) -> torch.Tensor:
         rank = dist.get_rank(group=self.real_dp_process_group[index])
         return self.parallel_partitioned_bit16_groups[index][rank].data
+
+    def _holders(self, index: int, ranks: RankGroup) -> RankGroup:
+        group = self.real_dp_process_group[index]
+        return ranks if group is self.dp_process_group else RankGroup.of(group, keeps_scratch=True)
 
     # -- stepping -------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         start: ZenFlowStart,
         **kwargs: Any,
     ) -> None:
-        self._prepare(start, init_optimizer.param_groups, kwargs)
+        self._prepare(start, kwargs)
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_optimizer_states(self) -> None:

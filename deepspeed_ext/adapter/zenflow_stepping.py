@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.autocast_scale import AutocastScale
 from deepspeed_ext.adapter.grad_norm import norm_tensors
 from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
     ZeROOptimizer,
-    autocasts_to_fp16,
     host_offload_config,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
@@ -33,11 +33,14 @@ from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, to
 from deepspeed_ext.zenflow.start import start_adam
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import require_publishable, require_supported
+from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
 from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
 
 __all__ = ["ZenFlowStart", "ZenFlowStepping"]
+
+_AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
+"""Key of the loss scale of ``torch_autocast`` in an optimizer's state dict."""
 
 
 @dataclass(frozen=True)
@@ -65,33 +68,23 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     """
 
     zenflow_adam: OffloadedAdam
+    torch_autocast_gradscaler: Any
     _step: Step
+    _autocast_scale: AutocastScale | None
     offloaded_states: set[Any]
 
-    def _prepare(
-        self,
-        start: ZenFlowStart,
-        groups: Sequence[dict[str, Any]],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Check the settings before DeepSpeed's construction, and change its keyword arguments to those of CPU offload.
-        A collective.
-
-        Raises:
-            ConfigError: on all `builders`; see `require_supported`.
-        """
-        with together(start.builders, otherwise=None):
-            require_supported(kwargs, groups, autocasts_to_fp16=autocasts_to_fp16())
-            self._start = start
-            kwargs["offload_optimizer_config"] = host_offload_config()
-            if kwargs["gradient_accumulation_steps"] > 1:
-                kwargs["gradient_accumulation_dtype"] = torch.float32
+    def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
+        """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
+        self._start = start
+        kwargs["offload_optimizer_config"] = host_offload_config()
+        if kwargs["gradient_accumulation_steps"] > 1:
+            kwargs["gradient_accumulation_dtype"] = torch.float32
 
     def _start_adam(self, groups: Sequence[int]) -> None:
         """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
         names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
         grad_dtype = getattr(torch, gradient_dtype(*names))
-        weights_dtype = self._weights(0).dtype
+        weights_dtype, ranks = self._weights(0).dtype, RankGroup.of(self.dp_process_group, keeps_scratch=True)
         require_publishable(self._start.run.config, dtype_name(weights_dtype))
         self.zenflow_adam = start_adam(
             self._start.run,
@@ -100,11 +93,14 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             groups,
             self._weights,
             grad_dtype=grad_dtype,
-            ranks=RankGroup.of(self.dp_process_group, keeps_scratch=True),
+            ranks=ranks,
+            holders=[self._holders(index, ranks) for index in range(len(groups))],
             placement=self._start.placement,
             local_ranks=local_world_size(),
             undo=self._start.undo,
         )
+        scaler = self.torch_autocast_gradscaler
+        self._autocast_scale = None if scaler is None else AutocastScale(scaler)
         self._step = Step(
             [GradientReceiver(partition.master.data, grad_dtype) for partition in self.zenflow_adam.partitions]
         )
@@ -121,6 +117,10 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     @abstractmethod
     def _weights(self, index: int) -> torch.Tensor:
         """The weights of a partition, 1-D [n], in the model's dtype, on the accelerator."""
+
+    def _holders(self, index: int, ranks: RankGroup) -> RankGroup:
+        """The ranks among which the parameters of a partition are divided; `ranks` are all data-parallel ranks."""
+        return ranks
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -152,6 +152,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             try:
                 super().step(closure)
                 if self.overflow:
+                    with adam.link.keeping():
+                        if self._autocast_scale is not None:
+                            self._autocast_scale.overflowed()
                     adam.link.raise_kept()
                 else:
                     adam.end_step()
@@ -185,6 +188,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         grad_scale = 1.0  # placeholder: without a factor, the step has kept an error
         with self.zenflow_adam.link.keeping():
             grad_scale = self._step.factor
+            if self._autocast_scale is not None:
+                grad_scale *= self._autocast_scale.factor()
         self.zenflow_adam.step_partition(index, self._masters[index].grad, grad_scale)
         if index == len(self._masters) - 1:
             self.zenflow_adam.finish_weights()
@@ -253,7 +258,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
         self.zenflow_adam.drain()
         self.zenflow_adam.bind_state()
-        return {**super().state_dict(), checkpoint.STATE_KEY: checkpoint.state_of(self.zenflow_adam)}
+        scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
+        return {**super().state_dict(), checkpoint.STATE_KEY: checkpoint.state_of(self.zenflow_adam), **scale}
 
     def load_state_dict(
         self,
@@ -279,6 +285,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
                 self._refresh_weights(saved if exact else None)
             else:
                 adam.masters_changed()
+            if self._autocast_scale is not None and not checkpoint_folder:
+                state = state_dict_list[ranks.rank] or {}
+                self._autocast_scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._autocast_scale.state_dict()))
         if load_optimizer_states or checkpoint_folder:
             self._exchange_weights(saved if exact else None)
 

@@ -1,4 +1,5 @@
-"""Reads DeepSpeed's ``zero_optimization`` section with our fields, and reports each mistake in one clear line."""
+"""Reads DeepSpeed's config and its ``zero_optimization`` section with our fields, and reports each mistake in one clear
+line."""
 
 from __future__ import annotations
 
@@ -9,12 +10,18 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from deepspeed_ext.adapter.upstream import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig
+from deepspeed_ext.adapter.upstream import (
+    DeepSpeedConfig,
+    DeepSpeedZenFlowConfig,
+    DeepSpeedZeroConfig,
+    Swap,
+    swapped,
+)
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.config.file import is_deeper
 from deepspeed_ext.errors import ConfigError
 
-__all__ = ["ZeroConfig"]
+__all__ = ["Config", "ZeroConfig"]
 
 DEEPEST = 16
 """Maximum nesting of ``zero_optimization``; the deepest existing field has 3 levels."""
@@ -91,6 +98,18 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             for rival, is_set in rivals.items()
             if is_set and self.stage3_allgather_single_param
         )
+
+
+class Config(DeepSpeedConfig):
+    """DeepSpeed's config. What it refuses together with a ``zenflow`` section concerns DeepSpeed's own ZenFlow."""
+
+    def _do_error_check(self) -> None:
+        zero_config = self.zero_config
+        if not isinstance(zero_config, ZeroConfig):
+            super()._do_error_check()
+            return
+        with swapped(Swap(self, "zero_config", zero_config.model_copy(update={"zenflow": None}))):
+            super()._do_error_check()
 
 
 def _shown(value: Any) -> str:

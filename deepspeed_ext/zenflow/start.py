@@ -40,6 +40,7 @@ def start_adam(
     *,
     grad_dtype: torch.dtype,
     ranks: RankGroup,
+    holders: Sequence[RankGroup],
     placement: WorkerPlacement | None,
     local_ranks: int,
     undo: ExitStack,
@@ -55,6 +56,7 @@ def start_adam(
             place.
         grad_dtype: dtype in which gradients are handed over.
         ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
+        holders: for each partition, the ranks among which its parameters are divided.
         placement: the worker's cores and memory node from the core plan; None: unbound.
         local_ranks: number of ranks on this host, which share its cores.
         undo: receives what stops the worker and frees the arena, in case the caller fails later.
@@ -85,7 +87,10 @@ def start_adam(
             metrics=metrics,
         )
         undo.callback(link.abandon)
-        partitions = [_partition(i, group, settings, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
+        partitions = [
+            _partition(i, group, holders[i], settings, link.arena, partial(weights, i))
+            for i, group in enumerate(groups)
+        ]
         for partition, master in zip(partitions, masters, strict=True):
             partition.master.data.copy_(master)
         return partitions, link
@@ -126,12 +131,18 @@ def _prepare_kernels(
 
 
 def _partition(
-    index: int, group: int, settings: RuleSettings, arena: Arena, weights: Callable[[], torch.Tensor]
+    index: int,
+    group: int,
+    holders: RankGroup,
+    settings: RuleSettings,
+    arena: Arena,
+    weights: Callable[[], torch.Tensor],
 ) -> Partition:
     per_block, *_ = settings.per_block
     return Partition(
         index,
         group,
+        holders,
         weights,
         master=arena.tensor("p", index).requires_grad_(),
         exp_avg=arena.tensor("m", index),

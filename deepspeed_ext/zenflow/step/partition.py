@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 
 __all__ = ["Partition"]
@@ -19,6 +20,8 @@ class Partition:
     Attributes:
         index: number of the partition.
         group: index of its parameter group.
+        ranks: the ranks among which its parameters are divided, in the order of their partitions; for experts, fewer
+            than all.
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator; they are written in place.
         master, exp_avg, exp_avg_sq: p, m, v in the arena, 1-D fp32 [n]; owned by the worker while an update is in
             flight.
@@ -30,6 +33,7 @@ class Partition:
 
     index: int
     group: int
+    ranks: RankGroup
     weights: Callable[[], torch.Tensor]
     master: torch.Tensor
     exp_avg: torch.Tensor

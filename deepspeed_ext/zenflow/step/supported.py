@@ -7,7 +7,7 @@ of the config, and the user's optimizer. Contradictions between fields of one se
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +17,43 @@ from deepspeed_ext.errors import ConfigError
 
 __all__ = [
     "DEEPSPEED_ADAMS",
+    "IDLE",
+    "Refusal",
     "require_adam",
+    "require_compilable",
     "require_group_timeout",
     "require_publishable",
     "require_section",
     "require_shared_folder",
-    "require_supported",
 ]
 
 DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
+
+IDLE = {
+    "zero_optimization.offload_optimizer.super_offload": "ZenFlow's optimizer process takes its place",
+    "zero_optimization.elastic_checkpoint": "a checkpoint of any number of ranks is loaded without it",
+    "zero_optimization.pipeline_loading_checkpoint": "all ranks load at once, and map their files to read only what "
+    "they need",
+    "bf16.bf16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more",
+    "fp16.fp16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more",
+    "bf16.bf16_optimizer_states": "ZenFlow keeps m and v in fp32, which takes 4 bytes a parameter more",
+}
+"""Settings that ZenFlow replaces by something that does at least as much, each with what that is."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that ZenFlow does not support.
+
+    Attributes:
+        setting: its name and value, as in the config.
+        given: whether the config has it.
+        reason: why it cannot be combined with ZenFlow.
+    """
+
+    setting: str
+    given: bool
+    reason: str
 
 
 def require_section(section: Any) -> None:
@@ -38,20 +66,15 @@ def require_section(section: Any) -> None:
         return
     offload, offload_param = section.offload_optimizer, section.offload_param
     _refuse(
-        {
-            "stage = 0": section.stage == 0,
-            'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
-            "offload_optimizer.super_offload": offload is not None and offload.super_offload,
-            "offload_param": offload_param is not None and offload_param.device != "none",
-            "elastic_checkpoint": section.elastic_checkpoint,
-            # a rank waits for the one before it, which waits in our collectives
-            "pipeline_loading_checkpoint": section.pipeline_loading_checkpoint,
-            "compute_grad_norm = false": not section.compute_grad_norm,
-            "zero_quantized_weights": section.zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": section.zero_quantized_nontrainable_weights,
-            "zero_quantized_gradients": section.zero_quantized_gradients,
-        }
+        Refusal(
+            "stage = 0", section.stage == 0, "DeepSpeed neither partitions nor offloads an optimizer at that stage"
+        ),
+        Refusal(
+            'offload_optimizer.device = "nvme"', offload is not None and offload.device == "nvme", "it is not built"
+        ),
+        Refusal("offload_optimizer.ratio below 1", offload is not None and offload.ratio < 1, "it is not built"),
+        Refusal("offload_param", offload_param is not None and offload_param.device != "none", "it is not built"),
+        Refusal("compute_grad_norm = false", not section.compute_grad_norm, "DeepSpeed refuses it with CPU offload"),
     )
 
 
@@ -72,30 +95,18 @@ def require_shared_folder(section: Any, node_local: bool) -> None:
         )
 
 
-def require_supported(
-    kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, autocasts_to_fp16: bool
-) -> None:
-    """Check what DeepSpeed has read from the rest of the config.
-
-    Args:
-        kwargs: keyword arguments of DeepSpeed's optimizer class.
-        groups: the parameter groups.
-        autocasts_to_fp16: whether the optimizer has its own torch ``GradScaler``.
+def require_compilable(is_deepcompile: bool) -> None:
+    """Check ``compile.deepcompile`` before the model is compiled; without ``engine.compile`` it has no effect.
 
     Raises:
-        ConfigError: they contain a setting that ZenFlow does not support.
+        ConfigError: it is on.
     """
-    _refuse(
-        {
-            "MoE parameter groups": any(group.get("moe") for group in groups) or kwargs.get("has_moe_layers"),
-            "bf16_master_weights_and_grads": kwargs.get("bf16_master_weights_and_gradients"),
-            "fp16_master_weights_and_grads": kwargs.get("fp16_master_weights_and_gradients"),
-            "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
-            # DeepSpeed then scales the loss with a torch GradScaler. Only the optimizer's own step would unscale;
-            # DeepSpeed's clipping and its overflow check ignore that scaler too.
-            "torch_autocast with dtype float16 (in this engine or an earlier one in this process)": autocasts_to_fp16,
-        }
-    )
+    if is_deepcompile:
+        raise ConfigError(
+            "zero_optimization.zenflow does not support engine.compile() with compile.deepcompile (it removes the "
+            "hooks by which an offloaded optimizer gets its gradients, so ZeRO-Offload does not train with it either): "
+            "remove that setting, and engine.compile() compiles the model with torch.compile"
+        )
 
 
 def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
@@ -167,8 +178,8 @@ def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
     return inspect.unwrap(kind.step) in ours
 
 
-def _refuse(settings: Mapping[str, Any]) -> None:
-    if found := [name for name, given in settings.items() if given]:
+def _refuse(*refusals: Refusal) -> None:
+    if found := [f"{each.setting} ({each.reason})" for each in refusals if each.given]:
         raise ConfigError(
             f"zero_optimization.zenflow does not support {' and '.join(found)}: "
             "remove that setting or the zenflow section"

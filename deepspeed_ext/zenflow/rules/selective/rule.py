@@ -107,9 +107,9 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     def write_weights(self, plan: SelectivePlan) -> None:
         """Write the weights of cold blocks, if the worker's result has arrived, then the weights of hot blocks."""
         chosen: list[torch.Tensor] = []
-        for state in self.states if plan.selects else ():  # all ranks have just waited together, so none has failed
-            assert state.scores is not None, "a step that selects waits first"
-            chosen.append(select(state.scores, self._settings.topk_ratio, self._ranks, self._link.keeping))
+        for partition, state in zip(self._partitions, self.states, strict=True) if plan.selects else ():
+            assert state.scores is not None, "a step that selects waits first, so no rank has failed"
+            chosen.append(select(state.scores, self._settings.topk_ratio, partition.ranks, self._link.keeping))
         with self._link.keeping():
             for partition, state in zip(self._partitions, self.states, strict=True):
                 if plan.waits:
