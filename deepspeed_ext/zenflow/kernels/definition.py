@@ -17,6 +17,7 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 
 __all__ = ["CLAMP", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
 
@@ -142,6 +143,21 @@ class HotConstants:
     eps: float
     l2: float
     decay: float
+
+    @classmethod
+    def of(cls, step: AdamStep, grad_scale: float) -> HotConstants:
+        """The numbers of `step`, whose own factor of the gradient is not used."""
+        return cls(
+            grad_scale=grad_scale,
+            lr=step.lr,
+            beta1=step.beta1,
+            weight1=1.0 - step.beta1,
+            beta2=step.beta2,
+            weight2=1.0 - step.beta2,
+            eps=step.eps,
+            l2=0.0 if step.decoupled else step.weight_decay,
+            decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
+        )
 
 
 def bias_corrections(updates: torch.Tensor, constants: HotConstants) -> tuple[torch.Tensor, torch.Tensor]:

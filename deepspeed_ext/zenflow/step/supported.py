@@ -60,7 +60,6 @@ def require_section(section: Any) -> None:
         {
             "stage = 0": section.stage == 0,
             'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
             "offload_optimizer.super_offload": offload is not None and offload.super_offload,
             "offload_param": offload_param is not None and offload_param.device != "none",
             "elastic_checkpoint": section.elastic_checkpoint,
