@@ -30,13 +30,15 @@ class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
 
 
 class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
-    """DeepSpeed's ``offload_optimizer`` section, in which ``ratio`` may be "auto"."""
+    """DeepSpeed's ``offload_optimizer`` section, in which ``ratio`` may be "auto" or, with the same meaning, "fit":
+    Accelerate refuses an "auto" that it does not fill in itself."""
 
     _chooses_ratio: bool = PrivateAttr(False)
 
     def __init__(self, **data: Any) -> None:
-        super().__init__(**data)  # it drops each value that is "auto"
-        self._chooses_ratio = data.get("ratio") == "auto"
+        chooses_ratio = data.get("ratio") in ("auto", "fit")
+        super().__init__(**{name: value for name, value in data.items() if name != "ratio" or not chooses_ratio})
+        self._chooses_ratio = chooses_ratio
 
     @property
     def host_share(self) -> float | None:
