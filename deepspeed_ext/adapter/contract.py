@@ -37,8 +37,10 @@ Member = str | Takes
 
 _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     "_restore_from_bit16_weights": "(self)",
+    "backward_prologue": "(self)",
     "check_overflow": "(self, partition_gradients)",
     "destroy": "(self)",
+    "exit_backward": "(self)",
     "get_grad_norm_direct": "(self, gradients, params, norm_type)",
     "initialize_optimizer_states": "(self)",
     "load_state_dict": (
@@ -83,7 +85,11 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "register_host_memory": "(self, address, num_bytes)",
         "unregister_host_memory": "(self, address)",
     },
-    "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {"adam_w_mode": ASSIGNED},
+    "deepspeed.ops.adam": {"DeepSpeedCPUAdam": EXISTS},
+    "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {
+        "__init__": Takes(("bias_correction", "adamw_mode", "fp32_optimizer_states", "weight_decay")),
+        "adam_w_mode": ASSIGNED,
+    },
     "deepspeed.ops.adam.fused_adam:FusedAdam": {"adam_w_mode": ASSIGNED},
     "deepspeed.ops.op_builder.builder:OpBuilder": {"jit_load": "(self, verbose)", "name": ASSIGNED},
     "deepspeed.comm.torch": {"build_shm_op": "()"},
@@ -100,6 +106,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_backward_post_hook": "(self)",
         "_backward_prologue": "(self)",
         "_configure_checkpointing": "(self)",
+        "_configure_basic_optimizer": "(self, model_parameters)",
         "_configure_optimizer": "(self, client_optimizer, model_parameters)",
         "_configure_zero_optimizer": "(self, optimizer)",
         "_copy_recovery_script": "(self, save_path)",
@@ -125,7 +132,6 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "bfloat16_enabled": "(self)",
         "destroy": "(self)",
         "forward": "(self, inputs, kwargs)",
-        "get_optimizer_configuration": "(self, optimizer_parameters, adam_w_mode, allow_legacy_fallback)",
         "gradient_accumulation_steps": "(self)",
         "is_gradient_accumulation_boundary": "(self)",
         "managed_gradient_accumulation": "(self)",

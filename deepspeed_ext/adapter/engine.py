@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from deepspeed_ext.adapter.construction import builders, built_together
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter.held_optimizers import held_optimizers
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of, section_in_use
-from deepspeed_ext.adapter.resharding import LoadingRun
+from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
-from deepspeed_ext.adapter.step_report import report_step
+from deepspeed_ext.adapter.step import Step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
@@ -34,7 +36,6 @@ from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import as_torch_adam
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
@@ -113,11 +114,9 @@ class Engine(DeepSpeedEngine):
     def _create_module_forward_post_hook(self) -> Any:
         return DeepSpeedEngine._create_module_forward_post_hook(self if self._zenflow is None else WeakEngine(self))
 
-    def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
-        if self._zenflow is not None:  # it only holds hyperparameters: avoid compiling CPU Adam
-            optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
-            as_torch_adam(optimizer_parameters)
-        return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
+        with swapped(*(held_optimizers() if self._zenflow is not None else ())):
+            return super()._configure_basic_optimizer(model_parameters)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -181,24 +180,24 @@ class Engine(DeepSpeedEngine):
         """Run the module.
 
         Raises:
-            StateError: its weights are on the host, or an exception interrupted the last step.
+            StateError: its weights are on the host, or a step, a backward pass or a load was broken off.
         """
-        self._require_states_here(OffloadStateTypeEnum.lp_params)
+        self._require(ZenFlowStepping.require_states_here, OffloadStateTypeEnum.lp_params)
         return super().forward(*inputs, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: `offload_states` was called and `reload_states` was not, or an exception interrupted the last
-                step.
+            StateError: states are on the host, or a step, a backward pass or a load was broken off.
         """
-        self._require_states_here()
-        return super().backward(*args, **kwargs)
+        self._require(ZenFlowStepping.require_states_here)
+        with self._whole(Step.of_backward):
+            return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
-        """Called first in a backward pass, also in ``loss.backward()``."""
-        self._require_states_here()
+        """Called first in a backward pass, also in ``loss.backward()``, once for each `forward` behind the loss."""
+        self._require(ZenFlowStepping.require_saveable)
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -208,25 +207,25 @@ class Engine(DeepSpeedEngine):
             CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
             StateError: see `backward`.
         """
-        self._require_states_here()
+        self._require(ZenFlowStepping.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        with self._whole_step():
+        with self._whole(Step.of_engine):
             super().step(lr_kwargs)
         if ends_step:
             self._parts.saver.after_step()
 
-    def _whole_step(self) -> AbstractContextManager[None]:
-        return self.optimizer.engine_step() if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
-
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        with self._whole_step():  # pipelines call this alone
+        with self._whole(Step.of_engine):  # pipelines call this alone
             super()._take_model_step(lr_kwargs)
-        adam = self._parts.adam
-        with nullcontext() if adam is None else adam.link.keeping():
-            self._parts.refresh_cores()
-            if adam is not None and self.global_rank == 0:
-                logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
-                report_step(adam.measurements(), self.monitor, self.global_samples, logs=logs)
+        logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
+        self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
+
+    def _whole(self, work: Callable[[Step], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+        return work(self.optimizer.progress) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+
+    def _require(self, check: Callable[..., None], *states: Any) -> None:
+        if isinstance(self.optimizer, ZenFlowStepping):
+            check(self.optimizer, *states)
 
     # -- states on the host -------------------------------------------------------------------------------------------
 
@@ -238,14 +237,12 @@ class Engine(DeepSpeedEngine):
             OutOfMemoryError: with ZenFlow, on every rank, if any rank's host has no memory for them; all states,
                 including those offloaded before, are on the accelerator again.
         """
-        theirs = super().offload_states
+        theirs = partial(super().offload_states, include, *args, **kwargs)
         if not isinstance(self.optimizer, ZenFlowStepping):
-            theirs(include, *args, **kwargs)
+            theirs()
             return
         try:
-            self._parts.offloader.offload(
-                lambda: theirs(include, *args, **kwargs), self.module, self.optimizer, self._world()
-            )
+            self._parts.offloader.offload(theirs, self.module, self.optimizer, self._world())
         except Exception:
             self.reload_states()
             raise
@@ -261,15 +258,11 @@ class Engine(DeepSpeedEngine):
             OutOfMemoryError: with ZenFlow, on every rank, if any accelerator has no memory for them; free some and call
                 this again.
         """
-        theirs = super().reload_states
+        theirs = partial(super().reload_states, *args, **kwargs)
         if not isinstance(self.optimizer, ZenFlowStepping):
-            theirs(*args, **kwargs)
+            theirs()
             return
-        self._parts.offloader.reload(lambda: theirs(*args, **kwargs), self._world())
-
-    def _require_states_here(self, *states: Any) -> None:
-        if isinstance(self.optimizer, ZenFlowStepping):
-            self.optimizer.require_states_here(*states)
+        self._parts.offloader.reload(theirs, self._world())
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -288,7 +281,7 @@ class Engine(DeepSpeedEngine):
                 With ``async_save``, a later step, save or load raises it, or `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
-        self._require_states_here()
+        self._require(ZenFlowStepping.require_saveable)
         self._parts.settle()
         client_state = {} if client_state is None else client_state
         with self._parts.saver.saving(save_latest) as save_latest:
@@ -317,12 +310,13 @@ class Engine(DeepSpeedEngine):
             CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load another checkpoint
                 before training on.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
+            StateError: a step or a backward pass was broken off, or states are on the host.
         """
-        self._require_states_here()
+        self._require(ZenFlowStepping.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
-        with self._parts.resharder.loading(self._loading_run()):
+        with self._whole(Step.of_load), self._parts.resharder.loading(self._loading_run()):
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _loading_run(self) -> LoadingRun:
@@ -352,13 +346,16 @@ class Engine(DeepSpeedEngine):
         )
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
-        resharder = self._parts.resharder
-        if (opened := resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
+        if only_weights(how):  # after a load that was broken off, the rest must be loaded too
+            self._require(ZenFlowStepping.require_states_here)
+        if self.load_universal_checkpoint():  # changes counters first
+            self._require(ZenFlowStepping.load_begins)
+        if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
         with swapped(Swap(self, "checkpoint_engine", opened)):
-            result = super()._load_checkpoint(load_dir, tag, **resharder.with_optimizer(how))
+            result = super()._load_checkpoint(load_dir, tag, **self._parts.resharder.with_optimizer(how))
         self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
-        return resharder.finish(result, how)
+        return self._parts.resharder.finish(result, how)
 
     def zero_load_from_fp32_weights(self) -> bool:
         """Also true if the weights cannot give p; see `Resharder.loads_fp32`."""
@@ -371,6 +368,7 @@ class Engine(DeepSpeedEngine):
     def load_module_state_dict(
         self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
     ) -> None:
+        self._require(ZenFlowStepping.load_begins)
         theirs = super().load_module_state_dict
         self._parts.resharder.load_model(
             lambda: theirs(checkpoint, strict, custom_load_fn, *args, **kwargs), checkpoint, strict

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from deepspeed_ext.adapter.offloading import Offloader
 from deepspeed_ext.adapter.resharding import Resharder
 from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.adapter.step_report import report_step
 from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
 from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
@@ -176,11 +177,18 @@ class Parts:
 
     # -- while it trains ----------------------------------------------------------------------------------------------
 
-    def refresh_cores(self) -> None:
-        """Bind the threads that backends and autograd started during the first step."""
-        if self.binding is not None and not self._cores_refreshed:
-            self._cores_refreshed = True
-            self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
+    def after_model_step(self, monitor: Any, samples: int, logs: bool) -> None:
+        """Report a step; after the first one, bind the threads that backends and autograd started in it.
+
+        Args:
+            monitor, samples, logs: see `report_step`; without a monitor, nothing is reported.
+        """
+        with nullcontext() if self.adam is None else self.adam.link.keeping():
+            if self.binding is not None and not self._cores_refreshed:
+                self._cores_refreshed = True
+                self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
+            if self.adam is not None and monitor is not None:
+                report_step(self.adam.measurements(), monitor, samples, logs=logs)
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A

@@ -33,7 +33,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
-__all__ = ["LoadingRun", "Resharder"]
+__all__ = ["LoadingRun", "Resharder", "only_weights"]
 
 
 class _OpenedFile(TorchCheckpointEngine):
@@ -144,16 +144,16 @@ class Resharder:
         Raises:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be read.
         """
-        self._resharding = self._planned(folder, _only_weights(how), how["custom_load_fn"])
+        self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
         return None if self._resharding is None else self._resharding.files
 
-    def _planned(self, folder: str, only_weights: bool, custom_load_fn: Any) -> Resharding | None:
+    def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
         run = self._loading
         if not run.can_reshard:
             return None
         found = None
         with together(run.ranks, CheckpointError):
-            found = self._differing(folder, only_weights)
+            found = self._differing(folder, without_state)
         if run.ranks.all(found is None):
             return None
         with together(run.ranks, CheckpointError):
@@ -175,14 +175,14 @@ class Resharder:
             )
         return found
 
-    def _differing(self, folder: str, only_weights: bool) -> Resharding | None:
+    def _differing(self, folder: str, without_state: bool) -> Resharding | None:
         """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports better why it cannot."""
         if not holds_partitions(folder):
             return None
         run = self._loading
         target, saved = target_of(run.optimizer, run.shapes()), SavedCheckpoint(folder)
         same_kind = saved.ranks == target.ranks and saved.has_whole_weights != run.partitions_weights
-        if only_weights and (same_kind or (saved.has_whole_weights and not run.partitions_weights)):
+        if without_state and (same_kind or (saved.has_whole_weights and not run.partitions_weights)):
             return None
         if same_kind and saved.several:
             self._require_newer(saved)
@@ -301,7 +301,7 @@ class Resharder:
         """Load p if DeepSpeed did not; return DeepSpeed's `result`. A collective."""
         resharding = self._resharding
         assert resharding is not None
-        if _only_weights(how):
+        if only_weights(how):
             with together(self._loading.ranks, CheckpointError):
                 self._loading.open_masters()
                 load_masters(resharding.saved, resharding.target)
@@ -316,5 +316,6 @@ class Resharder:
             target.write_weights()
 
 
-def _only_weights(how: Mapping[str, Any]) -> bool:
+def only_weights(how: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's ``_load_checkpoint``, called with `how`, loads no optimizer state."""
     return bool(how["load_module_only"] or not how["load_optimizer_states"])

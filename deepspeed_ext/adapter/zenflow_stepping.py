@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,9 +122,22 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
-    def engine_step(self) -> AbstractContextManager[None]:
-        """Context of DeepSpeed's engine while it steps; see `Step.of_engine`."""
-        return self._step.of_engine()
+    @property
+    def progress(self) -> Step:
+        """What the engine wraps around its steps, backward passes and loads."""
+        return self._step
+
+    def load_begins(self) -> None:
+        """Called before a load writes anything; see `Step.load_begins`."""
+        self._step.load_begins()
+
+    def backward_prologue(self) -> None:
+        self._step.backward_begins()
+        super().backward_prologue()
+
+    def exit_backward(self) -> None:
+        super().exit_backward()
+        self._step.backward_ends()
 
     def step(self, closure: Any = None) -> None:
         adam, masters = self.zenflow_adam, self._masters
@@ -190,7 +203,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             receiver.release()
         if OffloadStateTypeEnum.optim_states in wanted:
             self.zenflow_adam.offload()
-            self._step.phase = StepPhase.AWAY
+            self._step.states_away()
         wanted -= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
         super().offload_states(wanted, device, pin_memory, non_blocking)
 
@@ -200,14 +213,30 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._step.states_back()
 
     def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not interrupted.
+        """Check that nothing is offloaded, or that none of `states` is, and that nothing was broken off.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as Ctrl-C
-                interrupted a step: weights, optimizer, gradients, scheduler and counters may be updated in part.
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as Ctrl-C has
+                broken off a step, a backward pass or a load.
         """
+        self._require_whole()
+        self._require_here(states)
+
+    def require_saveable(self) -> None:
+        """Like `require_states_here`, but a backward pass may be broken off: it changes nothing that is saved."""
+        self._require_whole(StepPhase.BACKWARD)
+        self._require_here(())
+
+    def require_loadable(self) -> None:
+        """Like `require_states_here`, but a load may be broken off: another one writes everything that it has."""
+        self._require_whole(StepPhase.LOADING)
+        self._require_here(())
+
+    def _require_whole(self, *unless: StepPhase) -> None:
         if not self.zenflow_adam.link.failed:  # otherwise all ranks get its error
-            self._step.require_whole()
+            self._step.require_whole(*unless)
+
+    def _require_here(self, states: Sequence[Any]) -> None:
         is_away = self._step.phase is StepPhase.AWAY
         away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if is_away else set())
         if away := away.intersection(states or away):

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from deepspeed_ext import config, errors
+from deepspeed_ext import autoload, config, errors
 from deepspeed_ext.commands import main
 from tests.support.paths import ROOT
 
@@ -55,8 +55,8 @@ COMMANDS = {
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick --ranks"
     " --update-interval",
 }
-VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL DSEXT_VERIFY_MARK"
-VARIABLES += " DSEXT_VERIFY_PARENT"
+VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
+VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -91,6 +91,11 @@ def test_names_of_commands_and_options() -> None:
 def test_the_console_script() -> None:
     (script,) = entry_points(group="console_scripts", name="deepspeed-ext")
     assert script.load() is main.main
+
+
+def test_the_entry_point_that_torch_calls() -> None:
+    (entry,) = entry_points(group="torch.backends", name="deepspeed_ext")
+    assert entry.load() is autoload.autoload
 
 
 def test_names_of_variables() -> None:

@@ -50,6 +50,7 @@ class StepValues(SavedValues):
     decoupled: bool
     step: Positive
     grad_scale: FiniteFloat
+    bias_correction: bool = True
 
     def make(self) -> AdamStep:
         """Build the `AdamStep`."""

@@ -117,7 +117,7 @@ class AcceleratorShare:
         p, m, v = self._parts[index].state
         if p.numel():
             updates = self._updates[: len(p)].fill_(step.step)
-            kernels.hot_step(p, m, v, grad.view_as(p), updates, kernels.HotConstants.of(step, step.grad_scale))
+            kernels.hot_step(p, m, v, grad.view_as(p), updates, kernels.HotConstants.of(step))
             weights.copy_(p.view(-1))
 
     # -- outside of a step ----------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class OffloadedAdam:
                 grad = grad.to(slot.dtype)
             ready = transfers.ready()
             partition.collected.append(step)
-            self.rule.step_partition(plan, partition, grad, grad_scale)
+            self.rule.step_partition(plan, partition, grad)
             transfers.take(index, grad, slot, ready)
             self._metrics.bytes_down += slot.nbytes
             if plan.waits_last:  # the worker steps this partition while the next gradient is prepared

@@ -16,35 +16,16 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 
 __all__ = [
-    "as_torch_adam",
-    "is_decoupled",
+    "DEEPSPEED_ADAMS",
+    "require_adam",
     "require_group_timeout",
     "require_publishable",
     "require_section",
     "require_shared_folder",
     "require_supported",
-    "DEEPSPEED_ADAMS",
 ]
 
 DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
-_VARIANTS = {"amsgrad": False, "maximize": False, "bias_correction": True}
-"""Fields of a parameter group, each with the only value that the worker supports."""
-
-
-def as_torch_adam(parameters: dict[str, Any]) -> None:
-    """Change ``optimizer.params`` of a config, in place, so that DeepSpeed builds torch's Adam with the same meaning.
-
-    Raises:
-        ConfigError: ``bias_correction`` is false.
-    """
-    if parameters.get("torch_adam"):
-        return
-    parameters["torch_adam"] = True
-    parameters.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own Adams; torch's AdamW has 0.01
-    if not parameters.pop("bias_correction", True):  # only DeepSpeed's own Adams have it
-        raise ConfigError(
-            "zero_optimization.zenflow does not support optimizer.params.bias_correction = false: remove it"
-        )
 
 
 def require_section(section: Any) -> None:
@@ -147,11 +128,11 @@ def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) 
         )
 
 
-def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the user's optimizer is AdamW (True) or Adam with L2 regularization (False).
+def require_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Check the user's optimizer; return whether its groups decouple weight decay (AdamW) unless they say otherwise.
 
     Raises:
-        ConfigError: it is neither, or uses a variant that the worker does not support.
+        ConfigError: it is neither Adam nor AdamW, or keeps state that the worker does not have.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.AdamW):
@@ -171,17 +152,11 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
             "own, which would never run: use Adam or AdamW, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
-        if bool(group.get("decoupled_weight_decay", decoupled)) is not decoupled and group.get("weight_decay"):
+        if group.get("amsgrad"):
             raise ConfigError(
-                f"zero_optimization.zenflow does not support decoupled_weight_decay={not decoupled} in parameter group "
-                f"{index} of {name}, which has {decoupled} elsewhere: use one value for all groups"
+                f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter group {index} of "
+                f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: set it to False"
             )
-        for variant, expected in _VARIANTS.items():
-            if bool(group.get(variant, expected)) is not expected:
-                raise ConfigError(
-                    f"zero_optimization.zenflow does not support {variant}={group[variant]} "
-                    f"(parameter group {index} of {name}): set it to {expected}"
-                )
     return decoupled
 
 

@@ -87,12 +87,12 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
-    def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
+    def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor) -> None:
         state = self.states[partition.index]
         if plan.applies:
             self._take_published(partition)
         if state.hot is not None:
-            stepped = state.hot.step(state.hot.blocks.take(grad), grad_scale, partition.collected[-1])
+            stepped = state.hot.step(state.hot.blocks.take(grad), partition.collected[-1])
             state.hot_weights = stepped.to(partition.weights().dtype)
         if plan.selects:
             state.scores = scores(grad, self.block_size)
