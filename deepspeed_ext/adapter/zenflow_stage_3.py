@@ -162,7 +162,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         states = self.zenflow_adam.states
         super()._adopt_state()
         self._clear_padding([[state.master.data, state.exp_avg, state.exp_avg_sq] for state in states])
-        self.zenflow_adam.take_share()
+        if (share := self.zenflow_adam.share) is not None:
+            share.take()
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
         section = super()._read_saved_state(state_dict_list)

@@ -31,6 +31,7 @@ from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.rules.predictive import probe
+from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -105,7 +106,18 @@ class HostBytes(LiveBytes):
 
             return make
 
-        with patch.object(Arena, "tensor", seen(Arena.tensor)), patch.object(Arena, "whole", seen(Arena.whole)), self:
+        show = AcceleratorShare.show
+
+        def shown(share: AcceleratorShare) -> None:
+            show(share)
+            self.see_arenas()
+
+        with (
+            patch.object(Arena, "tensor", seen(Arena.tensor)),
+            patch.object(Arena, "whole", seen(Arena.whole)),
+            patch.object(AcceleratorShare, "show", shown),
+            self,
+        ):
             yield self
 
     def see_arenas(self) -> None:
@@ -114,7 +126,7 @@ class HostBytes(LiveBytes):
             grown = resident_bytes(arena) - before
             self._arenas[arena] += grown
             self.live["host"] += grown
-            self.peak["host"] += max(0, grown)
+            self.peak["host"] = max(self.peak["host"], self.live["host"])
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

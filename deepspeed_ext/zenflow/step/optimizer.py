@@ -98,7 +98,7 @@ class OffloadedAdam:
                 self.link.wait()  # no collective, because other ranks may not be exposed
                 with self.link.keeping():
                     self.link.phase = UpdatePhase.READ
-                    self.take_share()
+                    self._take_share()
                     self.rule.resume()
             if self.rule.schedule.plan().waits_first:
                 self._receive()
@@ -272,7 +272,7 @@ class OffloadedAdam:
         for partition in self.partitions:
             partition.collected.clear()
         self.rule.restart(updates)
-        self.take_share()
+        self._take_share()
         self.bind_state()
 
     # -- the share on the accelerator ------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class OffloadedAdam:
         share.step(index, grad[:numel], step, self.states[index].weights()[:numel])
         return grad[numel:]
 
-    def take_share(self) -> None:
+    def _take_share(self) -> None:
         """Take the accelerator's share of p, m and v from the host, where they were written."""
         if self.share is not None:
             self.share.take()

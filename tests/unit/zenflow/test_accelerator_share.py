@@ -22,6 +22,7 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
+from tests.support.state_access import looking_on
 from tests.support.zenflow import (
     RULES,
     full_masters_of,
@@ -32,7 +33,6 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 from tests.support.zenflow_runs import difference, with_and_without
-from tests.unit.zenflow.test_state_access import looking_on
 
 pytestmark = pytest.mark.sampled(3)
 
