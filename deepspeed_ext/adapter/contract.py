@@ -273,7 +273,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
         **_OF_BOTH_OPTIMIZERS,
-        "__init__": Takes(("module", "init_optimizer", *_BUILT_WITH)),
+        "__init__": Takes(("module", "init_optimizer", "offload_ratio", *_BUILT_WITH)),
         "_get_fp32_opt_state_partition": EXISTS,
         "_get_param_partition_rank": "(self, param)",
         "_optimizer_step": "(self, sub_group_id)",

@@ -131,7 +131,7 @@ class Engine(EngineSettings):
         ranks = builders(self.mpu)
         parts.bind_cores(settings, zenflow, self._world(), local_rank())
         with together(ranks, otherwise=None):
-            run = None if zenflow is None else self._zenflow_run(zenflow)
+            run = None if zenflow is None else self._zenflow_run(zenflow, settings.host_share)
             swaps = parts.optimizer_classes(settings, run, ranks, self.is_sanity_checks_enabled())
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
@@ -141,12 +141,12 @@ class Engine(EngineSettings):
             parts.attach_gather(self.module, settings, ranks, self.seq_data_parallel_group)
         return zero_optimizer
 
-    def _zenflow_run(self, zenflow: ZenFlowConfig) -> ZenFlowRun:
+    def _zenflow_run(self, zenflow: ZenFlowConfig, host_share: float | None) -> ZenFlowRun:
         groups = () if dist.get_world_size() == 1 else (None, self.seq_data_parallel_group)
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        return ZenFlowRun.of(zenflow, map(group_timeout_seconds, groups), steps)
+        return ZenFlowRun.of(zenflow, map(group_timeout_seconds, groups), steps, host_share)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()

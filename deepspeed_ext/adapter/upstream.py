@@ -66,6 +66,7 @@ __all__ = [
     "DeepSpeedHybridEngine",
     "DeepSpeedZenFlowConfig",
     "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
     "OffloadDeviceEnum",

@@ -82,7 +82,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if self._start.run.config.rule == "selective":
             self.hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
             exchange_instead(self)
-        self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
+        self.single_partition_of_fp32_groups = [state.master for state in self.zenflow_adam.states]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
         self.cpu_offload = False
@@ -140,9 +140,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return flat
 
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
-        """Lay out a group's gradient in its ring slot; None if the slot is not on the gradients' device."""
+        """Lay out a group's gradient in its ring slot; None if the slot is not on the gradients' device, or holds
+        only a part of it."""
         slot, end = self.zenflow_adam.coming_slot(group_idx), 0
-        if slot.device != torch.device(self.device):
+        if slot.device != torch.device(self.device) or slot.numel() != self._masters[group_idx].numel():
             return None
         for grad in self.averaged_gradients[group_idx]:
             begin, end = end, end + grad.numel()

@@ -101,9 +101,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         )
         scaler = self.torch_autocast_gradscaler
         self._autocast_scale = None if scaler is None else AutocastScale(scaler)
-        self._step = Step(
-            [GradientReceiver(partition.master.data, grad_dtype) for partition in self.zenflow_adam.partitions]
-        )
+        self._step = Step([GradientReceiver(state.master.data, grad_dtype) for state in self.zenflow_adam.states])
 
     @property
     @abstractmethod
@@ -316,7 +314,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             )
         if checkpoint.STATE_KEY not in state:
             return None
-        return read_saved_state(state[checkpoint.STATE_KEY], [p.master.numel() for p in self.zenflow_adam.partitions])
+        return read_saved_state(
+            state[checkpoint.STATE_KEY], [state.master.numel() for state in self.zenflow_adam.states]
+        )
 
     def _adopt_state(self) -> None:
         """Copy the moments and step count that DeepSpeed has loaded to the arena."""

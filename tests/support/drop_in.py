@@ -230,7 +230,7 @@ ROWS = (
     _offload("pipeline_read", True, WORKS, "of NVMe only"),
     _offload("pipeline_write", True, WORKS, "of NVMe only"),
     _offload("fast_init", True, WORKS, "of NVMe only"),
-    _offload("ratio", 0.5, REFUSED, "not built", (3,), "offload_optimizer.ratio", optimizer="DeepSpeedCPUAdam"),
+    _offload("ratio", 0.5, WORKS, "that share of every partition, at every stage", (3,), optimizer="DeepSpeedCPUAdam"),
     _offload("super_offload", True, REPLACED, "ZenFlow's optimizer process takes its place", (3,), instead={}),
     _offload("cpuadam_cores_perc", 0.5, WORKS, "of SuperOffload only; see `pt_reserved_cores`", stages=(3,)),
     # -- zero_optimization.offload_param ------------------------------------------------------------------------------

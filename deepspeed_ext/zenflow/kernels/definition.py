@@ -17,6 +17,7 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 
 __all__ = ["CLAMP", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
 
@@ -149,6 +150,24 @@ class HotConstants:
     def of_kernel(self) -> tuple[float, ...]:
         """All but those of the bias corrections, in order."""
         return astuple(self)[:-2]
+
+    @classmethod
+    def of(cls, step: AdamStep) -> HotConstants:
+        """The numbers of `step`."""
+        correction_beta1, correction_beta2 = step.correction_betas
+        return cls(
+            grad_scale=step.grad_scale,
+            lr=step.lr,
+            beta1=step.beta1,
+            weight1=1.0 - step.beta1,
+            beta2=step.beta2,
+            weight2=1.0 - step.beta2,
+            eps=step.eps,
+            l2=0.0 if step.decoupled else step.weight_decay,
+            decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
+            correction_beta1=correction_beta1,
+            correction_beta2=correction_beta2,
+        )
 
 
 def bias_corrections(updates: torch.Tensor, constants: HotConstants) -> tuple[torch.Tensor, torch.Tensor]:

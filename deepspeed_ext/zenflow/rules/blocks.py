@@ -144,28 +144,11 @@ class AdamBlocks:
         state_device, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
         updates.add_(1)
-        kernels.hot_step(p, m, v, grad, updates, _constants(step))
+        kernels.hot_step(p, m, v, grad, updates, kernels.HotConstants.of(step))
         if state_device != device:
             for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
                 own.copy_(new, non_blocking=True)
         return p
-
-
-def _constants(step: AdamStep) -> kernels.HotConstants:
-    correction_beta1, correction_beta2 = step.correction_betas
-    return kernels.HotConstants(
-        grad_scale=step.grad_scale,
-        lr=step.lr,
-        beta1=step.beta1,
-        weight1=1.0 - step.beta1,
-        beta2=step.beta2,
-        weight2=1.0 - step.beta2,
-        eps=step.eps,
-        l2=0.0 if step.decoupled else step.weight_decay,
-        decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
-        correction_beta1=correction_beta1,
-        correction_beta2=correction_beta2,
-    )
 
 
 @torch.no_grad()

@@ -72,7 +72,6 @@ def require_section(section: Any) -> None:
         Refusal(
             'offload_optimizer.device = "nvme"', offload is not None and offload.device == "nvme", "it is not built"
         ),
-        Refusal("offload_optimizer.ratio below 1", offload is not None and offload.ratio < 1, "it is not built"),
         Refusal("offload_param", offload_param is not None and offload_param.device != "none", "it is not built"),
         Refusal("compute_grad_norm = false", not section.compute_grad_norm, "DeepSpeed refuses it with CPU offload"),
     )

@@ -19,7 +19,6 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "overlap_lag": (2, {"zenflow": {"topk_ratio": 0.1, "update_interval": 1, "overlap_step": True, "overlap_lag": 2}}),
     "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
-    "offload_optimizer.ratio": (3, {"offload_optimizer": {**CPU, "ratio": 0.5}}),
     "offload_param": (3, {"offload_param": CPU}),
     "compute_grad_norm": (2, {"compute_grad_norm": False}),
 }
