@@ -108,5 +108,8 @@ setup(
             "coverage>=7",
         ],
     },
-    entry_points={"console_scripts": ["deepspeed-ext = deepspeed_ext.commands.main:main"]},
+    entry_points={
+        "console_scripts": ["deepspeed-ext = deepspeed_ext.commands.main:main"],
+        "torch.backends": ["deepspeed_ext = deepspeed_ext.autoload:autoload"],  # torch calls it when it is imported
+    },
 )

@@ -136,6 +136,8 @@ def warmup_cosine(total_steps: int) -> Callable[[int], float]:
 def build_engine(args: argparse.Namespace, shape: ModelConfig, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(args.seed)
     model = LanguageModel(shape)
+    if args.upstream:
+        deepspeed_ext.disable()  # in case of DSEXT_AUTOLOAD=1
     initialize = deepspeed.initialize if args.upstream else deepspeed_ext.initialize
     engine, *_ = initialize(
         model=model,

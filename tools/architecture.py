@@ -27,7 +27,7 @@ def module_name(path: Path) -> str:
 
 
 def folder_of(module: str) -> str:
-    """The folder of a module; ``""`` for the package itself, and for `errors`, which stands beside the folders."""
+    """The folder of a module; ``""`` for the package itself, and for the modules that stand beside the folders."""
     return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
 
 

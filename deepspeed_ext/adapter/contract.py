@@ -37,8 +37,10 @@ Member = str | Takes
 
 _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     "_restore_from_bit16_weights": "(self)",
+    "backward_prologue": "(self)",
     "check_overflow": "(self, partition_gradients)",
     "destroy": "(self)",
+    "exit_backward": "(self)",
     "get_grad_norm_direct": "(self, gradients, params, norm_type)",
     "initialize_optimizer_states": "(self)",
     "load_state_dict": (
@@ -59,12 +61,10 @@ _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     "offloaded_states": ASSIGNED,
     "optimizer": ASSIGNED,
     "overflow": ASSIGNED,
+    "torch_autocast_gradscaler": ASSIGNED,
 }
 
 _BUILT_WITH = (
-    "bf16_master_weights_and_gradients",
-    "bf16_optimizer_states",
-    "fp16_master_weights_and_gradients",
     "gradient_accumulation_dtype",
     "gradient_accumulation_steps",
     "offload_optimizer_config",
@@ -72,6 +72,7 @@ _BUILT_WITH = (
 
 CONTRACT: dict[str, dict[str, Member]] = {
     "deepspeed": {
+        "DeepSpeedConfig": EXISTS,
         "DeepSpeedEngine": EXISTS,
         "DeepSpeedHybridEngine": EXISTS,
         "PipelineEngine": EXISTS,
@@ -83,7 +84,11 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "register_host_memory": "(self, address, num_bytes)",
         "unregister_host_memory": "(self, address)",
     },
-    "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {"adam_w_mode": ASSIGNED},
+    "deepspeed.ops.adam": {"DeepSpeedCPUAdam": EXISTS},
+    "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {
+        "__init__": Takes(("bias_correction", "adamw_mode", "fp32_optimizer_states", "weight_decay")),
+        "adam_w_mode": ASSIGNED,
+    },
     "deepspeed.ops.adam.fused_adam:FusedAdam": {"adam_w_mode": ASSIGNED},
     "deepspeed.ops.op_builder.builder:OpBuilder": {"jit_load": "(self, verbose)", "name": ASSIGNED},
     "deepspeed.comm.torch": {"build_shm_op": "()"},
@@ -100,6 +105,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_backward_post_hook": "(self)",
         "_backward_prologue": "(self)",
         "_configure_checkpointing": "(self)",
+        "_configure_basic_optimizer": "(self, model_parameters)",
         "_configure_optimizer": "(self, client_optimizer, model_parameters)",
         "_configure_zero_optimizer": "(self, optimizer)",
         "_copy_recovery_script": "(self, save_path)",
@@ -118,15 +124,20 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_load_zero_checkpoint": "(self, load_dir, tag, load_optimizer_states)",
         "_refine_include_states": "(self, include)",
         "_save_checkpoint": EXISTS,
+        "_save_moe_checkpoint": EXISTS,
         "_save_zero_checkpoint": EXISTS,
         "_set_distributed_vars": "(self, args)",
         "_take_model_step": "(self, lr_kwargs)",
         "backward": "(self, loss, retain_graph, scale_wrt_gas)",
+        "bf16_master_weights_and_gradients": "(self)",
+        "bf16_optimizer_states": "(self)",
         "bfloat16_enabled": "(self)",
+        "compile": Takes(("backend", "compile_kwargs")),
         "destroy": "(self)",
         "forward": "(self, inputs, kwargs)",
-        "get_optimizer_configuration": "(self, optimizer_parameters, adam_w_mode, allow_legacy_fallback)",
+        "fp16_master_weights_and_gradients": "(self)",
         "gradient_accumulation_steps": "(self)",
+        "is_deepcompile_enabled": "(self)",
         "is_gradient_accumulation_boundary": "(self)",
         "managed_gradient_accumulation": "(self)",
         "is_sanity_checks_enabled": "(self)",
@@ -142,10 +153,12 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "save_checkpoint": "(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
         "step": "(self, lr_kwargs)",
         "steps_per_print": "(self)",
+        "super_offload": "(self)",
         "use_node_local_storage": "(self)",
         "wall_clock_breakdown": "(self)",
         "zenflow_config": "(self)",
         "zero_cpu_offload": "(self)",
+        "zero_elastic_checkpoint": "(self)",
         "zero_force_ds_cpu_optimizer": "(self)",
         "zero_load_from_fp32_weights": "(self)",
         "zero_nvme_offload_optimizer": "(self)",
@@ -169,7 +182,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "seq_dp_world_size": ASSIGNED,
         "training_dataloader": ASSIGNED,
     },
-    "deepspeed.runtime.config:DeepSpeedConfig": {"zero_config": ASSIGNED},
+    "deepspeed.runtime.config:DeepSpeedConfig": {"_do_error_check": "(self)", "zero_config": ASSIGNED},
     "deepspeed.monitor.monitor:MonitorMaster": {"write_events": "(self, event_list)", "enabled": ASSIGNED},
     "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator": {"is_fp16_supported": "(self)"},
     "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": {
@@ -260,7 +273,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
         **_OF_BOTH_OPTIMIZERS,
-        "__init__": Takes(("module", "init_optimizer", *_BUILT_WITH)),
+        "__init__": Takes(("module", "init_optimizer", "offload_ratio", *_BUILT_WITH)),
         "_constant_buffered_norm2": Takes(("input",)),
         "_finalize_offload_gradient_accumulation": "(self)",
         "_get_fp32_grad_state_partition": "(self, param, release_swap_buffers)",

@@ -53,7 +53,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         **kwargs: Any,
     ) -> None:
         self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
-        self._prepare(start, init_optimizer.param_groups, kwargs)
+        self._prepare(start, kwargs)
+        kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
         if self.offload_param:
             self._host_gradients = HostGradients(
@@ -71,13 +72,13 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self._start_instead()
 
     def _start_instead(self) -> None:
+        self._clear_padding([[master.data] for master in self.fp32_partitioned_groups_flat])
         self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
-        self.fp32_partitioned_groups_flat = [p.master for p in self.zenflow_adam.partitions]
+        self.fp32_partitioned_groups_flat = [state.master for state in self.zenflow_adam.states]
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
-        self._clear_padding()
         if self.offload_param:
             self.offload_optimizer_pin_memory = self._pins_sums and self._sums_apart
             return
@@ -102,16 +103,16 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         size = param.partition_numel()
         return min(max(param.ds_numel - self._get_param_partition_rank(param) * size, 0), size)
 
-    def _clear_padding(self) -> None:
-        """Zero the padding of parameters whose size is not divisible by the number of ranks. DeepSpeed leaves it
-        uninitialized; a NaN there would spread through the mean of v to the parameters that share its block."""
-        partitions = zip(self.fp16_groups, self.fp16_partitioned_groups_flat, self.zenflow_adam.partitions, strict=True)
-        for group, weights, partition in partitions:
-            flats = (weights, partition.master.data, partition.exp_avg, partition.exp_avg_sq)
+    def _clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Zero the padding of parameters whose size is not divisible by the number of ranks, in the weights and in
+        `states`, for each partition. DeepSpeed leaves it uninitialized; a NaN there would spread through the mean of v
+        to the parameters that share its block."""
+        partitions = zip(self.fp16_groups, self.fp16_partitioned_groups_flat, states, strict=True)
+        for group, weights, state in partitions:
             end = 0
             for param in group:
                 begin, end = end, end + param.partition_numel()
-                for flat in flats:
+                for flat in (weights, *state):
                     flat.data[begin + self._held_numel(param) : end].zero_()
 
     # -- gradients on the host ------------------------------------------------------------------------------------
@@ -279,8 +280,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         return state
 
     def _adopt_state(self) -> None:
+        states = self.zenflow_adam.states
         super()._adopt_state()
-        self._clear_padding()
+        self._clear_padding([[state.master.data, state.exp_avg, state.exp_avg_sq] for state in states])
+        if (share := self.zenflow_adam.share) is not None:
+            share.take()
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
         section = super()._read_saved_state(state_dict_list)
@@ -295,7 +299,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             super()._rigid_load_state_dict(*args, **kwargs)
 
     def _refresh_weights(self, saved: SavedState | None) -> None:
-        masters = [partition.master for partition in self.zenflow_adam.partitions]
+        masters = [state.master for state in self.zenflow_adam.states]
         values = masters if saved is None or saved.weights is None else saved.weights
         for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
             flat.data.copy_(value.data)
@@ -313,7 +317,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         collective; do not step inside."""
         self._drain_together()
         predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
-        self._write_weights([partition.master for partition in self.zenflow_adam.partitions])
+        self._write_weights([state.master for state in self.zenflow_adam.states])
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 from typing import Literal
 
 import psutil
@@ -316,6 +317,22 @@ def check_openmp() -> Check:
     return _ok("openmp", f"OMP_NUM_THREADS={threads}" if threads else "no variable set")
 
 
+def check_autoload() -> Check:
+    setting, of_torch = os.environ.get("DSEXT_AUTOLOAD", ""), os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if setting in ("", "0"):
+        return _ok("autoload", "off: scripts call enable(), or are started by deepspeed-ext run")
+    if setting != "1":
+        return _warning("autoload", f"off: DSEXT_AUTOLOAD={setting}", "set it to 1, or to 0")
+    if of_torch != "1":
+        remedy = "unset it, or call enable(), or start with deepspeed-ext run"
+        return _warning("autoload", f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} ends DSEXT_AUTOLOAD=1", remedy)
+    if not entry_points(group="torch.backends", name="deepspeed_ext"):
+        return _problem(
+            "autoload", "off: this installation has no entry point for torch", "install deepspeed_ext again"
+        )
+    return _ok("autoload", "on: every import of DeepSpeed enables the extension")
+
+
 def check_launcher() -> Check:
     bound = _extent_of_the_mask()
     try:
@@ -363,6 +380,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_cores,
     check_binding,
     check_openmp,
+    check_autoload,
     check_launcher,
     check_tuning,
 )

@@ -339,6 +339,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    os.environ.pop("DSEXT_AUTOLOAD", None)  # its ranks enable the extension themselves, or train without it
     with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
         from deepspeed_ext.commands.verify.command import run_from_cli
 

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from deepspeed_ext import config, errors
+from deepspeed_ext import autoload, config, errors
 from deepspeed_ext.commands import main
 from tests.support.paths import ROOT
 
@@ -39,7 +39,8 @@ FIELDS = {
     "ZeroFields": "core_binding flatten_reserve_fraction flatten_tier stage3_allgather_single_param"
     " stage3_single_param_min_numel zenflow",
     "CoreBindingConfig": "dry_run enabled optimizer_cores use_tuning_result",
-    "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds hide_transfers offload overlap_lag"
+    "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds hide_transfers offload"
+    " offload_reserve_fraction overlap_lag"
     " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype select_block_size"
     " select_interval select_strategy topk_ratio update_interval update_rule worker_timeout_seconds",
 }
@@ -55,8 +56,8 @@ COMMANDS = {
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick --ranks"
     " --update-interval",
 }
-VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL DSEXT_VERIFY_MARK"
-VARIABLES += " DSEXT_VERIFY_PARENT"
+VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
+VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -91,6 +92,11 @@ def test_names_of_commands_and_options() -> None:
 def test_the_console_script() -> None:
     (script,) = entry_points(group="console_scripts", name="deepspeed-ext")
     assert script.load() is main.main
+
+
+def test_the_entry_point_that_torch_calls() -> None:
+    (entry,) = entry_points(group="torch.backends", name="deepspeed_ext")
+    assert entry.load() is autoload.autoload
 
 
 def test_names_of_variables() -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed_ext.commands.memory.parts import Part, Phase, largest
-from deepspeed_ext.commands.memory.rules import bytes_of
+from deepspeed_ext.commands.memory.rules import bytes_of, share_step_bytes
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
 from deepspeed_ext.zenflow.transfers.device_sizes import landing_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import arena_specs
+from deepspeed_ext.zenflow.worker.sizes import accelerator_share_bytes, arena_specs
 
 __all__ = ["accelerator_parts"]
 
@@ -23,6 +23,7 @@ NORM_BYTES = 8
 """Bytes per element in DeepSpeed's norm of a gradient, which is computed in fp64."""
 
 MOMENTS = ("moment m", "moment v")
+SHARE = "optimizer's share"
 Parts = tuple[Part, ...]
 
 
@@ -82,19 +83,22 @@ class _Accelerator:
         return held + (self.zenflow() if self.setup.zenflow is not None and not self.on_host else [])
 
     def zenflow(self) -> list[Part]:
-        """Landing buffers and the rule's own state."""
-        rule, kept = self.setup.rule, dict[str, int]()
+        """Landing buffers, the share of the optimizer and the rule's own state."""
+        rule, kept = self.setup.rule, {"landing buffers": self.landing_buffers(), SHARE: 0}
         for run in self.partitions:
-            for kind, nbytes in bytes_of(rule, run.numel, self.weight).kept.items():
+            there = self.setup.stepped_there(run.numel)
+            kept[SHARE] += accelerator_share_bytes(there, rule.block_size) * run.times
+            for kind, nbytes in bytes_of(rule, run.numel - there, self.weight).kept.items():
                 kept[kind] = kept.get(kind, 0) + nbytes * run.times
-        return [Part("landing buffers", self.landing_buffers()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
+        return [Part(kind, nbytes) for kind, nbytes in kept.items()]
 
     def landing_buffers(self) -> int:
         """Bytes of the landing buffers."""
         if not self.setup.hides_transfers:
             return 0
         nbytes = 0
-        for numel, count in self.partitions:
+        for whole, count in self.partitions:
+            numel = whole - self.setup.stepped_there(whole)
             specs = arena_specs(self.setup.rule, [numel], self.publish_dtype, self.grad_dtype)
             means = sum(spec.nbytes for spec in specs if spec.kind == "block_means")
             nbytes += count * landing_bytes(numel, self.grad_dtype, self.publish_dtype, means)
@@ -105,7 +109,7 @@ class _Accelerator:
     def start(self, between: list[Part]) -> Parts:
         """Memory while the engine is built. Adam's moments and the estimate's state are allocated later, in the first
         steps."""
-        kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "landing buffers"}
+        kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "landing buffers", SHARE}
         built = [part for part in between if part.kind in kept]
         if not self.whole:
             converts = not self.setup.on_accelerator and self.weight != FLOAT_BYTES  # before the copy to the host
@@ -190,14 +194,18 @@ class _Accelerator:
         flat = Part("flat gradient", self.handed * numel)
         if self.setup.zenflow is None:
             return [flat, Part("temporaries", 0 if self.setup.fused_adam else FLOAT_BYTES * numel)]
-        arrived, in_place = DTYPE_BYTES[self.publish_dtype], self.setup.hides_transfers
-        step = bytes_of(self.setup.rule, numel, self.weight, arrived_bytes=arrived, in_place=in_place).step
-        waiting = bytes_of(self.setup.rule, self.numel - numel, self.weight).waiting  # of the other sub-groups
-        return [flat, Part("temporaries", step), Part("new hot weights", waiting)]
+        arrived, in_place, there = DTYPE_BYTES[self.publish_dtype], self.setup.hides_transfers, self.setup.stepped_there
+        on_host, others = numel - there(numel), self.numel - numel
+        step = bytes_of(self.setup.rule, on_host, self.weight, arrived_bytes=arrived, in_place=in_place).step
+        waiting = bytes_of(self.setup.rule, others - there(others), self.weight).waiting  # of the other sub-groups
+        share = share_step_bytes(there(numel), self.setup.rule.block_size)
+        return [flat, Part("temporaries", max(step, share)), Part("new hot weights", waiting)]
 
     def exchange(self) -> list[Part]:
         """Memory while stages 1 and 2 exchange only hot weights."""
         if self.setup.zenflow is None:
+            return []
+        if self.setup.stepped_there(self.numel):  # all weights change in every step
             return []
         nbytes = bytes_of(self.setup.rule, self.numel, self.weight, ranks=self.ranks.count).exchange
         return [Part("hot weights of all ranks", nbytes)]

@@ -38,7 +38,7 @@ def _notes(setup: Setup) -> Iterator[str]:
     if setup.partitions_weights:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
     if setup.weights_on_host:
-        yield "start-up: a module that zero.Init has not partitioned is moved to the accelerator as a whole; not counted"
+        yield "start-up: a module that zero.Init has not partitioned is moved to the accelerator whole; not counted"
     if zenflow is not None and zenflow.update_interval is None:
         yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
     if zenflow is not None and zenflow.hide_transfers is None and not setup.weights_on_host:

@@ -11,7 +11,7 @@ from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
+from deepspeed_ext.zenflow.worker.sizes import accelerator_numel, gradient_dtype
 
 __all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage", "typical_largest"]
 
@@ -83,6 +83,7 @@ class Setup:
         fused_adam: the optimizer has no temporaries (DeepSpeed's FusedAdam and CPUAdam); False: torch's.
         pins: ``offload_optimizer.pin_memory``.
         offload_param: ``offload_param`` on the CPU.
+        host_share: ``offload_optimizer.ratio``, with ZenFlow.
         others: fields of ``zero_optimization`` of the same names.
     """
 
@@ -94,6 +95,7 @@ class Setup:
     fused_adam: bool = True
     pins: bool = False
     offload_param: bool = False
+    host_share: float = 1.0
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
@@ -111,7 +113,8 @@ class Setup:
         if self.zenflow is None:
             return ("ZeRO-Offload" if self.offload else "ZeRO") + where
         interval = self.zenflow.update_interval
-        return f"ZenFlow {self.zenflow.rule}, interval {'measured' if interval is None else interval}{where}"
+        share = "" if self.host_share == 1.0 else f", {self.host_share:.0%} on the host"
+        return f"ZenFlow {self.zenflow.rule}, interval {'measured' if interval is None else interval}{share}{where}"
 
     @property
     def on_accelerator(self) -> bool:
@@ -142,6 +145,10 @@ class Setup:
         longest = kind.of(self.zenflow).longest_interval
         section = self.zenflow.model_copy(update={"update_interval": longest})
         return kind.of(section, weights_on_host=self.weights_on_host)
+
+    def stepped_there(self, numel: int) -> int:
+        """How many of a partition's `numel` elements step on the accelerator, with ZenFlow."""
+        return accelerator_numel(numel, self.host_share, self.rule.block_size) if self.zenflow is not None else 0
 
     @property
     def hides_transfers(self) -> bool:

@@ -279,3 +279,28 @@ def test_what_run_would_refuse_is_a_warning() -> None:
     assert check.status == "warning"
     assert "would refuse" in check.detail
     assert "WORLD_SIZE" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "says"),
+    [
+        ({}, "ok", "off: "),
+        ({"DSEXT_AUTOLOAD": "1"}, "ok", "on: "),
+        ({"DSEXT_AUTOLOAD": "true"}, "warning", "off: DSEXT_AUTOLOAD=true"),
+        (
+            {"DSEXT_AUTOLOAD": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            "warning",
+            "off: TORCH_DEVICE_BACKEND_AUTOLOAD",
+        ),
+    ],
+)
+def test_autoload_is_reported_as_it_will_be(variables: dict[str, str], status: str, says: str) -> None:
+    with patch.dict(os.environ, variables, clear=True):
+        check = doctor.check_autoload()
+    assert check.status == status
+    assert check.detail.startswith(says)
+
+
+def test_an_installation_without_the_entry_point_cannot_load_itself() -> None:
+    with patch.dict(os.environ, {"DSEXT_AUTOLOAD": "1"}), patch.object(doctor, "entry_points", lambda **_: ()):
+        assert doctor.check_autoload().status == "problem"

@@ -24,8 +24,9 @@ from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, Schedule, State,
 __all__ = ["WARM_UP_STEPS", "PredictivePlan", "PredictiveSchedule", "PredictiveState", "WeightSource", "ring_of"]
 
 WARM_UP_STEPS = 40
-"""Predictions are poor while moments have seen few gradients: with one warm-up step, the loss of a model of five
-million parameters is 1.6 % higher (docs/lab/numerics.md)."""
+"""Predictions are poor while moments have seen few gradients: with one warm-up step instead of 40, the loss of
+a model of five million parameters was 1.6 percentage points further from AdamW's, mean of three seeds
+(docs/lab/numerics.md)."""
 
 
 class WeightSource(enum.Enum):

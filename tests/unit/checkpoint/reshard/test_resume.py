@@ -59,10 +59,11 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
         (Run(2, 2, "selective", "fp32"), Run(3, 3, "predictive", "fp32")),
         (Run(3, 2, "offload", "parameter_alignment"), Run(2, 3, "selective")),
         (Run(2, 1, "zero", "elastic_checkpoint"), Run(3, 3, "offload")),
+        (Run(2, 3, "predictive", "uncorrected"), Run(3, 2, "offload", "uncorrected")),
     ],
     ids=lambda run: "-".join(map(str, run)),
 )
-def test_other_settings_of_zero(saved: Run, resumed: Run, module_folder: Path) -> None:
+def test_other_settings(saved: Run, resumed: Run, module_folder: Path) -> None:
     test_everything_arrives_to_the_bit(saved, resumed, module_folder)
 
 

@@ -1,0 +1,111 @@
+"""Enables the extension when DeepSpeed is imported, for command lines that cannot be changed: ``DSEXT_AUTOLOAD=1``.
+
+torch calls `autoload` at the end of its own import, as an entry point of the group ``torch.backends``, unless
+TORCH_DEVICE_BACKEND_AUTOLOAD=0. DeepSpeed may be imported later, or it may be what imports torch, and is half imported.
+Either way the extension is enabled at the end of DeepSpeed's import, before anything can use it.
+
+Importing this module imports nothing that torch has not imported.
+"""
+
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from typing import Any, NoReturn
+
+import deepspeed_ext
+
+__all__ = ["autoload"]
+
+VARIABLE = "DSEXT_AUTOLOAD"
+DEEPSPEED = "deepspeed"
+
+
+def autoload() -> None:
+    """Enable the extension as soon as DeepSpeed is imported, if DSEXT_AUTOLOAD=1. Raises nothing, because that would
+    end the import of torch."""
+    setting = os.environ.get(VARIABLE, "")
+    if setting not in ("", "0", "1"):
+        _log_error(f"{VARIABLE} must be 0 or 1, got {setting[:40]!r}; the extension stays off")
+    elif setting == "1":
+        try:
+            _Watch().start()
+        except Exception as error:
+            _log_error(f"DSEXT_AUTOLOAD=1 failed, and the extension stays off: {type(error).__name__}: {error}")
+
+
+class _Watch:
+    """A finder that finds nothing. It sees DeepSpeed import its first submodule: then DeepSpeed is half imported."""
+
+    def start(self) -> None:
+        sys.meta_path.insert(0, self)
+        if DEEPSPEED in sys.modules:
+            _enable_when_imported()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.startswith(f"{DEEPSPEED}."):
+            _enable_when_imported()
+
+    @staticmethod
+    def stop() -> None:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
+
+
+class _EndOfImport(ModuleSpec):
+    """The spec of a module that is being imported; it enables the extension when that ends.
+
+    Python tells nobody of the end of an import that has begun, but its import system sets `_initializing` of the spec.
+    """
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(vars(self)["_initializing"])
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        try:
+            if DEEPSPEED in sys.modules:  # otherwise its import has failed
+                _enable_when_imported(ended=self)  # while other threads still wait for the import
+        finally:
+            vars(self)["_initializing"] = value
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+
+
+def _enable_when_imported(ended: ModuleSpec | None = None) -> None:
+    """Enable the extension, or wait for the end of the import of DeepSpeed, and of modules of ours that import it."""
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        is_half_imported = spec is not ended and getattr(spec, "_initializing", False)
+        if is_half_imported and (name == DEEPSPEED or name.startswith(f"{deepspeed_ext.__name__}.")):
+            spec.__class__ = _EndOfImport
+            return
+    _enable()
+
+
+def _enable() -> None:
+    """Enable the extension. If that fails, say so, and let no run train without it unnoticed."""
+    _Watch.stop()
+    try:
+        deepspeed_ext.enable()
+    except Exception as error:
+        failure = f"DSEXT_AUTOLOAD=1 failed: {type(error).__name__}: {error}"
+        _log_error(
+            f"{failure}. deepspeed.initialize will fail in this process; {VARIABLE}=0 trains without the extension"
+        )
+        sys.modules[DEEPSPEED].initialize = _refusal(failure, error)  # type: ignore[attr-defined]
+
+
+def _refusal(failure: str, cause: Exception) -> Any:
+    """A stand-in for ``deepspeed.initialize``: some ranks with the extension and others without would hang."""
+
+    def initialize(*args: Any, **kwargs: Any) -> NoReturn:
+        raise deepspeed_ext.errors.UnsupportedError(
+            f"{failure}. Remove the cause, or set {VARIABLE}=0 on all ranks to train without the extension"
+        ) from cause
+
+    return initialize
+
+
+def _log_error(message: str) -> None:
+    from deepspeed_ext.runtime.log import logger  # only now: it takes longer to import than all else here
+
+    logger.error(message)
