@@ -393,3 +393,8 @@ class HybridEngine(DeepSpeedHybridEngine, Engine):
 
 class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
+
+    def _backward_prologue(self) -> None:
+        """Leave backward passes unguarded: a stage that is not the last never says that one has ended."""
+        with self._whole(Step.of_backward):
+            super()._backward_prologue()

@@ -25,7 +25,7 @@ from deepspeed_ext.adapter.upstream import (
     TorchCheckpointEngine,
     swapped,
 )
-from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer
+from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer, require_same_groups
 from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
 from deepspeed_ext.checkpoint.reshard.target import Target
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
@@ -170,6 +170,8 @@ class Resharder:
                     "run is of ZeRO stage 3, with another number of ranks or another stage. Load without it"
                 )
             found.target.layout.require_same_parameters(found.saved.layout)
+            if not without_state:
+                require_same_groups(found.saved, found.target)
             saved = (found.saved.stage, found.saved.ranks, found.saved.save_id)
         require_same_plan("loading the checkpoint", saved, run.ranks)
         assert found is not None
