@@ -111,7 +111,10 @@ class _Accelerator:
                 Part("weights", self.weight * self.numel),
                 Part("conversion", FLOAT_BYTES * self.most if converts else 0),
             ]
-            return largest([*built, Part("parameter being partitioned", self.weight * self.largest)], converted)
+            states = [part for part in between if part.kind in ("weights", "master") and self.setup.on_accelerator]
+            zeros = Part("zeros", FLOAT_BYTES * self.most if states else 0)  # the gradient of the first, empty step
+            partitioning = Part("parameter being partitioned", self.weight * self.largest)
+            return largest([*built, partitioning], converted, [*states, zeros])
         weights = self.weight * self.numel * self.ranks.count
         facts = FlattenFacts(weights, self.ranks.count, weights, weights)
         copy = required_bytes(self.setup.flatten_tier or TIERS[0], facts)
