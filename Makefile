@@ -167,6 +167,7 @@ offline-wheels: $(VENV)/.stamp-python  ## collect what a machine without network
 
 docs: $(VENV)/.stamp-dev  ## write the config reference, the table of rooms and the pictures
 	python -m tools.config_reference
+	python -m tools.drop_in
 	python -m tools.architecture
 	python -m tools.architecture_picture
 	python -m tools.front_picture

@@ -30,7 +30,7 @@ def autoload() -> None:
         try:
             _Watch().start()
         except Exception as error:
-            _log_error(f"{VARIABLE}=1 failed, and the extension stays off: {type(error).__name__}: {error}")
+            _log_error(f"DSEXT_AUTOLOAD=1 failed, and the extension stays off: {type(error).__name__}: {error}")
 
 
 class _Watch:
@@ -87,7 +87,7 @@ def _enable() -> None:
     try:
         deepspeed_ext.enable()
     except Exception as error:
-        failure = f"{VARIABLE}=1 failed: {type(error).__name__}: {error}"
+        failure = f"DSEXT_AUTOLOAD=1 failed: {type(error).__name__}: {error}"
         _log_error(
             f"{failure}. deepspeed.initialize will fail in this process; {VARIABLE}=0 trains without the extension"
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.rules.predictive.guard import CALM_PROBES, PROBE_EVERY
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -113,7 +114,9 @@ def cost(repeats: int = 30) -> None:
         n = millions << 20
         p, m, v = (torch.rand(n) for _ in range(3))
         weights, published, *ring = (torch.rand(n).bfloat16() for _ in range(2 + interval))
-        partition = Partition(0, 0, partial(torch.Tensor.detach, weights), p, m, v, published, v, ring)
+        partition = Partition(
+            0, 0, RankGroup.alone(), partial(torch.Tensor.detach, weights), p, m, v, published, v, ring
+        )
         steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(interval + 1))
         found = []
         for number in range(repeats):

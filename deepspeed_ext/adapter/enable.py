@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed_ext.adapter import upstream
 from deepspeed_ext.adapter.construction import joint
 from deepspeed_ext.adapter.engine import Engine, HybridEngine, PipeEngine
-from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
 from deepspeed_ext.runtime import build_locks
 from deepspeed_ext.runtime.log import warn_once
 
@@ -18,7 +18,7 @@ _enabled = False
 
 
 def _swaps() -> list[upstream.Swap]:
-    return upstream.entry_swaps(joint, Engine, HybridEngine, PipeEngine, ZeroConfig)
+    return upstream.entry_swaps(joint, Engine, HybridEngine, PipeEngine, Config, ZeroConfig)
 
 
 def _check() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from deepspeed_ext.adapter.construction import builders, built_together
+from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of, section_in_use
-from deepspeed_ext.adapter.resharding import LoadingRun
+from deepspeed_ext.adapter.held_optimizers import held_optimizers
+from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of
+from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
-from deepspeed_ext.adapter.step_report import report_step
+from deepspeed_ext.adapter.step import Step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
@@ -34,12 +37,12 @@ from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import as_torch_adam
+from deepspeed_ext.zenflow.step.supported import require_compilable
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
 
-class Engine(DeepSpeedEngine):
+class Engine(EngineSettings):
     """DeepSpeed's engine with our ZeRO optimizers.
 
     With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer process, and an engine
@@ -72,10 +75,6 @@ class Engine(DeepSpeedEngine):
     def core_binding(self) -> CoreBinding | None:
         """This rank's placement on the host's cores; None: unbound."""
         return self._parts.binding
-
-    @property
-    def _zenflow(self) -> ZenFlowConfig | None:
-        return section_in_use(self._config.zero_config, self.optimizer_name())
 
     def _world(self) -> RankGroup:
         return RankGroup.of(None)  # all ranks
@@ -113,17 +112,17 @@ class Engine(DeepSpeedEngine):
     def _create_module_forward_post_hook(self) -> Any:
         return DeepSpeedEngine._create_module_forward_post_hook(self if self._zenflow is None else WeakEngine(self))
 
-    def get_optimizer_configuration(self, optimizer_parameters: Any, adam_w_mode: Any, **kwargs: Any) -> Any:
-        if self._zenflow is not None:  # it only holds hyperparameters: avoid compiling CPU Adam
-            optimizer_parameters = optimizer_parameters if optimizer_parameters is not None else {}
-            as_torch_adam(optimizer_parameters)
-        return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, **kwargs)
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
+        with swapped(*(held_optimizers() if self._zenflow is not None else ())):
+            return super()._configure_basic_optimizer(model_parameters)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
         settings = fields_of(self._config.zero_config)
         if settings is not None and dist.get_rank() == 0:
             Parts.warn_of_idle_fields(settings, int(self.zero_optimization_stage()), self.optimizer)
+            if self._zenflow is not None:
+                Parts.warn_of_replaced(self._replaced_settings())
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         parts, settings, zenflow = self._parts, fields_of(self._config.zero_config), self._zenflow
@@ -132,7 +131,7 @@ class Engine(DeepSpeedEngine):
         ranks = builders(self.mpu)
         parts.bind_cores(settings, zenflow, self._world(), local_rank())
         with together(ranks, otherwise=None):
-            run = None if zenflow is None else self._zenflow_run(zenflow)
+            run = None if zenflow is None else self._zenflow_run(zenflow, settings.host_share)
             swaps = parts.optimizer_classes(settings, run, ranks, self.is_sanity_checks_enabled())
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
@@ -142,12 +141,12 @@ class Engine(DeepSpeedEngine):
             parts.attach_gather(self.module, settings, ranks, self.seq_data_parallel_group)
         return zero_optimizer
 
-    def _zenflow_run(self, zenflow: ZenFlowConfig) -> ZenFlowRun:
+    def _zenflow_run(self, zenflow: ZenFlowConfig, host_share: float | None) -> ZenFlowRun:
         groups = () if dist.get_world_size() == 1 else (None, self.seq_data_parallel_group)
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        return ZenFlowRun.of(zenflow, map(group_timeout_seconds, groups), steps)
+        return ZenFlowRun.of(zenflow, map(group_timeout_seconds, groups), steps, host_share)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -157,48 +156,40 @@ class Engine(DeepSpeedEngine):
             if self._parts.save_together(kind, self._config, self._world(), leads, zenflow.async_save):
                 self.checkpoint_engine = self._parts.saver.files
 
-    # -- what DeepSpeed reads from the config ---------------------------------------------------------------------
-
-    def zenflow_config(self) -> Any:
-        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
-        ``gradient_accumulation_steps``."""
-        return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        """Also true if ``zenflow`` implies it."""
-        return self._zenflow is not None or super().zero_use_cpu_optimizer()
-
-    def zero_cpu_offload(self) -> bool:
-        """Also true if ``zenflow`` implies it."""
-        return self._zenflow is not None or super().zero_cpu_offload()
-
-    def zero_force_ds_cpu_optimizer(self) -> bool:
-        return False if self._zenflow is not None else super().zero_force_ds_cpu_optimizer()
-
     # -- training -------------------------------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module as DeepSpeed does.
+
+        Raises:
+            ConfigError: with ZenFlow, the config asks for DeepCompile.
+        """
+        if self._zenflow is not None:
+            require_compilable(self.is_deepcompile_enabled())
+        super().compile(*args, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module.
 
         Raises:
-            StateError: its weights are on the host, or an exception interrupted the last step.
+            StateError: its weights are on the host, or a step, a backward pass or a load was broken off.
         """
-        self._require_states_here(OffloadStateTypeEnum.lp_params)
+        self._require(ZenFlowStepping.require_states_here, OffloadStateTypeEnum.lp_params)
         return super().forward(*inputs, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: `offload_states` was called and `reload_states` was not, or an exception interrupted the last
-                step.
+            StateError: states are on the host, or a step, a backward pass or a load was broken off.
         """
-        self._require_states_here()
-        return super().backward(*args, **kwargs)
+        self._require(ZenFlowStepping.require_states_here)
+        with self._whole(Step.of_backward):
+            return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
-        """Called first in a backward pass, also in ``loss.backward()``."""
-        self._require_states_here()
+        """Called first in a backward pass, also in ``loss.backward()``, once for each `forward` behind the loss."""
+        self._require(ZenFlowStepping.require_saveable)
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -208,25 +199,25 @@ class Engine(DeepSpeedEngine):
             CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
             StateError: see `backward`.
         """
-        self._require_states_here()
+        self._require(ZenFlowStepping.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        with self._whole_step():
+        with self._whole(Step.of_engine):
             super().step(lr_kwargs)
         if ends_step:
             self._parts.saver.after_step()
 
-    def _whole_step(self) -> AbstractContextManager[None]:
-        return self.optimizer.engine_step() if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
-
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        with self._whole_step():  # pipelines call this alone
+        with self._whole(Step.of_engine):  # pipelines call this alone
             super()._take_model_step(lr_kwargs)
-        adam = self._parts.adam
-        with nullcontext() if adam is None else adam.link.keeping():
-            self._parts.refresh_cores()
-            if adam is not None and self.global_rank == 0:
-                logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
-                report_step(adam.measurements(), self.monitor, self.global_samples, logs=logs)
+        logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
+        self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
+
+    def _whole(self, work: Callable[[Step], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+        return work(self.optimizer.progress) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+
+    def _require(self, check: Callable[..., None], *states: Any) -> None:
+        if isinstance(self.optimizer, ZenFlowStepping):
+            check(self.optimizer, *states)
 
     # -- states on the host -------------------------------------------------------------------------------------------
 
@@ -238,14 +229,12 @@ class Engine(DeepSpeedEngine):
             OutOfMemoryError: with ZenFlow, on every rank, if any rank's host has no memory for them; all states,
                 including those offloaded before, are on the accelerator again.
         """
-        theirs = super().offload_states
+        theirs = partial(super().offload_states, include, *args, **kwargs)
         if not isinstance(self.optimizer, ZenFlowStepping):
-            theirs(include, *args, **kwargs)
+            theirs()
             return
         try:
-            self._parts.offloader.offload(
-                lambda: theirs(include, *args, **kwargs), self.module, self.optimizer, self._world()
-            )
+            self._parts.offloader.offload(theirs, self.module, self.optimizer, self._world())
         except Exception:
             self.reload_states()
             raise
@@ -261,15 +250,11 @@ class Engine(DeepSpeedEngine):
             OutOfMemoryError: with ZenFlow, on every rank, if any accelerator has no memory for them; free some and call
                 this again.
         """
-        theirs = super().reload_states
+        theirs = partial(super().reload_states, *args, **kwargs)
         if not isinstance(self.optimizer, ZenFlowStepping):
-            theirs(*args, **kwargs)
+            theirs()
             return
-        self._parts.offloader.reload(lambda: theirs(*args, **kwargs), self._world())
-
-    def _require_states_here(self, *states: Any) -> None:
-        if isinstance(self.optimizer, ZenFlowStepping):
-            self.optimizer.require_states_here(*states)
+        self._parts.offloader.reload(theirs, self._world())
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -288,7 +273,7 @@ class Engine(DeepSpeedEngine):
                 With ``async_save``, a later step, save or load raises it, or `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
-        self._require_states_here()
+        self._require(ZenFlowStepping.require_saveable)
         self._parts.settle()
         client_state = {} if client_state is None else client_state
         with self._parts.saver.saving(save_latest) as save_latest:
@@ -301,6 +286,10 @@ class Engine(DeepSpeedEngine):
     def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._parts.saver.keeping():
             super()._save_zero_checkpoint(*args, **kwargs)
+
+    def _save_moe_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._parts.saver.keeping():
+            super()._save_moe_checkpoint(*args, **kwargs)
 
     def _copy_recovery_script(self, save_path: str) -> None:
         try:
@@ -317,12 +306,13 @@ class Engine(DeepSpeedEngine):
             CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load another checkpoint
                 before training on.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
+            StateError: a step or a backward pass was broken off, or states are on the host.
         """
-        self._require_states_here()
+        self._require(ZenFlowStepping.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
-        with self._parts.resharder.loading(self._loading_run()):
+        with self._whole(Step.of_load), self._parts.resharder.loading(self._loading_run()):
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _loading_run(self) -> LoadingRun:
@@ -344,6 +334,7 @@ class Engine(DeepSpeedEngine):
             stage=int(self.zero_optimization_stage()),
             shapes=self._get_zero_param_shapes,
             can_reshard=can_reshard,
+            has_experts=bool(self.has_moe_layers),
             partitions_weights=bool(self.zero_optimization_partition_weights()),
             bf16=bool(self.bfloat16_enabled()),
             reads_section=self._zenflow is not None,
@@ -352,13 +343,16 @@ class Engine(DeepSpeedEngine):
         )
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
-        resharder = self._parts.resharder
-        if (opened := resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
+        if only_weights(how):  # after a load that was broken off, the rest must be loaded too
+            self._require(ZenFlowStepping.require_states_here)
+        if self.load_universal_checkpoint():  # changes counters first
+            self._require(ZenFlowStepping.load_begins)
+        if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
         with swapped(Swap(self, "checkpoint_engine", opened)):
-            result = super()._load_checkpoint(load_dir, tag, **resharder.with_optimizer(how))
+            result = super()._load_checkpoint(load_dir, tag, **self._parts.resharder.with_optimizer(how))
         self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
-        return resharder.finish(result, how)
+        return self._parts.resharder.finish(result, how)
 
     def zero_load_from_fp32_weights(self) -> bool:
         """Also true if the weights cannot give p; see `Resharder.loads_fp32`."""
@@ -371,6 +365,7 @@ class Engine(DeepSpeedEngine):
     def load_module_state_dict(
         self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
     ) -> None:
+        self._require(ZenFlowStepping.load_begins)
         theirs = super().load_module_state_dict
         self._parts.resharder.load_model(
             lambda: theirs(checkpoint, strict, custom_load_fn, *args, **kwargs), checkpoint, strict
@@ -398,3 +393,8 @@ class HybridEngine(DeepSpeedHybridEngine, Engine):
 
 class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
+
+    def _backward_prologue(self) -> None:
+        """Leave backward passes unguarded: a stage that is not the last never says that one has ended."""
+        with self._whole(Step.of_backward):
+            super()._backward_prologue()

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.file import SAVE_ID, reading
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
@@ -51,7 +53,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     Attributes:
         kept: the first error of this rank since `begin_save`.
+        maps_files: whether `load` maps tensors from the file, so that they take no host memory of their own.
     """
+
+    maps_files = False
 
     def __init__(self, config_params: Any, ranks: RankGroup, leads: bool) -> None:
         super().__init__(config_params)
@@ -248,7 +253,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         save_id = None
         with together(self._ranks, CheckpointError):
             with reading(path):
-                content = super().load(path, map_location)
+                content = self._read(path, map_location)
             if isinstance(content, dict):
                 save_id = content.pop(SAVE_ID, None)
         found = self._ranks.distinct(save_id, MOST_TOLD)
@@ -262,6 +267,12 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             raise agreed(CheckpointError(message), self._ranks)
         self._loaded_id = expected
         return content
+
+    def _read(self, path: str, map_location: Any) -> Any:
+        """The content of a file."""
+        if not self.maps_files:
+            return super().load(path, map_location)
+        return torch.load(path, map_location=map_location, mmap=True, weights_only=False)
 
 
 def _read_latest(save_dir: str) -> str | None:

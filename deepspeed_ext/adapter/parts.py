@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepspeed_ext.adapter.offloading import Offloader
 from deepspeed_ext.adapter.resharding import Resharder
 from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
+from deepspeed_ext.adapter.step_report import report_step
 from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
 from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
@@ -26,7 +28,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, within
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import require_section, require_shared_folder
+from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder
 
 __all__ = ["ZERO_STAGE_WEIGHTS", "Parts", "destroy_parts", "fields_of", "section_in_use"]
 
@@ -173,14 +175,33 @@ class Parts:
             logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
         for field in given_of_the_other_rule(settings.zenflow):
             logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
+        offload = settings.offload_optimizer
+        if settings.zenflow is not None and offload is not None and offload.host_share != settings.host_share:
+            logger.warning(
+                "zero_optimization.offload_optimizer.ratio has no effect: with offload_param, the whole optimizer is "
+                "on the host"
+            )
+
+    @staticmethod
+    def warn_of_replaced(settings: Sequence[str]) -> None:
+        """Warn of settings of DeepSpeed that ZenFlow replaces; called on rank 0."""
+        for setting in settings:
+            logger.warning(f"{setting} has no effect: {IDLE[setting]}")
 
     # -- while it trains ----------------------------------------------------------------------------------------------
 
-    def refresh_cores(self) -> None:
-        """Bind the threads that backends and autograd started during the first step."""
-        if self.binding is not None and not self._cores_refreshed:
-            self._cores_refreshed = True
-            self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
+    def after_model_step(self, monitor: Any, samples: int, logs: bool) -> None:
+        """Report a step; after the first one, bind the threads that backends and autograd started in it.
+
+        Args:
+            monitor, samples, logs: see `report_step`; without a monitor, nothing is reported.
+        """
+        with nullcontext() if self.adam is None else self.adam.link.keeping():
+            if self.binding is not None and not self._cores_refreshed:
+                self._cores_refreshed = True
+                self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
+            if self.adam is not None and monitor is not None:
+                report_step(self.adam.measurements(), monitor, samples, logs=logs)
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A

@@ -25,7 +25,7 @@ from deepspeed_ext.adapter.upstream import (
     TorchCheckpointEngine,
     swapped,
 )
-from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer
+from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer, require_same_groups
 from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
 from deepspeed_ext.checkpoint.reshard.target import Target
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
@@ -33,7 +33,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
-__all__ = ["LoadingRun", "Resharder"]
+__all__ = ["LoadingRun", "Resharder", "only_weights"]
 
 
 class _OpenedFile(TorchCheckpointEngine):
@@ -82,6 +82,7 @@ class LoadingRun:
         stage: the ZeRO stage.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
         can_reshard: whether another layout can be loaded; equal on all ranks.
+        has_experts: whether some parameters belong to fewer ranks than others.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
         bf16: whether the run trains in bf16.
         reads_section: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are applied
@@ -97,6 +98,7 @@ class LoadingRun:
     stage: int
     shapes: Callable[[], Any]
     can_reshard: bool
+    has_experts: bool
     partitions_weights: bool
     bf16: bool
     reads_section: bool
@@ -144,16 +146,19 @@ class Resharder:
         Raises:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be read.
         """
-        self._resharding = self._planned(folder, _only_weights(how), how["custom_load_fn"])
+        self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
         return None if self._resharding is None else self._resharding.files
 
-    def _planned(self, folder: str, only_weights: bool, custom_load_fn: Any) -> Resharding | None:
+    def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
         run = self._loading
+        if run.has_experts and run.reads_section and not without_state:
+            with together(run.ranks, CheckpointError):
+                _require_same_ranks(folder, run.ranks.size)
         if not run.can_reshard:
             return None
         found = None
         with together(run.ranks, CheckpointError):
-            found = self._differing(folder, only_weights)
+            found = self._differing(folder, without_state)
         if run.ranks.all(found is None):
             return None
         with together(run.ranks, CheckpointError):
@@ -165,6 +170,8 @@ class Resharder:
                     "run is of ZeRO stage 3, with another number of ranks or another stage. Load without it"
                 )
             found.target.layout.require_same_parameters(found.saved.layout)
+            if not without_state:
+                require_same_groups(found.saved, found.target)
             saved = (found.saved.stage, found.saved.ranks, found.saved.save_id)
         require_same_plan("loading the checkpoint", saved, run.ranks)
         assert found is not None
@@ -175,14 +182,14 @@ class Resharder:
             )
         return found
 
-    def _differing(self, folder: str, only_weights: bool) -> Resharding | None:
+    def _differing(self, folder: str, without_state: bool) -> Resharding | None:
         """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports better why it cannot."""
         if not holds_partitions(folder):
             return None
         run = self._loading
         target, saved = target_of(run.optimizer, run.shapes()), SavedCheckpoint(folder)
         same_kind = saved.ranks == target.ranks and saved.has_whole_weights != run.partitions_weights
-        if only_weights and (same_kind or (saved.has_whole_weights and not run.partitions_weights)):
+        if without_state and (same_kind or (saved.has_whole_weights and not run.partitions_weights)):
             return None
         if same_kind and saved.several:
             self._require_newer(saved)
@@ -271,11 +278,11 @@ class Resharder:
 
     def load_partitions(self, theirs: Callable[[], Any]) -> Any:
         """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A collective."""
-        if self._resharding is None:
+        if self._resharding is None and not self._loading.reads_section:
             return theirs()
         with self._at_once():
             loaded = theirs()
-        if loaded:
+        if loaded and self._resharding is not None:
             self._write_weights(self._resharding.target)
         return loaded
 
@@ -288,8 +295,8 @@ class Resharder:
         if settings.pipeline_loading_checkpoint and run.leads:
             log_once(
                 logging.INFO,
-                "zero_optimization.pipeline_loading_checkpoint has no effect on this load, because the layout has "
-                "changed: all ranks load at once, each only its own partitions",
+                "zero_optimization.pipeline_loading_checkpoint has no effect on this load: all ranks load at "
+                "once, each only its own partitions",
             )
         at_once = settings.model_copy(update={"pipeline_loading_checkpoint": False})
         with swapped(Swap(run.config, "zero_config", at_once)):
@@ -301,7 +308,7 @@ class Resharder:
         """Load p if DeepSpeed did not; return DeepSpeed's `result`. A collective."""
         resharding = self._resharding
         assert resharding is not None
-        if _only_weights(how):
+        if only_weights(how):
             with together(self._loading.ranks, CheckpointError):
                 self._loading.open_masters()
                 load_masters(resharding.saved, resharding.target)
@@ -316,5 +323,20 @@ class Resharder:
             target.write_weights()
 
 
-def _only_weights(how: Mapping[str, Any]) -> bool:
+def _require_same_ranks(folder: str, ranks: int) -> None:
+    """Refuse a checkpoint of experts that another number of ranks saved.
+
+    Raises:
+        CheckpointError: another number did.
+    """
+    if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
+        raise CheckpointError(
+            f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, resume on the same "
+            "number of ranks with the same ep_size, or go through DeepSpeed's universal checkpoint. "
+            "load_module_only=True loads the weights alone"
+        )
+
+
+def only_weights(how: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's ``_load_checkpoint``, called with `how`, loads no optimizer state."""
     return bool(how["load_module_only"] or not how["load_optimizer_states"])

@@ -36,8 +36,11 @@ class Saver:
             async_save: whether saves go on beside training.
         """
         if adam is not None and async_save:
-            return cls(AsyncCheckpointEngine(config_params, world, leads, adam.link))
-        return cls(JointCheckpointEngine(config_params, world, leads))
+            files: JointCheckpointEngine = AsyncCheckpointEngine(config_params, world, leads, adam.link)
+        else:
+            files = JointCheckpointEngine(config_params, world, leads)
+        files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
+        return cls(files)
 
     @contextmanager
     def saving(self, names_latest: bool) -> Iterator[bool]:

@@ -23,9 +23,11 @@ scheduler, ``zero_grad``, counters      the same
 ``engine.step`` returns                 the same                             STEPPING -> BETWEEN
 ======================================= ==================================== ==========================================
 
-A test records the calls of real steps and compares them with `CALLS`. If an exception interrupts a step at any
-point, even between two calls, weights, optimizer, gradients, scheduler, loss scale and counters may be updated in part.
-The phase is then BROKEN_OFF, and the engine refuses to continue.
+A test records the calls of real steps and compares them with `CALLS`.
+
+An exception that breaks off a step, a backward pass or a load, even between two calls, leaves the phase in which it
+came. The engine then refuses what would build on a part: after a step everything, after a backward pass everything but
+a save, after a load everything but another load.
 """
 
 from __future__ import annotations
@@ -62,14 +64,25 @@ sub-group, and stage 3 with fp16 calls ``check_overflow`` first."""
 
 
 class StepPhase(enum.Enum):
-    """How far a step has got."""
+    """What goes on, or was broken off, and how far it has got."""
 
-    BETWEEN = "no step goes on"
-    AWAY = "no step goes on, and states are on the host"
+    BETWEEN = "nothing"
+    AWAY = "nothing, and states are on the host"
+    BACKWARD = "gradients are computed and reduced; weights and optimizer stay as they are"
+    LOADING = "weights, optimizer and counters are written from a checkpoint"
     STEPPING = "the engine steps; its optimizer has not begun, or has ended"
     CHECKING = "the optimizer looks for overflows and computes the norm; nothing is changed yet"
     TAKING = "gradients are handed over and weights are written"
-    BROKEN_OFF = "an exception has left a step"
+
+
+_REMEDY = "build a new engine, and load the last checkpoint"
+_BROKEN_OFF = {
+    StepPhase.BACKWARD: "the last backward pass, which may have reduced a part of the gradients. Weights and optimizer "
+    f"are those of the step before and can be saved. To train on, {_REMEDY}",
+    StepPhase.LOADING: "the last load, so weights, optimizer and counters may be of several checkpoints: load one as a "
+    "whole",
+}
+_OF_A_STEP = "the last optimizer step, of which weights, optimizer and scheduler may hold a part: " + _REMEDY
 
 
 class GradientReceiver:
@@ -100,7 +113,7 @@ class Step:
     """The state of the current step or, between steps, of the next one.
 
     Attributes:
-        phase: how far it has got.
+        phase: what goes on now. Between calls of the engine: what was broken off, if it is neither BETWEEN nor AWAY.
         receivers: one for each partition, in order.
     """
 
@@ -108,6 +121,8 @@ class Step:
         self.phase = StepPhase.BETWEEN
         self.receivers = list(receivers)
         self._factor: float | None = None
+        self._is_wrapped = False  # whether a backward pass goes on in `of_backward`
+        self._has_loaded: bool | None = None  # whether the load that goes on has begun; None: none goes on
         self._cause = ""
 
     # -- transitions --------------------------------------------------------------------------------------------------
@@ -118,13 +133,9 @@ class Step:
         if self.phase is not StepPhase.BETWEEN:
             yield
             return
-        self._cause, self.phase = "an exception", StepPhase.STEPPING
-        try:
+        self._cause, self.phase = "", StepPhase.STEPPING
+        with self._noting_cause():
             yield
-        except BaseException as error:
-            self._cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
-            self.phase = StepPhase.BROKEN_OFF
-            raise
         self.phase = StepPhase.BETWEEN
 
     @contextmanager
@@ -139,6 +150,59 @@ class Step:
                 for receiver in self.receivers:
                     receiver.grad = None
             self.phase = StepPhase.STEPPING
+
+    @contextmanager
+    def of_backward(self) -> Iterator[None]:
+        """Wrap DeepSpeed's engine in a backward pass; a pass that a user calls on a tensor is not wrapped. An exception
+        before `backward_begins` changes nothing."""
+        self._is_wrapped = True
+        try:
+            with self._noting_cause():
+                yield
+        finally:
+            self._is_wrapped = False
+        self.backward_ends()
+
+    def backward_begins(self) -> None:
+        """Note that gradients may be reduced from now on."""
+        if self.phase is StepPhase.BETWEEN:
+            self._cause, self.phase = "", StepPhase.BACKWARD
+
+    def backward_ends(self) -> None:
+        """Note that all gradients are reduced; the engine may still count."""
+        if self.phase is StepPhase.BACKWARD and not self._is_wrapped:
+            self.phase = StepPhase.BETWEEN
+
+    @contextmanager
+    def of_load(self) -> Iterator[None]:
+        """Wrap a load. An exception before `load_begins` changes nothing."""
+        self._has_loaded = False
+        try:
+            yield
+            if self._has_loaded:
+                self.phase = StepPhase.BETWEEN
+        except BaseException as error:
+            if self._has_loaded:
+                self._note(error)
+            raise
+        finally:
+            self._has_loaded = None
+
+    def load_begins(self) -> None:
+        """Note that the load changes weights, optimizer or counters from now on. Outside of a load, do nothing."""
+        if self._has_loaded is not None:
+            self._cause, self.phase, self._has_loaded = "", StepPhase.LOADING, True
+
+    @contextmanager
+    def _noting_cause(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._note(error)
+            raise
+
+    def _note(self, error: BaseException) -> None:
+        self._cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
 
     def begin(self) -> bool:
         """Begin to take gradients; return whether this is the first such call in the step."""
@@ -174,20 +238,26 @@ class Step:
         """Whether the optimizer steps, so the reduced gradients are needed."""
         return self.phase in (StepPhase.CHECKING, StepPhase.TAKING)
 
+    def states_away(self) -> None:
+        """Note that states are offloaded."""
+        if self.phase is StepPhase.BETWEEN:
+            self.phase = StepPhase.AWAY
+
     def states_back(self) -> None:
         """Note that the offloaded states are on the accelerator again."""
         if self.phase is StepPhase.AWAY:
             self.phase = StepPhase.BETWEEN
 
-    def require_whole(self) -> None:
-        """Refuse to continue after an interrupted step.
+    def require_whole(self, *unless: StepPhase) -> None:
+        """Refuse to continue after something was broken off.
+
+        Args:
+            unless: phases whose breaking off does not matter here.
 
         Raises:
-            StateError: the last step was interrupted.
+            StateError: the last step, backward pass or load was broken off.
         """
-        # STEPPING or later: an exception came before `of_engine` could note it, or this is called inside a step.
-        if self.phase not in (StepPhase.BETWEEN, StepPhase.AWAY):
-            raise StateError(
-                f"{self._cause} has broken off the last optimizer step, of which weights, optimizer and scheduler "
-                "may hold a part: build a new engine, and load the last checkpoint"
-            )
+        if self.phase not in (StepPhase.BETWEEN, StepPhase.AWAY, *unless):
+            # Without a cause: the exception came before it could be noted, or this is called inside a step.
+            cause = self._cause or "an exception"
+            raise StateError(f"{cause} has broken off {_BROKEN_OFF.get(self.phase, _OF_A_STEP)}")

@@ -20,11 +20,13 @@ import deepspeed
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops import adam as adam_module
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -32,7 +34,6 @@ from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.superoffload import superoffload_stage3 as _superoffload_stage3  # noqa: F401
-from deepspeed.runtime.torch_autocast import get_autocast_dtype, is_autocast_initialized
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
 from deepspeed.runtime.zero import config as zero_config_module
@@ -60,10 +61,12 @@ from deepspeed_ext.runtime.log import warn_once
 
 __all__ = [
     "GRADIENT_CLIPPING_DEFAULT",
+    "DeepSpeedConfig",
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
     "DeepSpeedZenFlowConfig",
     "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
     "OffloadDeviceEnum",
@@ -77,9 +80,9 @@ __all__ = [
     "TorchCheckpointEngine",
     "ZeROOptimizer",
     "accelerator_branch_only",
+    "adam_module",
     "all_gather_of_partitions",
     "announced_builds",
-    "autocasts_to_fp16",
     "check",
     "communication_dtype",
     "counted_alike",
@@ -168,16 +171,18 @@ def entry_swaps(
     engine: type[DeepSpeedEngine],
     hybrid_engine: type[DeepSpeedHybridEngine],
     pipeline_engine: type[PipelineEngine],
+    config: type[DeepSpeedConfig],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines
-    and the class of its config's ZeRO section, for an operator that training does not need, and for how it compiles
-    operators."""
+    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines,
+    its config and the class of its config's ZeRO section, for an operator that training does not need, and for how it
+    compiles operators."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
         Swap(deepspeed, "DeepSpeedHybridEngine", hybrid_engine),
         Swap(deepspeed, "PipelineEngine", pipeline_engine),
+        Swap(deepspeed, "DeepSpeedConfig", config),
         zero_section_class(zero_config),
         Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
         announced_builds(),
@@ -248,11 +253,6 @@ def throughput_timer(timer: Callable[..., ThroughputTimer]) -> Swap:
 def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
     """Return an ``offload_optimizer`` section that only places masters in pageable host memory."""
     return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu, pin_memory=False)
-
-
-def autocasts_to_fp16() -> bool:
-    """Whether a new optimizer has its own torch ``GradScaler``; DeepSpeed keeps this setting per process."""
-    return bool(is_autocast_initialized()) and get_autocast_dtype() == torch.float16
 
 
 def counted_alike(params: Sequence[Any]) -> bool:

@@ -22,7 +22,7 @@ from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist, get_accelerator
-from deepspeed_ext.runtime.ranks import together
+from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 
 __all__ = ["ZenFlowZeroOptimizer"]
@@ -70,7 +70,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         check_replicas: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._prepare(start, args[0].param_groups, kwargs)
+        self._prepare(start, kwargs)
         super().__init__(*args, settings=settings, builders=start.builders, check_replicas=check_replicas, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
@@ -82,7 +82,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if self._start.run.config.rule == "selective":
             self.hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
             exchange_instead(self)
-        self.single_partition_of_fp32_groups = [p.master for p in self.zenflow_adam.partitions]
+        self.single_partition_of_fp32_groups = [state.master for state in self.zenflow_adam.states]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
         self.cpu_offload = False
@@ -108,6 +108,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _weights(self, index: int) -> torch.Tensor:
         rank = dist.get_rank(group=self.real_dp_process_group[index])
         return self.parallel_partitioned_bit16_groups[index][rank].data
+
+    def _holders(self, index: int, ranks: RankGroup) -> RankGroup:
+        group = self.real_dp_process_group[index]
+        return ranks if group is self.dp_process_group else RankGroup.of(group, keeps_scratch=True)
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -136,9 +140,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return flat
 
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
-        """Lay out a group's gradient in its ring slot; None if the slot is not on the gradients' device."""
+        """Lay out a group's gradient in its ring slot; None if the slot is not on the gradients' device, or holds
+        only a part of it."""
         slot, end = self.zenflow_adam.coming_slot(group_idx), 0
-        if slot.device != torch.device(self.device):
+        if slot.device != torch.device(self.device) or slot.numel() != self._masters[group_idx].numel():
             return None
         for grad in self.averaged_gradients[group_idx]:
             begin, end = end, end + grad.numel()

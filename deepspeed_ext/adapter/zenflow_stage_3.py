@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.host_gradients import HostGradients, Place
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
     Swap,
     gather_stream,
+    pins_offload_buffers,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
@@ -39,6 +41,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     fp32_partitioned_groups_flat: list[Any]
     grad_partitions_flat_buffer: torch.Tensor
     inf_or_nan_tracker: torch.Tensor
+    _host_gradients: HostGradients | None = None
+    """With ``offload_param``: takes the gradients to the host during backward."""
 
     def __init__(
         self,
@@ -48,25 +52,38 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         start: ZenFlowStart,
         **kwargs: Any,
     ) -> None:
-        self._prepare(start, init_optimizer.param_groups, kwargs)
+        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
+        self._prepare(start, kwargs)
+        kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
+        if self.offload_param:
+            self._host_gradients = HostGradients(
+                self._places(),
+                self.zenflow_adam.coming_slot,
+                self.grad_partitions_flat_buffer if self._sums_apart else None,
+                self._constant_buffered_norm2,
+            )
+            self.reset_cpu_buffers()
 
     def initialize_optimizer_states(self) -> None:
         """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
-        offloaded."""
+        offloaded; with ``offload_param`` the optimizer still is, so gradients and their norms take that way."""
         with together(RankGroup.of(self.dp_process_group), otherwise=None):
             self._start_instead()
 
     def _start_instead(self) -> None:
+        self._clear_padding([[master.data] for master in self.fp32_partitioned_groups_flat])
         self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
-        self.fp32_partitioned_groups_flat = [p.master for p in self.zenflow_adam.partitions]
+        self.fp32_partitioned_groups_flat = [state.master for state in self.zenflow_adam.states]
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
+        self.deepspeed_adam_offload = False
+        if self.offload_param:
+            self.offload_optimizer_pin_memory = self._pins_sums and self._sums_apart
+            return
         self.offload_optimizer = False
         self.offload_optimizer_pin_memory = False
-        self.deepspeed_adam_offload = False
-        self._clear_padding()
         self.device = get_accelerator().current_device_name()
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
 
@@ -86,17 +103,114 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         size = param.partition_numel()
         return min(max(param.ds_numel - self._get_param_partition_rank(param) * size, 0), size)
 
-    def _clear_padding(self) -> None:
-        """Zero the padding of parameters whose size is not divisible by the number of ranks. DeepSpeed leaves it
-        uninitialized; a NaN there would spread through the mean of v to the parameters that share its block."""
-        partitions = zip(self.fp16_groups, self.fp16_partitioned_groups_flat, self.zenflow_adam.partitions, strict=True)
-        for group, weights, partition in partitions:
-            flats = (weights, partition.master.data, partition.exp_avg, partition.exp_avg_sq)
+    def _clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Zero the padding of parameters whose size is not divisible by the number of ranks, in the weights and in
+        `states`, for each partition. DeepSpeed leaves it uninitialized; a NaN there would spread through the mean of v
+        to the parameters that share its block."""
+        partitions = zip(self.fp16_groups, self.fp16_partitioned_groups_flat, states, strict=True)
+        for group, weights, state in partitions:
             end = 0
             for param in group:
                 begin, end = end, end + param.partition_numel()
-                for flat in flats:
+                for flat in (weights, *state):
                     flat.data[begin + self._held_numel(param) : end].zero_()
+
+    # -- gradients on the host ------------------------------------------------------------------------------------
+
+    @property
+    def _weights_on_host(self) -> bool:
+        return bool(self.offload_param)
+
+    @property
+    def _sums_apart(self) -> bool:
+        """Whether gradients are summed in another dtype than that of their slots."""
+        return self.gradient_accumulation_dtype is not self.zenflow_adam.coming_slot(0).dtype
+
+    def _places(self) -> dict[int, Place]:
+        """Where each parameter's gradient lies in the slots, and in DeepSpeed's buffer of all gradients."""
+        places, offset = {}, 0
+        for param in (param for group in self.fp16_groups for param in group):
+            index, begin, numel = self.grad_position[self.get_param_id(param)]
+            places[param.ds_id] = Place(index, begin, begin + numel, offset)
+            offset += numel
+        return places
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+        """Take reduced gradients to their slots. DeepSpeed would take them to a buffer of its own, from there to the
+        accelerator and then to the masters' gradients."""
+        if self._host_gradients is None:
+            return super().partition_grads(params_to_release, grad_partitions)
+        for param, gradient in zip(params_to_release, grad_partitions, strict=True):
+            if self._held_numel(param):
+                self._host_gradients.take(
+                    param.ds_id,
+                    gradient,
+                    adds=self.micro_step_id > 0,
+                    completes=self.is_gradient_accumulation_boundary(),
+                )
+            if param.grad is not None and param.grad.device.type != "cpu":
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        return []
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        """Leave gradients as they are: the step completes them."""
+
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        if self._host_gradients is not None:
+            self._host_gradients.forget()
+            self.norm_for_param_grads = self._host_gradients.norms
+
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        """Check as DeepSpeed does, which reads a buffer that gradients on the host do not pass. Their norm, which it
+        computes next, shows the same; but with model parallelism a rank's norm may omit some of its gradients."""
+        if self._host_gradients is None:
+            super().check_overflow(partition_gradients)
+        elif self.model_parallel_group is not None:
+            slots = [self.zenflow_adam.coming_slot(index) for index in range(len(self._step.receivers))]
+            with swapped(Swap(self, "grad_partitions_flat_buffer", torch.cat(slots))):
+                super().check_overflow(partition_gradients)
+
+    def _place_gradients(self) -> None:
+        """Let the receivers show the gradients of the coming step."""
+        for index, receiver in enumerate(self._step.receivers):
+            receiver.grad = self.zenflow_adam.coming_slot(index)
+
+    @contextmanager
+    def _gradients_shown(self, *params: Any) -> Iterator[None]:
+        """Let DeepSpeed find the gradients of `params` where it looks for those of an offloaded optimizer."""
+        if self._host_gradients is None:
+            yield
+            return
+        for param in params:
+            self._host_gradients.show(param.ds_id)
+        self._place_gradients()
+        with swapped(Swap(self, "fp32_partitioned_groups_flat", self._step.receivers)):
+            yield
+
+    def _get_fp32_grad_state_partition(self, param: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._gradients_shown(param):
+            return super()._get_fp32_grad_state_partition(param, *args, **kwargs)
+
+    def get_fp32_grad_partitions(self) -> Any:
+        with self._gradients_shown(*(param for group in self.fp16_groups for param in group)):
+            return super().get_fp32_grad_partitions()
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        super().set_fp32_grad_for_param(value, param)
+        self._note_changed(param)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Any]) -> None:
+        trained = [param for param in param_list if param.requires_grad]
+        with self._gradients_shown(*trained):
+            super().update_fp32_grad_for_param_vectorized(update_func, param_list)
+        self._note_changed(*trained)
+
+    def _note_changed(self, *params: Any) -> None:
+        if self._host_gradients is not None:
+            for param in params:
+                self._host_gradients.changed(param.ds_id)
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -105,10 +219,18 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         parameters that the next step does not use. The engine calls this after every step; a step calls it before it
         takes the gradients."""
         super().zero_grad(set_to_none)
-        if not self._step.takes_gradients:
+        if self._step.takes_gradients:
+            return
+        if self._host_gradients is None:
             self.grad_partitions_flat_buffer.zero_()
+        else:
+            self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
+        if self._host_gradients is not None:
+            with self.zenflow_adam.link.keeping():
+                self._host_gradients.finish()
+            self._place_gradients()
         super().step(closure)
         with self.zenflow_adam.link.keeping():
             self._order_gathers()
@@ -158,8 +280,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         return state
 
     def _adopt_state(self) -> None:
+        states = self.zenflow_adam.states
         super()._adopt_state()
-        self._clear_padding()
+        self._clear_padding([[state.master.data, state.exp_avg, state.exp_avg_sq] for state in states])
+        if (share := self.zenflow_adam.share) is not None:
+            share.take()
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
         section = super()._read_saved_state(state_dict_list)
@@ -174,7 +299,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             super()._rigid_load_state_dict(*args, **kwargs)
 
     def _refresh_weights(self, saved: SavedState | None) -> None:
-        masters = [partition.master for partition in self.zenflow_adam.partitions]
+        masters = [state.master for state in self.zenflow_adam.states]
         values = masters if saved is None or saved.weights is None else saved.weights
         for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
             flat.data.copy_(value.data)
@@ -192,7 +317,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         collective; do not step inside."""
         self._drain_together()
         predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
-        self._write_weights([partition.master for partition in self.zenflow_adam.partitions])
+        self._write_weights([state.master for state in self.zenflow_adam.states])
         try:
             yield
         finally:

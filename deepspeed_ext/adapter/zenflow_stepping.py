@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.autocast_scale import AutocastScale
 from deepspeed_ext.adapter.grad_norm import norm_tensors
 from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
     ZeROOptimizer,
-    autocasts_to_fp16,
     host_offload_config,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
@@ -33,11 +33,14 @@ from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, to
 from deepspeed_ext.zenflow.start import start_adam
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import require_publishable, require_supported
+from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
 from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
 
 __all__ = ["ZenFlowStart", "ZenFlowStepping"]
+
+_AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
+"""Key of the loss scale of ``torch_autocast`` in an optimizer's state dict."""
 
 
 @dataclass(frozen=True)
@@ -65,33 +68,23 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     """
 
     zenflow_adam: OffloadedAdam
+    torch_autocast_gradscaler: Any
     _step: Step
+    _autocast_scale: AutocastScale | None
     offloaded_states: set[Any]
 
-    def _prepare(
-        self,
-        start: ZenFlowStart,
-        groups: Sequence[dict[str, Any]],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Check the settings before DeepSpeed's construction, and change its keyword arguments to those of CPU offload.
-        A collective.
-
-        Raises:
-            ConfigError: on all `builders`; see `require_supported`.
-        """
-        with together(start.builders, otherwise=None):
-            require_supported(kwargs, groups, autocasts_to_fp16=autocasts_to_fp16())
-            self._start = start
-            kwargs["offload_optimizer_config"] = host_offload_config()
-            if kwargs["gradient_accumulation_steps"] > 1:
-                kwargs["gradient_accumulation_dtype"] = torch.float32
+    def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
+        """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
+        self._start = start
+        kwargs["offload_optimizer_config"] = host_offload_config()
+        if kwargs["gradient_accumulation_steps"] > 1:
+            kwargs["gradient_accumulation_dtype"] = torch.float32
 
     def _start_adam(self, groups: Sequence[int]) -> None:
         """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
         names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
         grad_dtype = getattr(torch, gradient_dtype(*names))
-        weights_dtype = self._weights(0).dtype
+        weights_dtype, ranks = self._weights(0).dtype, RankGroup.of(self.dp_process_group, keeps_scratch=True)
         require_publishable(self._start.run.config, dtype_name(weights_dtype))
         self.zenflow_adam = start_adam(
             self._start.run,
@@ -100,14 +93,16 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             groups,
             self._weights,
             grad_dtype=grad_dtype,
-            ranks=RankGroup.of(self.dp_process_group, keeps_scratch=True),
+            ranks=ranks,
+            holders=[self._holders(index, ranks) for index in range(len(groups))],
             placement=self._start.placement,
             local_ranks=local_world_size(),
             undo=self._start.undo,
+            weights_on_host=self._weights_on_host,
         )
-        self._step = Step(
-            [GradientReceiver(partition.master.data, grad_dtype) for partition in self.zenflow_adam.partitions]
-        )
+        scaler = self.torch_autocast_gradscaler
+        self._autocast_scale = None if scaler is None else AutocastScale(scaler)
+        self._step = Step([GradientReceiver(state.master.data, grad_dtype) for state in self.zenflow_adam.states])
 
     @property
     @abstractmethod
@@ -120,13 +115,35 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
 
     @abstractmethod
     def _weights(self, index: int) -> torch.Tensor:
-        """The weights of a partition, 1-D [n], in the model's dtype, on the accelerator."""
+        """The weights of a partition, 1-D [n], in the model's dtype."""
+
+    @property
+    def _weights_on_host(self) -> bool:
+        """Whether partitions of the weights are on the host, and gradients come there before a step."""
+        return False
+
+    def _holders(self, index: int, ranks: RankGroup) -> RankGroup:
+        """The ranks among which the parameters of a partition are divided; `ranks` are all data-parallel ranks."""
+        return ranks
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
-    def engine_step(self) -> AbstractContextManager[None]:
-        """Context of DeepSpeed's engine while it steps; see `Step.of_engine`."""
-        return self._step.of_engine()
+    @property
+    def progress(self) -> Step:
+        """What the engine wraps around its steps, backward passes and loads."""
+        return self._step
+
+    def load_begins(self) -> None:
+        """Called before a load writes anything; see `Step.load_begins`."""
+        self._step.load_begins()
+
+    def backward_prologue(self) -> None:
+        self._step.backward_begins()
+        super().backward_prologue()
+
+    def exit_backward(self) -> None:
+        super().exit_backward()
+        self._step.backward_ends()
 
     def step(self, closure: Any = None) -> None:
         adam, masters = self.zenflow_adam, self._masters
@@ -139,6 +156,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             try:
                 super().step(closure)
                 if self.overflow:
+                    with adam.link.keeping():
+                        if self._autocast_scale is not None:
+                            self._autocast_scale.overflowed()
                     adam.link.raise_kept()
                 else:
                     adam.end_step()
@@ -172,6 +192,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         grad_scale = 1.0  # placeholder: without a factor, the step has kept an error
         with self.zenflow_adam.link.keeping():
             grad_scale = self._step.factor
+            if self._autocast_scale is not None:
+                grad_scale *= self._autocast_scale.factor()
         self.zenflow_adam.step_partition(index, self._masters[index].grad, grad_scale)
         if index == len(self._masters) - 1:
             self.zenflow_adam.finish_weights()
@@ -192,7 +214,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             receiver.release()
         if OffloadStateTypeEnum.optim_states in wanted:
             self.zenflow_adam.offload()
-            self._step.phase = StepPhase.AWAY
+            self._step.states_away()
         wanted -= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
         super().offload_states(wanted, device, pin_memory, non_blocking)
 
@@ -202,14 +224,30 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._step.states_back()
 
     def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is, and that the last step was not interrupted.
+        """Check that nothing is offloaded, or that none of `states` is, and that nothing was broken off.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as Ctrl-C
-                interrupted a step: weights, optimizer, gradients, scheduler and counters may be updated in part.
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as Ctrl-C has
+                broken off a step, a backward pass or a load.
         """
+        self._require_whole()
+        self._require_here(states)
+
+    def require_saveable(self) -> None:
+        """Like `require_states_here`, but a backward pass may be broken off: it changes nothing that is saved."""
+        self._require_whole(StepPhase.BACKWARD)
+        self._require_here(())
+
+    def require_loadable(self) -> None:
+        """Like `require_states_here`, but a load may be broken off: another one writes everything that it has."""
+        self._require_whole(StepPhase.LOADING)
+        self._require_here(())
+
+    def _require_whole(self, *unless: StepPhase) -> None:
         if not self.zenflow_adam.link.failed:  # otherwise all ranks get its error
-            self._step.require_whole()
+            self._step.require_whole(*unless)
+
+    def _require_here(self, states: Sequence[Any]) -> None:
         is_away = self._step.phase is StepPhase.AWAY
         away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if is_away else set())
         if away := away.intersection(states or away):
@@ -224,7 +262,8 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
         self.zenflow_adam.drain()
         self.zenflow_adam.bind_state()
-        return {**super().state_dict(), checkpoint.STATE_KEY: checkpoint.state_of(self.zenflow_adam)}
+        scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
+        return {**super().state_dict(), checkpoint.STATE_KEY: checkpoint.state_of(self.zenflow_adam), **scale}
 
     def load_state_dict(
         self,
@@ -250,6 +289,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
                 self._refresh_weights(saved if exact else None)
             else:
                 adam.masters_changed()
+            if self._autocast_scale is not None and not checkpoint_folder:
+                state = state_dict_list[ranks.rank] or {}
+                self._autocast_scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._autocast_scale.state_dict()))
         if load_optimizer_states or checkpoint_folder:
             self._exchange_weights(saved if exact else None)
 
@@ -278,7 +320,9 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             )
         if checkpoint.STATE_KEY not in state:
             return None
-        return read_saved_state(state[checkpoint.STATE_KEY], [p.master.numel() for p in self.zenflow_adam.partitions])
+        return read_saved_state(
+            state[checkpoint.STATE_KEY], [state.master.numel() for state in self.zenflow_adam.states]
+        )
 
     def _adopt_state(self) -> None:
         """Copy the moments and step count that DeepSpeed has loaded to the arena."""

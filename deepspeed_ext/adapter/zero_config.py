@@ -1,4 +1,5 @@
-"""Reads DeepSpeed's ``zero_optimization`` section with our fields, and reports each mistake in one clear line."""
+"""Reads DeepSpeed's config and its ``zero_optimization`` section with our fields, and reports each mistake in one clear
+line."""
 
 from __future__ import annotations
 
@@ -7,14 +8,22 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError, field_validator, model_validator
+from typing_extensions import Self
 
-from deepspeed_ext.adapter.upstream import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig
+from deepspeed_ext.adapter.upstream import (
+    DeepSpeedConfig,
+    DeepSpeedZenFlowConfig,
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroOffloadOptimizerConfig,
+    Swap,
+    swapped,
+)
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.config.file import is_deeper
 from deepspeed_ext.errors import ConfigError
 
-__all__ = ["ZeroConfig"]
+__all__ = ["Config", "ZeroConfig"]
 
 DEEPEST = 16
 """Maximum nesting of ``zero_optimization``; the deepest existing field has 3 levels."""
@@ -22,6 +31,23 @@ DEEPEST = 16
 
 class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
     """Our ``zenflow`` section, also an instance of DeepSpeed's class for code that checks the type."""
+
+
+class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
+    """DeepSpeed's ``offload_optimizer`` section, in which ``ratio`` may be "auto" or, with the same meaning, "fit":
+    Accelerate refuses an "auto" that it does not fill in itself."""
+
+    _chooses_ratio: bool = PrivateAttr(False)
+
+    def __init__(self, **data: Any) -> None:
+        chooses_ratio = data.get("ratio") in ("auto", "fit")
+        super().__init__(**{name: value for name, value in data.items() if name != "ratio" or not chooses_ratio})
+        self._chooses_ratio = chooses_ratio
+
+    @property
+    def host_share(self) -> float | None:
+        """`ratio`; None: chosen by free memory."""
+        return None if self._chooses_ratio else self.ratio
 
 
 class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
@@ -35,6 +61,26 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     """
 
     zenflow: ZenFlowSection | None = None
+    offload_optimizer: OffloadOptimizerSection | None = None
+
+    @field_validator("offload_optimizer", mode="before")
+    @classmethod
+    def _with_our_fields(cls, section: Any) -> Any:
+        """Convert what DeepSpeed makes of its deprecated ``cpu_offload``."""
+        is_theirs = isinstance(section, DeepSpeedZeroOffloadOptimizerConfig)
+        return OffloadOptimizerSection(**section.model_dump()) if is_theirs else section
+
+    @model_validator(mode="after")
+    def offload_ratio_check(self) -> Self:
+        """Allow a ratio below 1 at stages 1 and 2, with ZenFlow."""
+        return self if self.zenflow is not None else super().offload_ratio_check()
+
+    @property
+    def host_share(self) -> float | None:
+        """The share of the optimizer on the host with ZenFlow; None: as little as fits. All of it, if the weights are
+        there, too."""
+        weights_there = self.offload_param is not None and self.offload_param.device == "cpu"
+        return 1.0 if self.offload_optimizer is None or weights_there else self.offload_optimizer.host_share
 
     def __init__(self, **data: Any) -> None:
         if is_deeper(data, DEEPEST):
@@ -81,6 +127,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     def _contradictions(self) -> str:
         """One line per pair of contradicting settings."""
+        if self.host_share is None and self.zenflow is None:
+            return 'zero_optimization.offload_optimizer.ratio = "auto" needs zero_optimization.zenflow: give a number'
         rivals = {
             "stage3_allgather_sequential": self.allgather_sequential,
             "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
@@ -91,6 +139,18 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             for rival, is_set in rivals.items()
             if is_set and self.stage3_allgather_single_param
         )
+
+
+class Config(DeepSpeedConfig):
+    """DeepSpeed's config. What it refuses together with a ``zenflow`` section concerns DeepSpeed's own ZenFlow."""
+
+    def _do_error_check(self) -> None:
+        zero_config = self.zero_config
+        if not isinstance(zero_config, ZeroConfig):
+            super()._do_error_check()
+            return
+        with swapped(Swap(self, "zero_config", zero_config.model_copy(update={"zenflow": None}))):
+            super()._do_error_check()
 
 
 def _shown(value: Any) -> str:

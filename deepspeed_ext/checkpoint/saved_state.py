@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues
 
 __all__ = ["VERSION", "SavedState", "read_saved_state"]
 
-VERSION = 8
+VERSION = 9
 _MISTAKES_TOLD = 3
 
 
@@ -106,7 +106,12 @@ def _mistakes(section: SavedState) -> list[str]:
     if position >= (interval or 1):
         found.append(f"{position} collected gradients in an interval of {interval}")
     for index, partition in enumerate(section.partitions):
-        blocks = -(-partition.numel // section.block_size)
+        blocks = -(-partition.on_host // section.block_size)
+        if partition.on_accelerator % section.block_size or partition.on_host < 0:
+            found.append(
+                f"partition {index}: {partition.on_accelerator} of {partition.numel} elements on the accelerator"
+            )
+            continue
         found += [
             f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, section.schedule.steps) if mistake
         ]

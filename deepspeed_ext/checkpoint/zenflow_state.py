@@ -37,12 +37,13 @@ def state_of(adam: OffloadedAdam) -> dict[str, Any]:
         "updates": adam.updates,
         "partitions": [
             {
-                "numel": partition.master.numel(),
+                "numel": state.master.numel(),
+                "on_accelerator": state.master.numel() - partition.master.numel(),
                 "collected": [asdict(step) for step in partition.collected],
                 "gradients": [gradient.clone() for gradient in _collected_gradients(adam, partition)],
                 **saved,
             }
-            for partition, saved in zip(adam.partitions, adam.rule.saved(), strict=True)
+            for partition, state, saved in zip(adam.partitions, adam.states, adam.rule.saved(), strict=True)
         ],
     }
 
@@ -59,9 +60,9 @@ def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer)
         CheckpointError: the partitions have different step counts.
     """
     updates = set()
-    for partition in adam.partitions:
-        state = optimizer.state.get(partition.master, {})
-        for name, target in (("exp_avg", partition.exp_avg), ("exp_avg_sq", partition.exp_avg_sq)):
+    for ours in adam.states:
+        state = optimizer.state.get(ours.master, {})
+        for name, target in (("exp_avg", ours.exp_avg), ("exp_avg_sq", ours.exp_avg_sq)):
             loaded = state.get(name)
             if loaded is None:
                 target.zero_()
@@ -69,7 +70,7 @@ def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer)
                 target.copy_(loaded.view(-1))
         step = state.get("step")
         if step is None:
-            step = optimizer.param_groups[partition.group].get("step") or 0
+            step = optimizer.param_groups[ours.group].get("step") or 0
         updates.add(int(step))
     if len(updates) > 1:
         raise CheckpointError(f"the checkpoint's partitions have different step counts: {sorted(updates)}")
@@ -94,8 +95,8 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
         return False
     rule = adam.rule
     if changed := _changed_setting(adam, saved) or _unaffordable_interval(adam, saved.schedule.interval):
-        for partition, values in zip(adam.partitions, saved.partitions, strict=True):
-            values.apply_collected(partition.state, saved.block_size)
+        for state, values in zip(adam.states, saved.partitions, strict=True):
+            values.catch_up((state.master.detach(), state.exp_avg, state.exp_avg_sq), saved.block_size)
         adam.masters_changed(saved.updates if saved.position else None)
         logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
         return False
@@ -122,7 +123,15 @@ def _changed_setting(adam: OffloadedAdam, saved: SavedState) -> str | None:
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
     if saved.block_size != rule.block_size:
         return f"the block size of zenflow ({saved.block_size} in the checkpoint, {rule.block_size} now)"
+    pairs = zip(adam.partitions, saved.partitions, strict=True)
+    if any(partition.master.numel() != values.on_host for partition, values in pairs):
+        return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
     return rule.changed_setting(dict(saved.schedule), saved.position)
+
+
+def _host_share(saved: SavedState) -> str:
+    numel = sum(values.numel for values in saved.partitions)
+    return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"
 
 
 def _unaffordable_interval(adam: OffloadedAdam, there: int | None) -> str | None:

@@ -79,6 +79,10 @@ class ZenFlowConfig(ConfigSection):
     parameter of the partition. Not given: if every rank has room for that and keeps a tenth of its memory free. Without
     effect if the accelerator is the CPU."""
 
+    offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.25
+    """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that must stay free at the
+    start, for activations, gradients and landing buffers."""
+
     async_save: bool = False
     """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the worker, copies of
     the rest by a thread. The next pass of the worker waits until p, m and v are written. The checkpoint appears under

@@ -17,16 +17,17 @@ from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare, host_share_that_fits
 from deepspeed_ext.zenflow.step.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.sizes import RuleSettings, arena_specs
+from deepspeed_ext.zenflow.worker.sizes import RuleSettings, accelerator_numel, arena_specs
 
 __all__ = ["start_adam"]
 
@@ -40,9 +41,11 @@ def start_adam(
     *,
     grad_dtype: torch.dtype,
     ranks: RankGroup,
+    holders: Sequence[RankGroup],
     placement: WorkerPlacement | None,
     local_ranks: int,
     undo: ExitStack,
+    weights_on_host: bool = False,
 ) -> OffloadedAdam:
     """Start this rank's worker. A collective.
 
@@ -51,57 +54,68 @@ def start_adam(
         optimizer: the user's Adam or AdamW.
         masters: initial fp32 values, one 1-D tensor per partition; they are copied and may be freed afterwards.
         groups: index of the parameter group of each partition.
-        weights: returns a partition's weights, 1-D, in the model's dtype, on the accelerator; they are written in
-            place.
+        weights: returns a partition's weights, 1-D, in the model's dtype; they are written in place.
         grad_dtype: dtype in which gradients are handed over.
         ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
+        holders: for each partition, the ranks among which its parameters are divided.
         placement: the worker's cores and memory node from the core plan; None: unbound.
         local_ranks: number of ranks on this host, which share its cores.
         undo: receives what stops the worker and frees the arena, in case the caller fails later.
+        weights_on_host: whether `weights` are on the host, and gradients are written to their slots before a step.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is not an Adam.
-        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the accelerator its share.
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
-    config = run.config
+    config, masters = run.config, [master.detach() for master in masters]
     fields = config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
     epoch = run.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
-    agreed = (fields, epoch, list(groups))
+    agreed = (fields, epoch, list(groups), run.host_share, weights_on_host)
     require_same_plan("ZenFlow", agreed, ranks)
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
-
-    def start_worker(settings: RuleSettings) -> tuple[list[Partition], WorkerLink]:
-        specs = arena_specs(settings, [master.numel() for master in masters], publish_dtype, dtype_name(grad_dtype))
-        link = WorkerLink(
-            specs,
-            block_size=settings.block_size,
-            placement=placement,
-            threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
-            hide_transfers=config.hide_transfers,
-            ranks=ranks,
-            timeout_seconds=run.worker_timeout_seconds,
-            metrics=metrics,
-        )
-        undo.callback(link.abandon)
-        partitions = [_partition(i, group, settings, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
-        for partition, master in zip(partitions, masters, strict=True):
-            partition.master.data.copy_(master)
-        return partitions, link
-
-    rule: UpdateRule[Any]
+    settings: PredictiveSettings | SelectiveSettings
     if config.rule == "selective":
-        selective = SelectiveSettings.of(config, run.steps_per_epoch)
-        _prepare_kernels(selective, weights(0), publish_dtype, grad_dtype, warns=ranks.rank == 0)
-        partitions, link = start_worker(selective)
-        rule = SelectiveRule(selective, partitions, link, ranks, hyperparameters, metrics)
+        settings = SelectiveSettings.of(config, run.steps_per_epoch, weights_on_host=weights_on_host)
     else:
-        predictive = PredictiveSettings.of(config)
-        _prepare_kernels(predictive, weights(0), publish_dtype, grad_dtype, warns=ranks.rank == 0)
-        partitions, link = start_worker(predictive)
-        rule = PredictiveRule(predictive, partitions, link, ranks, metrics)
-    return OffloadedAdam(rule, partitions, link, optimizer, hyperparameters, ranks, metrics)
+        settings = PredictiveSettings.of(config, weights_on_host=weights_on_host)
+    heads = _heads(run, [master.numel() for master in masters], settings.block_size, ranks)
+    _prepare_kernels(settings, weights(0), publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
+    link = WorkerLink(
+        arena_specs(settings, [m.numel() for m in masters], publish_dtype, dtype_name(grad_dtype), heads),
+        block_size=settings.block_size,
+        placement=placement,
+        threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
+        hide_transfers=config.hide_transfers,
+        weights_on_host=weights_on_host,
+        ranks=ranks,
+        timeout_seconds=run.worker_timeout_seconds,
+        metrics=metrics,
+    )
+    undo.callback(link.abandon)
+    share = None
+    if any(heads):
+        device = weights(0).device
+        share = AcceleratorShare.on_all_ranks(masters, heads, link.arena, settings.block_size, device, ranks)
+    states = [_state(i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
+    partitions = [_partition(i, state, holders[i], settings, link.arena, heads[i]) for i, state in enumerate(states)]
+    for partition, master, head in zip(partitions, masters, heads, strict=True):
+        partition.master.copy_(master[head:])
+    rule: UpdateRule[Any]
+    if isinstance(settings, SelectiveSettings):
+        rule = SelectiveRule(settings, partitions, link, ranks, hyperparameters, metrics)
+    else:
+        rule = PredictiveRule(settings, partitions, link, ranks, metrics)
+    return OffloadedAdam(rule, partitions, states, share, link, optimizer, hyperparameters, ranks, metrics)
+
+
+def _heads(run: ZenFlowRun, numels: Sequence[int], block_size: int, ranks: RankGroup) -> list[int]:
+    """How many elements at the start of each partition step on the accelerator. A collective if that is measured."""
+    share = run.host_share
+    if share is None:
+        share = host_share_that_fits(numels, block_size, run.config.offload_reserve_fraction, ranks)
+    return [accelerator_numel(numel, share, block_size) for numel in numels]
 
 
 def _prepare_kernels(
@@ -109,31 +123,37 @@ def _prepare_kernels(
     weights: torch.Tensor,
     publish_dtype: str,
     grad_dtype: torch.dtype,
+    has_share: bool,
     *,
     warns: bool,
 ) -> None:
     """Compile the kernels that steps will launch, so that no step compiles or needs memory for it."""
     device, block_size = weights.device, settings.block_size
-    norms = prepare.norms(device, {weights.dtype, grad_dtype})
-    if isinstance(settings, SelectiveSettings):
-        calls: Iterable[Callable[[], object]] = prepare.hot_steps(device, block_size, grad_dtype)
-    elif settings.overlapped:
+    calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {weights.dtype, grad_dtype})]
+    if isinstance(settings, SelectiveSettings) or has_share:
+        calls.append(prepare.hot_steps(device, block_size, grad_dtype))
+    if isinstance(settings, PredictiveSettings) and settings.overlapped:
         published = getattr(torch, publish_dtype)
-        calls = prepare.estimates(device, block_size, weights.dtype, published, grad_dtype, settings.with_drift)
-    else:
-        calls = ()
-    prepare.prepare(device, block_size, chain(norms, calls), warns=warns)
+        calls.append(prepare.estimates(device, block_size, weights.dtype, published, grad_dtype, settings.with_drift))
+    prepare.prepare(device, block_size, chain(*calls), warns=warns)
+
+
+def _state(index: int, group: int, arena: Arena, weights: Callable[[], torch.Tensor]) -> WholeState:
+    p, m, v = (arena.whole(kind, index) for kind in ("p", "m", "v"))
+    return WholeState(group, weights, p.requires_grad_(), m, v)
 
 
 def _partition(
-    index: int, group: int, settings: RuleSettings, arena: Arena, weights: Callable[[], torch.Tensor]
+    index: int, state: WholeState, holders: RankGroup, settings: RuleSettings, arena: Arena, head: int
 ) -> Partition:
+    """What remains of a partition behind its first `head` elements, for the rule."""
     per_block, *_ = settings.per_block
     return Partition(
         index,
-        group,
-        weights,
-        master=arena.tensor("p", index).requires_grad_(),
+        state.group,
+        holders,
+        (lambda: state.weights()[head:]) if head else state.weights,
+        master=arena.tensor("p", index),
         exp_avg=arena.tensor("m", index),
         exp_avg_sq=arena.tensor("v", index),
         published=arena.tensor("y", index),

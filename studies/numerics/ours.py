@@ -41,7 +41,7 @@ class _Part:
     def read(self, last: AdamStep) -> Estimator:
         """Build the estimator from the newest block means, which belong to the update `last`."""
         host = self.host
-        self.estimator = Estimator(host.means, host.block_size, last.bias_correction2_sqrt, last.eps)
+        self.estimator = Estimator.after(last, host.means, host.block_size)
         return self.estimator
 
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from studies.numerics.rules import REFERENCE, SPLITTING
+from studies.numerics.rules import REFERENCE, SPLITTING, reference_of, with_references
 from studies.numerics.tasks import BORROWED_RATES, TASKS
 from tests.perf import report
 
 FOLDER = Path("benchmarks") / "numerics"
 SELECTION_SEED = 100
 """Of the rows that choose learning rates; no row of a comparison has it."""
+LION_PART = 5
+"""Candidates for Lion's learning rate are those of AdamW over this."""
 WINDOW = 50
 """Steps at the end whose mean loss is the primary measure."""
 
@@ -73,18 +75,20 @@ class NoRateError(LookupError):
     """The learning rate of a task has not been chosen yet."""
 
 
-def selection_rows(task: str) -> list[Row]:
-    """The rows of which the learning rate of a task is chosen: AdamW alone, on a seed of its own."""
+def selection_rows(task: str, rule: str = REFERENCE) -> list[Row]:
+    """The rows of which the learning rate of a task is chosen, on a seed of their own: by Lion for rules of Lion, by
+    AdamW with beta1 of 0.9 for all others."""
     task = BORROWED_RATES.get(task, task)
-    return [Row(task, REFERENCE, TASKS[task].selection, SELECTION_SEED, rate) for rate in TASKS[task].rates]
+    chooser, part = ("lion", 1 / LION_PART) if reference_of(rule) == "lion" else (REFERENCE, 1.0)
+    return [Row(task, chooser, TASKS[task].selection, SELECTION_SEED, rate * part) for rate in TASKS[task].rates]
 
 
 def rate_of(row: Row) -> float:
-    """The peak learning rate of a row: its own, or the one with AdamW's lowest loss in all of `selection_rows`."""
+    """The peak learning rate of a row: its own, or the one with the lowest loss in all of `selection_rows`."""
     if row.rate is not None:
         return row.rate
     losses: dict[float, float] = {}
-    for candidate in selection_rows(row.task):
+    for candidate in selection_rows(row.task, row.rule):
         result = stored(candidate)
         if result is None:
             raise NoRateError(
@@ -120,7 +124,7 @@ class Group:
         """All rows, one seed after the other."""
         for seed in self.seeds:
             for task, setting, rules in self.cases:
-                for rule in (REFERENCE, *rules):
+                for rule in with_references(rules):
                     yield Row(task, rule, setting, seed)
 
 
@@ -194,6 +198,16 @@ GROUPS: tuple[Group, ...] = (
         "The longest measured interval, an amendment",
         (("bytes-1m", "batch-4x", ("ours-2-from-40",)), ("bytes-5m", "base", ("ours-2-from-40",))),
     ),
+    Group(
+        "lion",
+        "Lion, an amendment",
+        (("bytes-1m", "base", ("lion-bf16", "lion-delay", "lion-signs", "lion-means")),),
+    ),
+    Group(
+        "beta1",
+        "A delay at larger beta1, an amendment",
+        (("bytes-1m", "base", ("delay-beta1-0.95", "delay-beta1-0.975")),),
+    ),
 )
 
 
@@ -202,7 +216,7 @@ def planned() -> list[tuple[str, Row]]:
     found: dict[Row, str] = {}
     for group in GROUPS:
         for row in group.rows():
-            for needed in (*selection_rows(row.task), row):
+            for needed in (*selection_rows(row.task, row.rule), row):
                 found.setdefault(needed, "rates" if needed.seed == SELECTION_SEED else group.name)
     return [(group, row) for row, group in found.items()]
 

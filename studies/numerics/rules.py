@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
+from studies.numerics.lion import Lion, LionBf16, LionDelay, LionMeans, LionSigns
 from studies.numerics.ours import WHOLE, Ours
 from studies.numerics.relatives import ACCO, Delay, Disturbed, Feedback, Momentum, SAPipe
 from studies.numerics.rule import AdamW, Rule, Start
@@ -13,6 +15,11 @@ REFERENCE = "adamw"
 CONTROL = "adamw-disturbed"
 UPSTREAM = ("upstream-sequential", "upstream-overlapped")
 """Upstream's ZenFlow runs through DeepSpeed itself (`through_deepspeed`), not through a `Rule`."""
+
+
+def _with_beta1(rule: Callable[[Start], Rule], beta1: float, start: Start) -> Rule:
+    return rule(replace(start, hyper=replace(start.hyper, beta1=beta1)))
+
 
 RULES: dict[str, Callable[[Start], Rule]] = {
     REFERENCE: AdamW,
@@ -34,6 +41,30 @@ RULES: dict[str, Callable[[Start], Rule]] = {
     "momentum": Momentum,
     "sapipe": SAPipe,
     "acco": ACCO,
+    "adamw-beta1-0.95": partial(_with_beta1, AdamW, 0.95),
+    "delay-beta1-0.95": partial(_with_beta1, Delay, 0.95),
+    "adamw-beta1-0.975": partial(_with_beta1, AdamW, 0.975),
+    "delay-beta1-0.975": partial(_with_beta1, Delay, 0.975),
+    "lion": Lion,
+    "lion-delay": LionDelay,
+    "lion-bf16": LionBf16,
+    "lion-signs": LionSigns,
+    "lion-means": LionMeans,
 }
 SPLITTING = ("sapipe", "acco")
 """Rules whose ranks have weights of their own; they need a setting with at least two ranks."""
+REFERENCES = ("adamw-beta1-0.95", "adamw-beta1-0.975", "lion")
+"""Rules beside `REFERENCE` with which others are compared."""
+
+
+def reference_of(rule: str) -> str:
+    """The rule with which `rule` is compared; a reference is its own."""
+    family, _, rest = rule.partition("-")
+    named = f"adamw-{rest}" if rest.startswith("beta1-") else family
+    return named if named in REFERENCES else REFERENCE
+
+
+def with_references(rules: Iterable[str]) -> tuple[str, ...]:
+    """`rules` behind those with which they are compared, each once."""
+    rules = tuple(rules)
+    return tuple(dict.fromkeys([*map(reference_of, rules), *rules]))

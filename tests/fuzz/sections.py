@@ -19,6 +19,7 @@ from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 
 NUMELS = (70, 33)
+ON_ACCELERATOR = (32, 0)
 BLOCK_SIZE = 32
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64)
 
@@ -34,14 +35,16 @@ def valid(rule: str) -> dict[str, Any]:
         "schedule": {"steps": 5, "interval": 2}
         | ({"steps_in_flight": None, "since_selection": 1} if rule == "selective" else of_guard),
         "updates": 5,
-        "partitions": [_partition(rule, numel) for numel in NUMELS],
+        "partitions": [_partition(rule, *each) for each in zip(NUMELS, ON_ACCELERATOR, strict=True)],
     }
 
 
-def _partition(rule: str, numel: int) -> dict[str, Any]:
+def _partition(rule: str, whole: int, on_accelerator: int) -> dict[str, Any]:
+    numel = whole - on_accelerator
     step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled=True, step=5, grad_scale=1.0)
     blocks = -(-numel // BLOCK_SIZE)
-    common = {"numel": numel, "collected": [asdict(step)], "gradients": [torch.zeros(numel, dtype=torch.bfloat16)]}
+    common = {"numel": whole, "on_accelerator": on_accelerator, "collected": [asdict(step)]}
+    common["gradients"] = [torch.zeros(numel, dtype=torch.bfloat16)]
     if rule == "selective":
         return common | {"block_updates": torch.full((blocks,), 4, dtype=torch.int32), "hot_blocks": torch.tensor([0])}
     return common | {

@@ -28,6 +28,7 @@ TABLE = ROOT / "docs" / "lab" / "waits.md"
 TESTS = (
     "tests/unit/zenflow/transfers/test_copies.py",
     "tests/unit/zenflow/test_offload_states.py",
+    "tests/unit/zenflow/test_offload_param.py",
     "tests/unit/adapter/test_throughput_timer.py",
     "tests/unit/gather/test_features.py::test_a_fetch_left_to_upstream_is_waited_for",
     "tests/unit/flatten/test_gpu.py",

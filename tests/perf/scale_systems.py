@@ -190,7 +190,7 @@ def hot_exchange(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     flat = torch.zeros(EXCHANGED_NUMEL, dtype=torch.bfloat16)
     count = numel // BLOCK
     blocks = BlockSet(torch.arange(0, count, 10), numel, BLOCK)
-    adam: Any = SimpleNamespace(ranks=ranks, changed_blocks=lambda index: blocks)
+    adam: Any = SimpleNamespace(partitions=[SimpleNamespace(ranks=ranks)], changed_blocks=lambda index: blocks)
     exchange = HotExchange(adam, lambda *args, **kwargs: None)
     partitions = list(flat.view(ranks.size, -1))
     exchange([flat], [partitions], [None])  # exchanges the numbers, once per selection

@@ -51,6 +51,8 @@ class Case:
         config = zenflow_config(self.stage, lr=1e-2, accumulation=self.accumulation, **self.rule())
         config["gradient_clipping"] = self.clip
         config["timers"] = {"throughput": {"enabled": False}}  # it waits for the device in every step
+        if self.on_host:
+            config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         if self.way == "flatten, gather":
             config = offload_config(config)
             if self.stage == 3:
@@ -68,11 +70,19 @@ class Case:
             "selective, copies inside": RULES["selective"] | {"hide_transfers": False},
             "selective, state on the host": RULES["selective"] | {"offload": True},
             "flatten, gather": {},
+            "predictive, offload_param": RULES["predictive"],
+            "accumulation, offload_param": {"update_interval": 1},
+            "selective, offload_param": RULES["selective"],
         }.get(self.way) or RULES.get(self.way, {})
 
     @property
     def accumulation(self) -> int:
-        return 3 if self.way == "predictive, accumulation" else 1
+        return 3 if "accumulation" in self.way else 1
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the weights are on the host, which only stage 3 has."""
+        return "offload_param" in self.way
 
     def run(self, order: str | None, seed: int, device: str) -> list[Outcome]:
         # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its rounding with it.
@@ -95,7 +105,9 @@ WAYS = (
     "selective, state on the host",
     "flatten, gather",
 )
+ON_HOST = ("predictive, offload_param", "accumulation, offload_param", "selective, offload_param")
 CASES = [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))]
+CASES += [Case(3, way, ranks, clip) for way, ranks, clip in product(ON_HOST, (1, 2), (0.0, 1.0))]
 STRIDE = 35
 assert math.gcd(STRIDE, len(CASES)) == 1, "else some cases never have a turn"
 

@@ -2,6 +2,7 @@
 
     python -m tests.simulated.overlap [--traces FOLDER] [--quick]
     python -m tests.simulated.overlap --device-waits
+    python -m tests.simulated.overlap --shares
 
 Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of the step and beside
 the next. Then the link slows down from 0.1 to 2 of a step. A step is calibrated: what the same training takes with an
@@ -36,6 +37,9 @@ LONG_LAYERS, LONG_CHUNKS = 192, 64
 """So that the optimizer's own operators are a small part of a step, as they are in a model that is worth offloading."""
 UP_OVER_DOWN = 1 + 4 / 32 / 2
 """Block means, 4 bytes per block of 32, come up beside 2 bytes per parameter."""
+HOST_SHARES = (1.0, 0.75, 0.5, 0.25)
+SLOW = (1.0, 1.8)
+"""Of a step: the link each way and the worker, where only a share of the optimizer on the host is hidden."""
 SLOWER = (0.1, 0.25, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
 
 
@@ -50,6 +54,7 @@ class Way:
     layers: int = 24
     chunks: int = 16
     overlap_comm: bool = False
+    host_share: float = 1.0
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -58,6 +63,8 @@ class Way:
         # The simulated accelerator has no fused norm, so the norm alone would take a tenth of a step.
         config["gradient_clipping"] = 0.0
         zero = config["zero_optimization"]
+        if self.host_share < 1.0:
+            zero["offload_optimizer"] = {"device": "cpu", "ratio": self.host_share}
         if self.overlap_comm:
             zero["overlap_comm"] = True
         if self.stage == 3:
@@ -203,6 +210,18 @@ def slower_links(links: Sequence[float]) -> list[dict[str, Any]]:
     return rows
 
 
+def shares(link: float, worker: float) -> list[dict[str, Any]]:
+    """A row for each share of the optimizer on the host, where all of it takes longer than a step: steps over a step
+    alone. ZeRO-Offload at best is arithmetic: its gradients go down during backward, and nothing else is hidden."""
+    rows = []
+    for stage, share in product((2, 3), HOST_SHARES):
+        way = Way(stage, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, host_share=share)
+        (found,) = figures(way, [(link, worker)])
+        row = {"stage": stage, "on the host": share, "step / step alone": found["step"], "idle": found["idle"]}
+        rows.append({**row, "ZeRO-Offload at best": 1.0 + link + worker})
+    return rows
+
+
 def comparisons_of(tables: Sequence[Sequence[dict[str, Any]]]) -> list[report.Comparison]:
     """Transfers beside the next step, against those inside of it and against plain ZeRO. Nothing varies in it."""
     ways, zero, links = tables
@@ -230,8 +249,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="of the first table, stage 2 and one rank only")
     parser.add_argument("--links", type=float, nargs="+", default=list(SLOWER), help="of the last table")
     parser.add_argument("--device-waits", action="store_true", help="only what waits for the whole device expose")
+    parser.add_argument("--shares", action="store_true", help="only steps with a share of the optimizer on the device")
     arguments = parser.parse_args()
     print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
+    if arguments.shares:
+        rows = shares(*SLOW)
+        print(f"link {SLOW[0]}, worker {SLOW[1]}\n\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
+        return
     if arguments.device_waits:
         rows = device_waits((LINK, 2 * LINK))
         print(f"\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")

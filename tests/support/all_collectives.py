@@ -183,7 +183,7 @@ def hot_blocks(ranks: RankGroup) -> None:
     scores = torch.arange(64.0, device=ranks.device) + 100 * ranks.rank
     ids = select(scores, 0.25, ranks)
     blocks = BlockSet(ids, 64 * 4, 4)
-    adam: Any = SimpleNamespace(ranks=ranks, changed_blocks=lambda index: blocks)
+    adam: Any = SimpleNamespace(partitions=[SimpleNamespace(ranks=ranks)], changed_blocks=lambda index: blocks)
     upstream: Any = None
     flat = torch.zeros(int(ranks.size) * 256, device=ranks.device)
     own = flat.view(int(ranks.size), -1)[ranks.rank]

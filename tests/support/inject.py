@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import deepspeed_ext
 
-__all__ = ["InjectedError", "Interruption", "called_functions", "failing"]
+__all__ = ["STRIKES", "InjectedError", "Interruption", "PreemptedError", "called_functions", "failing"]
 
 _WITH_LOCKS = (logging.__file__, threading.__file__)
 _PACKAGE = os.path.dirname(os.path.abspath(deepspeed_ext.__file__)) + os.sep
@@ -21,6 +22,37 @@ _PACKAGE = os.path.dirname(os.path.abspath(deepspeed_ext.__file__)) + os.sep
 
 class InjectedError(Exception):
     """Raised by a function that was made to fail."""
+
+
+class PreemptedError(Exception):
+    """What a script's own signal handler raises."""
+
+
+def _ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def _by_handler(kind: type[Exception]) -> Callable[[], None]:
+    def handler(number: int, frame: Any) -> None:
+        raise kind("time is up")
+
+    def strike() -> None:
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        finally:
+            _KEPT.append(before)  # the handler stays, as in a script, while its exception is on its way
+
+    return strike
+
+
+_KEPT: list[Any] = []
+STRIKES: dict[str, Callable[[], None]] = {
+    "KeyboardInterrupt": _ctrl_c,
+    "PreemptedError": _by_handler(PreemptedError),
+    "TimeoutError": _by_handler(TimeoutError),  # an OSError, as those of connections and files
+}
+"""How an `Interruption` may strike: Ctrl-C, or an exception of a signal handler."""
 
 
 def _is_ours(code: CodeType) -> bool:

@@ -95,7 +95,8 @@ class Case:
         beta1, beta2, decay = self.random.choice([0.0, 0.9]), self.random.choice([0.0, 0.95, 0.999]), self.number()
         l2, decay = self.random.choice([(0.0, 1.0), (decay, 1.0), (0.0, decay)])
         constants = definition.HotConstants(
-            self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay
+            *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
+            *self.random.choice([(beta1, beta2), (0.0, 0.0)]),
         )
         return self.both(lambda p, m, v: launch.hot_step(p, m, v, grad, updates, constants), [p, m, v.abs_()])
 

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.rules.predictive import probe
+from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -56,6 +57,22 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "predictive, interval 2, async_save": {
         "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "async_save": True}
+    },
+    "ZeRO-Offload, offload_param": {"offload_optimizer": CPU, "offload_param": CPU},
+    "predictive, interval 1, offload_param": {
+        "offload_optimizer": CPU,
+        "offload_param": CPU,
+        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1},
+    },
+    "predictive, interval 2, offload_param": {
+        "offload_optimizer": CPU,
+        "offload_param": CPU,
+        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3},
+    },
+    "selective, interval 2, offload_param": {"offload_param": CPU, "zenflow": SELECTIVE},
+    "predictive, interval 1, half on the host": {
+        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1},
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
     },
     "selective, interval 2": {"zenflow": SELECTIVE},
     "selective, interval 2, offload": {"zenflow": {**SELECTIVE, "offload": True}},
@@ -82,26 +99,47 @@ class HostBytes(LiveBytes):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self._arenas: dict[Arena, int] = {}
         self._left_out = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         self._kept: list[Any] = [parameter.data for parameter in module.parameters()]  # so that no address is reused
 
     @contextmanager
     def counting(self) -> Iterator[HostBytes]:
         """Count inside the block."""
-        original = Arena.tensor
-        self._arenas: set[int] = set()
 
-        def tensor(arena: Arena, *key: Any, **keys: Any) -> torch.Tensor:
-            if arena.fileno not in self._arenas:  # the worker has just started
-                self._arenas.add(arena.fileno)
-                self.live["host"] += resident_bytes(arena)
-            made = original(arena, *key, **keys)
-            self._left_out.add(made.untyped_storage()._cdata)
-            self._kept.append(made)
-            return made
+        def seen(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def make(arena: Arena, *key: Any, **keys: Any) -> torch.Tensor:
+                if arena not in self._arenas:  # the worker has just started
+                    self._arenas[arena] = 0
+                    self.see_arenas()
+                made = original(arena, *key, **keys)
+                self._left_out.add(made.untyped_storage()._cdata)
+                self._kept.append(made)
+                return made
 
-        with patch.object(Arena, "tensor", tensor), self:
+            return make
+
+        show = AcceleratorShare.show
+
+        def shown(share: AcceleratorShare) -> None:
+            show(share)
+            self.see_arenas()
+
+        with (
+            patch.object(Arena, "tensor", seen(Arena.tensor)),
+            patch.object(Arena, "whole", seen(Arena.whole)),
+            patch.object(AcceleratorShare, "show", shown),
+            self,
+        ):
             yield self
+
+    def see_arenas(self) -> None:
+        """Count the pages of arenas that have been touched, or freed, since the last call."""
+        for arena, before in self._arenas.items():
+            grown = resident_bytes(arena) - before
+            self._arenas[arena] += grown
+            self.live["host"] += grown
+            self.peak["host"] = max(self.peak["host"], self.live["host"])
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -125,6 +163,7 @@ class Measured:
         arena: touched bytes of the arena after the last step; 0 without ZenFlow.
         kept: bytes that the rule keeps beside the weights.
         numels: elements of this rank's partitions, with ZenFlow.
+        untouched: bytes of DeepSpeed's buffer of gradients, if nothing touches it, so it takes no memory.
     """
 
     accelerator: dict[str, int] = field(default_factory=dict)
@@ -132,6 +171,7 @@ class Measured:
     arena: int = 0
     kept: int = 0
     numels: list[int] = field(default_factory=list)
+    untouched: int = 0
 
 
 def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
@@ -184,6 +224,7 @@ def _measure(config: dict[str, Any], model: str | None) -> Measured:
 
     def note(phase: Phase | None) -> None:
         accelerator.synchronize()
+        meter.see_arenas()
         if phase is not None:
             most = accelerator.max_memory_allocated() - start
             found.accelerator[phase.value] = max(found.accelerator.get(phase.value, 0), most)
@@ -219,6 +260,8 @@ def _note_state(engine: Any, found: Measured) -> None:
         return
     adam.drain()
     found.arena = resident_bytes(adam.link.arena)
+    if getattr(engine.optimizer, "offload_param", False) and not engine.optimizer._sums_apart:
+        found.untouched = engine.optimizer.grad_partitions_flat_buffer.nbytes
     found.numels = [partition.master.numel() for partition in adam.partitions]
     for partition in adam.partitions:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
@@ -264,6 +307,7 @@ def compared(
     for phase in Phase:
         on_accelerator = max(rank.accelerator[phase.value] for rank in measured)
         found[Place.ACCELERATOR, phase] = (plan.nbytes(Place.ACCELERATOR, phase), on_accelerator)
-        on_host = max(rank.host[phase.value] for rank in measured)
+        untouched = {Phase.START: 0}  # its peak comes before that buffer
+        on_host = max(rank.host[phase.value] - untouched.get(phase, rank.untouched) for rank in measured)
         found[Place.HOST, phase] = (plan.nbytes(Place.HOST, phase), on_host)
     return found

@@ -52,6 +52,8 @@ class Run(NamedTuple):
             config = offload_config(config)
             if self.way == "zero":
                 del config["zero_optimization"]["offload_optimizer"]
+        if self.setting == "uncorrected":  # whose first updates are several times as large
+            config["optimizer"]["params"] = {"lr": 3e-4, "weight_decay": 0.1, "bias_correction": False}
         if self.setting in ZERO_FIELDS:
             config["zero_optimization"][self.setting] = ZERO_FIELDS[self.setting]
         return config

@@ -13,11 +13,25 @@ from deepspeed_ext.checkpoint.reshard.saved import MASTER, SavedCheckpoint, Save
 from deepspeed_ext.checkpoint.reshard.target import Target
 from deepspeed_ext.errors import CheckpointError
 
-__all__ = ["load_frozen", "load_masters", "load_optimizer"]
+__all__ = ["load_frozen", "load_masters", "load_optimizer", "require_same_groups"]
 
 _CHUNK_NUMEL = 1 << 22
 """Elements copied at once, so that the mapped files are not all in memory at the same time."""
 _SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
+
+
+def require_same_groups(saved: SavedCheckpoint, target: Target) -> None:
+    """Check, before anything is written, that the optimizer has as many parameter groups as the checkpoint.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    there, here = saved.partitions(0).groups, target.hyperparameters
+    if there and len(there) != len(here):
+        raise CheckpointError(
+            f"the checkpoint has {len(there)} parameter groups, the optimizer {len(here)}: resume with the groups that "
+            "were saved"
+        )
 
 
 def load_optimizer(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
@@ -116,11 +130,6 @@ def _base_state(
 
 def _hyperparameters(source: SavedPartitions, target: Target) -> list[dict[str, Any]]:
     groups = target.hyperparameters
-    if source.groups and len(source.groups) != len(groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(source.groups)} parameter groups, the optimizer {len(groups)}: resume with the "
-            "groups that were saved"
-        )
     for group, saved in zip(groups, source.groups, strict=False):
         group.update((key, value) for key, value in saved.items() if key != "params")
     return groups

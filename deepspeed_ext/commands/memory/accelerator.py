@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed_ext.commands.memory.parts import Part, Phase, largest
-from deepspeed_ext.commands.memory.rules import bytes_of
+from deepspeed_ext.commands.memory.rules import bytes_of, share_step_bytes
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
 from deepspeed_ext.zenflow.transfers.device_sizes import landing_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import arena_specs
+from deepspeed_ext.zenflow.worker.sizes import accelerator_share_bytes, arena_specs
 
 __all__ = ["accelerator_parts"]
 
@@ -23,6 +23,7 @@ NORM_BYTES = 8
 """Bytes per element in DeepSpeed's norm of a gradient, which is computed in fp64."""
 
 MOMENTS = ("moment m", "moment v")
+SHARE = "optimizer's share"
 Parts = tuple[Part, ...]
 
 
@@ -35,7 +36,7 @@ class _Accelerator:
     """The sizes that several phases need."""
 
     def __init__(self, model: Model, ranks: Ranks, setup: Setup) -> None:
-        self.setup, self.ranks = setup, ranks
+        self.model, self.setup, self.ranks = model, setup, ranks
         self.params, self.largest, self.weight = model.params, model.largest, model.itemsize
         self.dtype, self.grad_dtype = model.dtype, setup.handed_over_dtype(model)
         self.publish_dtype = setup.publish_dtype(model)
@@ -45,7 +46,7 @@ class _Accelerator:
         self.numel = sum(run.numel * run.times for run in self.partitions)
         self.most = max(run.numel for run in self.partitions)
         self.filled = min(setup.reduce_bucket_size, model.params)
-        self.whole = not setup.partitions_weights
+        self.whole, self.on_host = not setup.partitions_weights, setup.weights_on_host
 
     def phases(self) -> Mapping[Phase, Parts]:
         between = self.between()
@@ -65,34 +66,39 @@ class _Accelerator:
 
     def between(self) -> list[Part]:
         """Memory that is held all the time."""
-        held = [Part("weights", self.weight * self.numel * (self.ranks.count if self.whole else 1))]
+        held = [
+            Part("weights", 0 if self.on_host else self.weight * self.numel * (self.ranks.count if self.whole else 1))
+        ]
         if self.setup.on_accelerator:
             aliased = not self.whole and self.weight == FLOAT_BYTES  # the weights are the masters
             held += [Part("master", 0 if aliased else FLOAT_BYTES * self.numel)]
             held += [Part(moment, FLOAT_BYTES * self.numel) for moment in MOMENTS]
         if not self.whole:
-            if not self.setup.offload:
+            if not (self.setup.offload or (self.on_host and self.setup.zenflow is not None)):
                 held.append(Part("gradients", self.accumulated * self.numel))
             if self.setup.contiguous_gradients:
                 held.append(Part("reduction buckets", self.weight * self.setup.reduce_bucket_size))
         elif self.setup.offload:
             held.append(Part("offload buffer", self.weight * self.largest))
-        return held + (self.zenflow() if self.setup.zenflow is not None else [])
+        return held + (self.zenflow() if self.setup.zenflow is not None and not self.on_host else [])
 
     def zenflow(self) -> list[Part]:
-        """Landing buffers and the rule's own state."""
-        rule, kept = self.setup.rule, dict[str, int]()
+        """Landing buffers, the share of the optimizer and the rule's own state."""
+        rule, kept = self.setup.rule, {"landing buffers": self.landing_buffers(), SHARE: 0}
         for run in self.partitions:
-            for kind, nbytes in bytes_of(rule, run.numel, self.weight).kept.items():
+            there = self.setup.stepped_there(run.numel)
+            kept[SHARE] += accelerator_share_bytes(there, rule.block_size) * run.times
+            for kind, nbytes in bytes_of(rule, run.numel - there, self.weight).kept.items():
                 kept[kind] = kept.get(kind, 0) + nbytes * run.times
-        return [Part("landing buffers", self.landing_buffers()), *(Part(kind, nbytes) for kind, nbytes in kept.items())]
+        return [Part(kind, nbytes) for kind, nbytes in kept.items()]
 
     def landing_buffers(self) -> int:
         """Bytes of the landing buffers."""
         if not self.setup.hides_transfers:
             return 0
         nbytes = 0
-        for numel, count in self.partitions:
+        for whole, count in self.partitions:
+            numel = whole - self.setup.stepped_there(whole)
             specs = arena_specs(self.setup.rule, [numel], self.publish_dtype, self.grad_dtype)
             means = sum(spec.nbytes for spec in specs if spec.kind == "block_means")
             nbytes += count * landing_bytes(numel, self.grad_dtype, self.publish_dtype, means)
@@ -103,7 +109,7 @@ class _Accelerator:
     def start(self, between: list[Part]) -> Parts:
         """Memory while the engine is built. Adam's moments and the estimate's state are allocated later, in the first
         steps."""
-        kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "landing buffers"}
+        kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "landing buffers", SHARE}
         built = [part for part in between if part.kind in kept]
         if not self.whole:
             converts = not self.setup.on_accelerator and self.weight != FLOAT_BYTES  # before the copy to the host
@@ -111,6 +117,8 @@ class _Accelerator:
                 Part("weights", self.weight * self.numel),
                 Part("conversion", FLOAT_BYTES * self.most if converts else 0),
             ]
+            if self.on_host:
+                converted = []
             states = [part for part in between if part.kind in ("weights", "master") and self.setup.on_accelerator]
             zeros = Part("zeros", FLOAT_BYTES * self.most if states else 0)  # the gradient of the first, empty step
             partitioning = Part("parameter being partitioned", self.weight * self.largest)
@@ -189,14 +197,18 @@ class _Accelerator:
         flat = Part("flat gradient", self.handed * numel)
         if self.setup.zenflow is None:
             return [flat, Part("temporaries", 0 if self.setup.fused_adam else FLOAT_BYTES * numel)]
-        arrived, in_place = DTYPE_BYTES[self.publish_dtype], self.setup.hides_transfers
-        step = bytes_of(self.setup.rule, numel, self.weight, arrived_bytes=arrived, in_place=in_place).step
-        waiting = bytes_of(self.setup.rule, self.numel - numel, self.weight).waiting  # of the other sub-groups
-        return [flat, Part("temporaries", step), Part("new hot weights", waiting)]
+        arrived, in_place, there = DTYPE_BYTES[self.publish_dtype], self.setup.hides_transfers, self.setup.stepped_there
+        on_host, others = numel - there(numel), self.numel - numel
+        step = bytes_of(self.setup.rule, on_host, self.weight, arrived_bytes=arrived, in_place=in_place).step
+        waiting = bytes_of(self.setup.rule, others - there(others), self.weight).waiting  # of the other sub-groups
+        share = share_step_bytes(there(numel), self.setup.rule.block_size)
+        return [flat, Part("temporaries", max(step, share)), Part("new hot weights", waiting)]
 
     def exchange(self) -> list[Part]:
         """Memory while stages 1 and 2 exchange only hot weights."""
         if self.setup.zenflow is None:
+            return []
+        if self.setup.stepped_there(self.numel):  # all weights change in every step
             return []
         nbytes = bytes_of(self.setup.rule, self.numel, self.weight, ranks=self.ranks.count).exchange
         return [Part("hot weights of all ranks", nbytes)]
@@ -209,13 +221,16 @@ class _Accelerator:
         live = min(self.params, max(setup.max_live_parameters, setup.max_reuse_distance // 2 + self.largest))
         again = min(setup.max_live_parameters, self.params - self.filled)
         copy = 0 if setup.stage3_allgather_single_param else min(setup.prefetch_bucket_size, self.params)
-        if self.ranks.count == 1:  # the partition is the whole parameter and is used in place
+        if self.ranks.count == 1 and not self.on_host:  # the partition is the whole parameter and is used in place
             live = again = copy = 0
         made = Part("gradient being made", weight * self.largest)
         reduced = 0
-        if self.accumulated != weight:
+        if setup.sums_apart(self.model):
+            floats = FLOAT_BYTES * (2 if self.ranks.count == 1 else 1)  # one rank's sum is not made in place
+            reduced = (NORM_BYTES + floats + weight) * -(-self.largest // self.ranks.count)
+        elif self.accumulated != weight:
             reduced = FLOAT_BYTES * -(-self.filled // self.ranks.count)
-        elif setup.offload:
+        elif setup.offload or self.on_host:
             reduced = (NORM_BYTES + weight) * -(-self.largest // self.ranks.count)
         return [
             [Part("live parameters", weight * live), Part("gather copies", weight * copy)],
@@ -229,7 +244,7 @@ class _Accelerator:
 
     def partitioned_step(self) -> list[list[Part]]:
         """Moments of the optimizer step, which goes from sub-group to sub-group."""
-        if self.setup.offload:
+        if self.setup.offload or self.on_host:
             return [[]]
         numel = self.most
         converted = self.handed * numel if self.handed != self.accumulated else 0

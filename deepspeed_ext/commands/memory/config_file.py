@@ -68,9 +68,9 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping
     offload, param = zero.offload_optimizer, zero.offload_param
     unknown = {
         "stage 0": int(zero.stage) == 0,
-        "offload_param": param is not None and param.device != "none",
+        'offload_param.device = "nvme"': param is not None and param.device == "nvme",
         'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-        "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
+        "offload_optimizer.ratio below 1 without zenflow": zero.zenflow is None and (zero.host_share or 0) < 1,
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
         "quantized weights or gradients": any(section.get(name) is True for name in section if "quantized" in name),
         "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
@@ -94,6 +94,8 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
         accumulates_fp32=section_of(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
         fused_adam=not torch_adam and (own_adam or offload),
         pins=offload and zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory,
+        offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
+        host_share=1.0 if zero.host_share is None else zero.host_share,
         overlap_comm=section["overlap_comm"] if isinstance(section.get("overlap_comm"), bool) else None,
         contiguous_gradients=zero.contiguous_gradients,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,

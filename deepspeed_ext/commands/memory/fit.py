@@ -15,6 +15,7 @@ from deepspeed_ext.config import ZenFlowConfig
 __all__ = ["Fit", "config_of", "fits", "suggested", "ways"]
 
 STAGES: tuple[Stage, ...] = (2, 3)
+PARTITIONS_WEIGHTS = 3
 INTERVAL = 4
 """Of the selective rule, as published."""
 ROOM_FOR_ACTIVATIONS = 0.2
@@ -58,9 +59,15 @@ def ways(base: Setup | None = None) -> Iterator[tuple[str, Setup]]:
     for stage in STAGES:
         at_stage = replace(base, stage=stage, offload=False, zenflow=None)
         yield "ZeRO", at_stage
-        yield "ZeRO-Offload", replace(at_stage, offload=True, pins=True)
+        offload = replace(at_stage, offload=True, pins=True)
+        yield "ZeRO-Offload", offload
         for name, section in _SECTIONS.items():
             yield f"ZenFlow {name}", replace(at_stage, zenflow=ZenFlowConfig(**section))
+        exact = replace(at_stage, zenflow=ZenFlowConfig(**_SECTIONS["exact"]))
+        yield "ZenFlow half on the GPU", replace(exact, host_share=0.5)
+        if stage == PARTITIONS_WEIGHTS:
+            yield "ZeRO-Offload, weights on host", replace(offload, offload_param=True)
+            yield "ZenFlow weights on host", replace(exact, offload_param=True, pins=True)
 
 
 def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, active: int | None = None) -> list[Fit]:
@@ -83,8 +90,10 @@ def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, activ
 
 def suggested(found: Sequence[Fit]) -> Fit | None:
     """The first way that fits and leaves room for activations, in this order: plain ZeRO, exact with everything hidden,
-    exact with copies in the step, the others; stage 2 before 3. None: no way fits, or the machine is not known."""
-    order = ["ZeRO", *(f"ZenFlow {name}" for name in _SECTIONS), "ZeRO-Offload"]
+    exact with copies in the step, the others in their order; stage 2 before 3. None: no way fits, or the machine is
+    not known."""
+    names = [*_SECTIONS, "half on the GPU", "weights on host"]
+    order = ["ZeRO", *(f"ZenFlow {name}" for name in names), "ZeRO-Offload", "ZeRO-Offload, weights on host"]
     fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
     fitting.sort(key=lambda fit: (order.index(fit.name), fit.plan.setup.stage))
     roomy = [fit for fit in fitting if _room(fit) >= ROOM_FOR_ACTIVATIONS]
@@ -105,6 +114,10 @@ def config_of(fit: Fit) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setup.stage}
     if setup.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": setup.pins}
+    if setup.host_share < 1.0:
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": setup.host_share}
+    if setup.offload_param:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": setup.pins}
     if setup.zenflow is not None:
         zero["zenflow"] = setup.zenflow.model_dump(exclude_unset=True)
     return {

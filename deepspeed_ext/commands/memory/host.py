@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 from deepspeed_ext.commands.memory.parts import Part, Phase, largest
 from deepspeed_ext.commands.memory.rules import bytes_of
-from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
+from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Run, Setup
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
+from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.worker.arena import plan_layout
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.sizes import arena_specs
@@ -61,10 +62,29 @@ class _Host:
 
     def between(self) -> list[Part]:
         """Memory that is held all the time."""
+        weights = Part(
+            "weights", self.model.itemsize * self.numel if self.setup.weights_on_host else 0, page_locked=True
+        )
         if self.setup.zenflow is not None:
-            hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.partitions)
-            return [*self.arena(at_start=False), Part("hot state", hot, page_locked=True)]
-        return self.offloaded() if self.setup.offload else []
+            hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.on_host())
+            return [weights, *self.arena(at_start=False), Part("hot state", hot, page_locked=True), *self.beside()]
+        return [weights, *(self.offloaded() if self.setup.offload else [])]
+
+    def beside(self) -> list[Part]:
+        """What ZenFlow keeps for weights on the host: the rule's state, and sums of gradients."""
+        if not self.setup.weights_on_host:
+            return []
+        kept = dict[str, int]()
+        for run in self.partitions:
+            for kind, nbytes in bytes_of(self.setup.rule, run.numel, self.model.itemsize).kept.items():
+                kept[kind] = kept.get(kind, 0) + nbytes * run.times
+        sums = FLOAT_BYTES * self.numel if self.setup.sums_apart(self.model) else 0
+        parts = [Part(kind, nbytes) for kind, nbytes in kept.items()]
+        return [*parts, Part("accumulated gradients", sums, self.setup.pins)]
+
+    def on_host(self) -> list[Run]:
+        """The partitions without what steps on the accelerator."""
+        return [Run(run.numel - self.setup.stepped_there(run.numel), run.times) for run in self.partitions]
 
     def arena(self, *, at_start: bool) -> list[Part]:
         """The arena's arrays, in whole pages."""
@@ -73,10 +93,11 @@ class _Host:
         open_interval = self.setup.zenflow is not None and self.setup.zenflow.update_interval is None
         nbytes = dict.fromkeys(ARENA_KINDS, 0)
         for numels, count in self.laid_out():
-            pages = plan_layout(arena_specs(rule, numels, publish_dtype, grad_dtype)).page_bytes()
+            there = [self.setup.stepped_there(numel) for numel in numels]
+            pages = plan_layout(arena_specs(rule, numels, publish_dtype, grad_dtype, there)).page_bytes()
             for key, size in pages.items():
                 nbytes[key.kind] += 0 if at_start and open_interval and key.slot else size * count
-        exchanged = {"y", "g", "block_means"}
+        exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "block_means"}
         return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
 
     def laid_out(self) -> list[tuple[list[int], int]]:
@@ -124,7 +145,14 @@ class _Host:
             masters, arena = Part("DeepSpeed's masters", FLOAT_BYTES * numel), self.arena(at_start=True)
             if self.setup.partitions_weights:
                 conversion = Part("conversion", FLOAT_BYTES * self.most)
-                return largest([masters, *arena], [masters, conversion], self.defragmentation())
+                weights, *sums = [part for part in between if part.kind in ("weights", "accumulated gradients")]
+                copied = [part for part in sums if part.page_locked]  # by DeepSpeed, to lock its pages
+                return largest(
+                    [weights, masters, *arena],
+                    [weights, *arena, *sums, *copied],
+                    [weights, masters, conversion],
+                    self.defragmentation(),
+                )
             buffers = Part("DeepSpeed's buffers", weight * (numel + self.model.largest))
             return largest([masters, buffers, *arena], [masters, self.staging()])
         if not self.setup.offload:
@@ -148,33 +176,39 @@ class _Host:
 
     def temporaries(self) -> Part:
         """Temporaries of an optimizer step. Torch's AdamW on the host: two of a partition's size. ZenFlow: the state
-        that is moved when hot blocks are selected."""
+        that is moved when hot blocks are selected, or those of hot blocks that step on the host."""
         if self.setup.zenflow is not None:
-            return Part("temporaries", bytes_of(self.setup.rule, self.most).moved)
+            rule = bytes_of(self.setup.rule, self.most, self.model.itemsize)
+            steps_here = self.setup.weights_on_host and isinstance(self.setup.rule, SelectiveSettings)
+            return Part("temporaries", max(rule.moved, rule.step if steps_here else 0))
         uses_torch = self.setup.offload and not self.setup.fused_adam
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)
 
     def saving(self) -> list[list[Part]]:
-        """Moments of a save: the first rank copies the module to the host, then each rank its optimizer's state."""
+        """Moments of a save: the first rank copies the module to the host, then each rank its optimizer's state.
+        ZenFlow shows what steps on the accelerator during all of it."""
         weight = self.model.itemsize
         whole = weight * self.model.params if self.first and not self.setup.partitions_weights else 0
-        module = [Part("copy of the module", whole)]
+        shown = self.numel - sum(run.numel * run.times for run in self.on_host())
+        module = [Part("copy of the module", whole), Part("shown state", 3 * FLOAT_BYTES * shown)]
         if self.setup.on_accelerator:  # copied tensor by tensor
             return [module, [Part("copy of the state", FLOAT_BYTES * self.most)]]
         if self.setup.zenflow is None:
             return [module]
         if self.setup.zenflow.async_save:  # copies are held until they are written
             return [[*module, *moment] for moment in self.section()]
-        return [module, *self.section()]
+        return [module, *([module[1], *moment] for moment in self.section())]
 
     def section(self) -> list[list[Part]]:
         """Moments while ZenFlow's state is saved, at the step of an interval with the most gradients. State on the
         accelerator is copied twice, one partition at a time."""
         rule, weight = self.setup.rule, self.model.itemsize
-        gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * self.numel
+        numel = sum(run.numel * run.times for run in self.on_host())
+        gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * numel
         collected = Part("copy of collected gradients", ((rule.update_interval or 1) - 1) * gradients)
-        kept = [(bytes_of(rule, run.numel, weight).saved, run.times) for run in self.partitions]
+        kept = [(bytes_of(rule, run.numel, weight).saved, run.times) for run in self.on_host()]
         state = Part("copy of the rule's state", sum(sum(each) * count for each, count in kept))
-        last = Part("second copy", max(kept[-1][0], default=0))
-        weights = [Part("copy of the weights", weight * self.numel), Part("second copy", weight * self.most)]
+        twice = not self.setup.weights_on_host
+        last = Part("second copy", max(kept[-1][0], default=0) if twice else 0)
+        weights = [Part("copy of the weights", weight * self.numel), Part("second copy", weight * self.most * twice)]
         return [[state, last], [state, collected, *(weights if self.setup.partitions_weights else [])]]

@@ -36,11 +36,18 @@ def _notes(setup: Setup) -> Iterator[str]:
     zenflow = setup.zenflow
     if setup.partitions_weights:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
+    if setup.weights_on_host:
+        yield "start-up: a module that zero.Init has not partitioned is moved to the accelerator whole; not counted"
     if zenflow is not None and zenflow.update_interval is None:
         yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
-    if zenflow is not None and zenflow.hide_transfers is None:
+    if zenflow is not None and zenflow.hide_transfers is None and not setup.weights_on_host:
         yield "the landing buffers are left out if a rank would have less than a tenth of its accelerator memory free"
-    if zenflow is not None and zenflow.hide_transfers is False and setup.partitions_weights:
+    if (
+        zenflow is not None
+        and zenflow.hide_transfers is False
+        and setup.partitions_weights
+        and not setup.weights_on_host
+    ):
         yield "a slow link may keep one more flat gradient of a sub-group alive"
     if zenflow is not None and zenflow.rule == "selective":
         yield "hot blocks are counted as if all ranks had as many; a rank may have up to twice as many"

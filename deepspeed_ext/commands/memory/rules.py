@@ -8,7 +8,7 @@ from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
-__all__ = ["RuleBytes", "bytes_of"]
+__all__ = ["RuleBytes", "bytes_of", "share_step_bytes"]
 
 _FLOAT_BYTES = 4
 _STATE_BYTES = 3 * _FLOAT_BYTES
@@ -63,6 +63,13 @@ def bytes_of(
     return _predictive(rule, numel, weights_bytes, arrived_bytes, in_place)
 
 
+def share_step_bytes(numel: int, block_size: int) -> int:
+    """Temporaries on the accelerator while `numel` elements step there, if no kernel can run: two fp32 arrays of one
+    chunk, and three numbers per block."""
+    chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, block_size))
+    return 2 * _FLOAT_BYTES * chunk + 3 * _FLOAT_BYTES * (chunk // block_size)
+
+
 def _predictive(
     rule: PredictiveSettings, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool
 ) -> RuleBytes:
@@ -89,8 +96,7 @@ def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: i
     """
     blocks = rule.hot_blocks(numel)
     hot, state = blocks * rule.block_size, rule.hot_state_bytes(blocks)
-    chunk = min(hot, chunk_of(ACCELERATOR_CHUNK_NUMEL, rule.block_size))
-    temporaries = 2 * _FLOAT_BYTES * chunk + 3 * _FLOAT_BYTES * (chunk // rule.block_size)
+    temporaries = share_step_bytes(hot, rule.block_size)
     on_host = rule.keeps_hot_on_host
     return RuleBytes(
         kept={"hot state": (0 if on_host else state) + blocks * _ID_BYTES},

@@ -11,7 +11,7 @@ from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
+from deepspeed_ext.zenflow.worker.sizes import accelerator_numel, gradient_dtype
 
 __all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage", "typical_largest"]
 
@@ -82,6 +82,8 @@ class Setup:
         accumulates_fp32: plain ZeRO accumulates gradients in fp32 (``data_types.grad_accum_dtype``).
         fused_adam: the optimizer has no temporaries (DeepSpeed's FusedAdam and CPUAdam); False: torch's.
         pins: ``offload_optimizer.pin_memory``.
+        offload_param: ``offload_param`` on the CPU.
+        host_share: ``offload_optimizer.ratio``, with ZenFlow.
         others: fields of ``zero_optimization`` of the same names.
     """
 
@@ -92,6 +94,8 @@ class Setup:
     accumulates_fp32: bool = False
     fused_adam: bool = True
     pins: bool = False
+    offload_param: bool = False
+    host_share: float = 1.0
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
@@ -105,10 +109,12 @@ class Setup:
     @property
     def name(self) -> str:
         """The run in a few words."""
+        where = ", offload_param" if self.weights_on_host else ""
         if self.zenflow is None:
-            return "ZeRO-Offload" if self.offload else "ZeRO"
+            return ("ZeRO-Offload" if self.offload else "ZeRO") + where
         interval = self.zenflow.update_interval
-        return f"ZenFlow {self.zenflow.rule}, interval {'measured' if interval is None else interval}"
+        share = "" if self.host_share == 1.0 else f", {self.host_share:.0%} on the host"
+        return f"ZenFlow {self.zenflow.rule}, interval {'measured' if interval is None else interval}{share}{where}"
 
     @property
     def on_accelerator(self) -> bool:
@@ -119,6 +125,11 @@ class Setup:
     def partitions_weights(self) -> bool:
         """Whether the 16-bit weights are partitioned, too: at stage 3."""
         return self.stage == _PARTITIONS_WEIGHTS
+
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether partitions of the weights are on the host."""
+        return self.offload_param and self.partitions_weights
 
     @property
     def overlaps(self) -> bool:
@@ -132,15 +143,20 @@ class Setup:
         assert self.zenflow is not None
         kind = SelectiveSettings if self.zenflow.rule == "selective" else PredictiveSettings
         longest = kind.of(self.zenflow).longest_interval
-        return kind.of(self.zenflow.model_copy(update={"update_interval": longest}))
+        section = self.zenflow.model_copy(update={"update_interval": longest})
+        return kind.of(section, weights_on_host=self.weights_on_host)
+
+    def stepped_there(self, numel: int) -> int:
+        """How many of a partition's `numel` elements step on the accelerator, with ZenFlow."""
+        return accelerator_numel(numel, self.host_share, self.rule.block_size) if self.zenflow is not None else 0
 
     @property
     def hides_transfers(self) -> bool:
         """Whether ZenFlow has landing buffers on the accelerator; assumed if not set."""
-        return self.zenflow is not None and self.zenflow.hide_transfers is not False
+        return self.zenflow is not None and self.zenflow.hide_transfers is not False and not self.weights_on_host
 
     def accumulation_dtype(self, model: Model) -> str:
-        """Dtype in which gradients are accumulated on the accelerator."""
+        """Dtype in which gradients are accumulated."""
         if self.zenflow is not None:
             return "float32" if self.accumulation > 1 else model.dtype
         return "float32" if self.accumulates_fp32 else model.dtype
@@ -148,6 +164,10 @@ class Setup:
     def handed_over_dtype(self, model: Model) -> str:
         """Dtype in which ZenFlow hands gradients over."""
         return gradient_dtype(model.dtype, self.accumulation_dtype(model))
+
+    def sums_apart(self, model: Model) -> bool:
+        """Whether ZenFlow sums gradients on the host in another dtype than it hands them over in."""
+        return self.weights_on_host and self.accumulation_dtype(model) != self.handed_over_dtype(model)
 
     def publish_dtype(self, model: Model) -> str:
         """Dtype in which ZenFlow's worker sends weights."""

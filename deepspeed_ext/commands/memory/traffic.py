@@ -113,17 +113,23 @@ def _zenflow(model: Model, setup: Setup) -> Traffic:
 def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> StepTime:
     """How long the optimizer's chain takes, and which part of it a step can hide.
 
-    ZenFlow hides all of it with landing buffers, and without them the pass. ZeRO-Offload hides only gradients that go
-    down during backward; its pass and the weights' way up follow.
+    ZenFlow hides all of it with landing buffers, and without them the pass. With weights on the host it exposes the
+    estimate there, which reads gradients and y and writes weights. ZeRO-Offload hides only gradients that go down
+    during backward; its pass and the weights' way up follow. What steps on the accelerator takes no time here.
     """
-    numel, moves = setup.partition_numel(model, ranks), traffic(model, setup)
+    whole, moves = setup.partition_numel(model, ranks), traffic(model, setup)
+    numel = whole - setup.stepped_there(whole)
     down, up = moves.down * numel / machine.link, moves.up * numel / machine.link
     host = moves.passed * numel * ranks.per_host / machine.host
     transfer = max(down, up)
     if setup.zenflow is None:
-        return StepTime(transfer, host, host + up if setup.offload else 0.0, down)
+        sent = 0.0 if setup.weights_on_host else up  # otherwise they are fetched in forward
+        return StepTime(transfer, host, host + sent if setup.offload else 0.0, down)
     if not setup.zenflow.overlapped:
         return StepTime(transfer, host, max(transfer, host), 0.0)
+    if setup.weights_on_host:
+        estimate = (moves.down + 2 * model.itemsize) * numel * ranks.per_host / machine.host
+        return StepTime(transfer, host, estimate, max(down, host))
     if not setup.hides_transfers:
         return StepTime(transfer, host, transfer, host)
     return StepTime(transfer, host, 0.0, max(transfer, host))

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 
 __all__ = ["CLAMP", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
 
@@ -131,6 +132,7 @@ class HotConstants:
         weight1, weight2: 1 - beta1 and 1 - beta2.
         l2: weight decay that is added to the gradient; 0: none.
         decay: factor of p under decoupled weight decay; 1: none.
+        correction_beta1, correction_beta2: the betas of the bias corrections; 0: none.
     """
 
     grad_scale: float
@@ -142,12 +144,38 @@ class HotConstants:
     eps: float
     l2: float
     decay: float
+    correction_beta1: float
+    correction_beta2: float
+
+    def of_kernel(self) -> tuple[float, ...]:
+        """All but those of the bias corrections, in order."""
+        return astuple(self)[:-2]
+
+    @classmethod
+    def of(cls, step: AdamStep) -> HotConstants:
+        """The numbers of `step`."""
+        correction_beta1, correction_beta2 = step.correction_betas
+        return cls(
+            grad_scale=step.grad_scale,
+            lr=step.lr,
+            beta1=step.beta1,
+            weight1=1.0 - step.beta1,
+            beta2=step.beta2,
+            weight2=1.0 - step.beta2,
+            eps=step.eps,
+            l2=0.0 if step.decoupled else step.weight_decay,
+            decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
+            correction_beta1=correction_beta1,
+            correction_beta2=correction_beta2,
+        )
 
 
 def bias_corrections(updates: torch.Tensor, constants: HotConstants) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)``, fp32, of the shape and on the device of t = `updates`."""
+    """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` with the betas of the bias corrections, fp32, of the shape and
+    on the device of t = `updates`."""
     times = updates.float()
-    return _bias_correction(times, constants.beta1), _bias_correction(times, constants.beta2).sqrt_()
+    first, second = constants.correction_beta1, constants.correction_beta2
+    return _bias_correction(times, first), _bias_correction(times, second).sqrt_()
 
 
 def _bias_correction(times: torch.Tensor, beta: float) -> torch.Tensor:

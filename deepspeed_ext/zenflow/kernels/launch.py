@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import astuple
 from types import ModuleType
 from typing import Any
 
@@ -213,7 +212,7 @@ def hot_step(
         corrections = definition.bias_corrections(times, constants)
         arrays = [array.reshape(-1) if array is chunk[-1] else array.view(-1) for array in chunk]
         if served:
-            _run_on_blocks("hot_step", arrays, corrections, astuple(constants), block_size, {}, arrays[:3])
+            _run_on_blocks("hot_step", arrays, corrections, constants.of_kernel(), block_size, {}, arrays[:3])
         else:
             p1, m1, v1, g1 = arrays
             definition.hot_step(p1, m1, v1, g1, *corrections, constants, block_size)

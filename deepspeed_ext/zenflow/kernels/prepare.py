@@ -15,7 +15,7 @@ from deepspeed_ext.zenflow.transfers.device_sizes import LARGEST_KERNEL_BLOCK
 __all__ = ["estimates", "hot_steps", "norms", "prepare"]
 
 _NUMEL = 1 << 16
-_CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0)
+_CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0, 0.9, 0.99)
 
 
 def prepare(device: torch.device, block_size: int, calls: Iterable[Callable[[], object]], *, warns: bool) -> None:

@@ -126,15 +126,14 @@ class AdamBlocks:
     updates: torch.Tensor
 
     @torch.no_grad()
-    def step(self, grad: torch.Tensor, grad_scale: float, step: AdamStep) -> torch.Tensor:
-        """Take one Adam step with ``grad_scale * grad``.
+    def step(self, grad: torch.Tensor, step: AdamStep) -> torch.Tensor:
+        """Take one Adam step.
 
         Computed in fp32 on grad's device as `worker.kernel.adam_pass` defines it, with each block's own update count.
-        State that lives on another device is copied there and back. ``step.step`` and ``step.grad_scale`` are not used.
+        State that lives on another device is copied there and back. ``step.step`` is not used.
 
         Args:
             grad: [k, block_size], any float dtype, any device.
-            grad_scale: multiplies the gradient.
             step: the hyperparameters.
 
         Returns:
@@ -145,25 +144,11 @@ class AdamBlocks:
         state_device, device = self.p.device, grad.device
         p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
         updates.add_(1)
-        kernels.hot_step(p, m, v, grad, updates, _constants(grad_scale, step))
+        kernels.hot_step(p, m, v, grad, updates, kernels.HotConstants.of(step))
         if state_device != device:
             for own, new in ((self.p, p), (self.m, m), (self.v, v), (self.updates, updates)):
                 own.copy_(new, non_blocking=True)
         return p
-
-
-def _constants(grad_scale: float, step: AdamStep) -> kernels.HotConstants:
-    return kernels.HotConstants(
-        grad_scale=grad_scale,
-        lr=step.lr,
-        beta1=step.beta1,
-        weight1=1.0 - step.beta1,
-        beta2=step.beta2,
-        weight2=1.0 - step.beta2,
-        eps=step.eps,
-        l2=0.0 if step.decoupled else step.weight_decay,
-        decay=1.0 - step.lr * step.weight_decay if step.decoupled else 1.0,
-    )
 
 
 @torch.no_grad()
@@ -191,6 +176,6 @@ def step_blocks(
     for ids in chosen.nonzero().view(-1).split(_CHUNK_BLOCKS):
         blocks = BlockSet(ids, state[0].numel(), block_size)
         p, m, v = (blocks.take(array) for array in state)
-        AdamBlocks(blocks, p, m, v, counts[ids].clone()).step(blocks.take(gradient), step.grad_scale, step)
+        AdamBlocks(blocks, p, m, v, counts[ids].clone()).step(blocks.take(gradient), step)
         for array, rows in zip(state, (p, m, v), strict=True):
             blocks.put(array, rows)

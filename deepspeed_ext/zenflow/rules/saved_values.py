@@ -50,6 +50,7 @@ class StepValues(SavedValues):
     decoupled: bool
     step: Positive
     grad_scale: FiniteFloat
+    bias_correction: bool = True
 
     def make(self) -> AdamStep:
         """Build the `AdamStep`."""
@@ -64,11 +65,22 @@ class SavedSchedule(SavedValues):
 
 
 class PartitionValues(SavedValues, ABC):
-    """The part of a partition's saved state that does not depend on the rule; `numel` is its number of elements."""
+    """The part of a partition's saved state that does not depend on the rule.
+
+    Attributes:
+        numel: its number of elements.
+        on_accelerator: how many of them, at its start, step on the accelerator. They have no part in the other values.
+    """
 
     numel: Count
+    on_accelerator: Count
     collected: list[StepValues]
     gradients: list[torch.Tensor]
+
+    @property
+    def on_host(self) -> int:
+        """How many elements the rule sees."""
+        return self.numel - self.on_accelerator
 
     @property
     def steps(self) -> list[AdamStep]:
@@ -79,26 +91,33 @@ class PartitionValues(SavedValues, ABC):
         """Describe every inconsistency.
 
         Args:
-            blocks: number of blocks of the partition.
+            blocks: number of blocks that the rule sees.
 
         Returns:
             Messages, with empty strings among them for checks that passed.
         """
-        found = [misfit(grad, self.numel, GRADIENT_DTYPES, f"gradient {i}") for i, grad in enumerate(self.gradients)]
+        found = [misfit(grad, self.on_host, GRADIENT_DTYPES, f"gradient {i}") for i, grad in enumerate(self.gradients)]
         if len(self.gradients) != len(self.collected):
             found.append(f"{len(self.gradients)} gradients with the constants of {len(self.collected)}")
         return found
 
     @abstractmethod
     def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
-        """Apply the collected gradients to a part of the partition, as the rule would have, in this process.
+        """Apply the collected gradients to a part of what the rule sees, as the rule would have, in this process.
 
         Args:
             state: p, m, v of the part, changed in place; 1-D fp32 [n], host.
             block_size: elements per block.
-            begin: the first element of the part, at the start of a block. The part ends where a block or the partition
-                ends.
+            begin: the first element of the part behind those on the accelerator, at the start of a block. The part ends
+                where a block or the partition ends.
         """
+
+    def catch_up(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+        """`apply_collected` for a part of the whole partition, which begins at element `begin` of it, where a block
+        begins."""
+        skipped = max(0, self.on_accelerator - begin)
+        p, m, v = (array[skipped:] for array in state)
+        self.apply_collected((p, m, v), block_size, begin + skipped - self.on_accelerator)
 
 
 def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext.zenflow.step.supported import DEEPSPEED_ADAMS, is_decoupled
+from deepspeed_ext.zenflow.step.supported import DEEPSPEED_ADAMS, require_adam
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep
 
 __all__ = ["AdamHyperparameters"]
@@ -17,12 +17,12 @@ class AdamHyperparameters:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
 
     Raises:
-        ConfigError: see `is_decoupled`.
+        ConfigError: see `require_adam`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._decoupled = is_decoupled(optimizer)
+        self._decoupled = require_adam(optimizer)
 
     def step(self, group: int, number: int, grad_scale: float) -> AdamStep:
         """The constants of one update, from the current hyperparameters.
@@ -30,19 +30,21 @@ class AdamHyperparameters:
         Args:
             group: index of the parameter group.
             number: number of the update, from 1.
-            grad_scale: multiplies the gradient.
+            grad_scale: multiplies the gradient; its sign changes where a group is maximized.
         """
         values = self._optimizer.param_groups[group]
         beta1, beta2 = values["betas"]
+        sign = -1.0 if values.get("maximize") else 1.0
         return AdamStep(
             lr=float(values["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
             eps=float(values["eps"]),
             weight_decay=float(values["weight_decay"]),
-            decoupled=self._decoupled,
+            decoupled=bool(values.get("decoupled_weight_decay", self._decoupled)),
             step=number,
-            grad_scale=grad_scale,
+            grad_scale=sign * grad_scale,
+            bias_correction=bool(values.get("bias_correction", True)),
         )
 
     def step_value(self, updates: int) -> torch.Tensor | int:

@@ -55,6 +55,7 @@ class WorkerLink:
         placement: the worker's cores and memory node; None: inherited.
         threads: number of the worker's threads.
         hide_transfers: whether copies run beside the next step; None: if the device has memory for it.
+        weights_on_host: whether weights are on the host, so nothing is copied in or beside a step.
         ranks: the data-parallel ranks; each of them builds one of these.
         timeout_seconds: longest wait for the worker.
         metrics: receives the measurements.
@@ -82,6 +83,7 @@ class WorkerLink:
         placement: WorkerPlacement | None,
         threads: int,
         hide_transfers: bool | None,
+        weights_on_host: bool,
         ranks: RankGroup,
         timeout_seconds: float,
         metrics: Metrics,
@@ -103,10 +105,11 @@ class WorkerLink:
                 self.arena = Arena.create(layout)
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
                 results = _results(self.arena)
-            buffers = allocate_landing_buffers(hide_transfers, results, self.arena.tensor("g").dtype, ranks)
+            hides = False if weights_on_host else hide_transfers
+            buffers = allocate_landing_buffers(hides, results, self.arena.tensor("g").dtype, ranks)
             with together(ranks, WorkerError):
                 if buffers is None:
-                    self.transfers = Transfers(self.process, results, metrics.waiting)
+                    self.transfers = Transfers(self.process, results, metrics.waiting, weights_on_host)
                 else:
                     self.transfers = HiddenTransfers(
                         self.process, results, buffers, block_size, timeout_seconds, metrics.waiting

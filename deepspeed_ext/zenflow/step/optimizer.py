@@ -19,13 +19,15 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.worker.arena import ArrayKey
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = ["OffloadedAdam", "has_room_for"]
@@ -37,6 +39,8 @@ class OffloadedAdam:
     Args:
         rule: the update rule, built on the same partitions and link.
         partitions: this rank's partitions, with p in place.
+        states: p, m and v of the same partitions, as DeepSpeed sees them.
+        share: steps the first elements of each on the accelerator; None: all of them are the rule's.
         link: connection to the worker.
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
         hyperparameters: those of `optimizer`.
@@ -44,7 +48,7 @@ class OffloadedAdam:
         metrics: receives the measurements.
 
     Attributes:
-        rule, partitions, link, ranks: the arguments.
+        rule, partitions, states, share, link, ranks: the arguments.
         updates: optimizer steps whose gradients have been taken so far (t of the newest).
         plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
     """
@@ -53,6 +57,8 @@ class OffloadedAdam:
         self,
         rule: UpdateRule[Any],
         partitions: Sequence[Partition],
+        states: Sequence[WholeState],
+        share: AcceleratorShare | None,
         link: WorkerLink,
         optimizer: torch.optim.Optimizer,
         hyperparameters: AdamHyperparameters,
@@ -61,6 +67,8 @@ class OffloadedAdam:
     ) -> None:
         self.rule = rule
         self.partitions = partitions
+        self.states = states
+        self.share = share
         self.link = link
         self.ranks = ranks
         self.updates = 0
@@ -90,9 +98,10 @@ class OffloadedAdam:
                 self.link.wait()  # no collective, because other ranks may not be exposed
                 with self.link.keeping():
                     self.link.phase = UpdatePhase.READ
+                    self._take_share()
                     self.rule.resume()
             if self.rule.schedule.plan().waits_first:
-                self.link.receive()
+                self._receive()
                 self.rule.arrived()
             self.plan = self.rule.schedule.plan()
 
@@ -101,18 +110,21 @@ class OffloadedAdam:
 
         Args:
             index: number of the partition; each is taken once, in order, between `begin_step` and `finish_weights`.
-            grad: 1-D [n], reduced, neither unscaled nor clipped; may be reused after the call.
+            grad: 1-D [n], of the whole partition, reduced, neither unscaled nor clipped; may be reused after the call.
             grad_scale: c, the multiplier of the gradient (loss scale and clipping).
         """
         # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
             slot = self.coming_slot(index)
+            step = self._hyperparameters.step(partition.group, self.updates + 1, grad_scale)
+            if self.share is not None:
+                grad = self._step_share(self.share, index, grad, step)
             if grad.dtype != slot.dtype:
                 grad = grad.to(slot.dtype)
             ready = transfers.ready()
-            partition.collected.append(self._hyperparameters.step(partition.group, self.updates + 1, grad_scale))
-            self.rule.step_partition(plan, partition, grad, grad_scale)
+            partition.collected.append(step)
+            self.rule.step_partition(plan, partition, grad)
             transfers.take(index, grad, slot, ready)
             self._metrics.bytes_down += slot.nbytes
             if plan.waits_last:  # the worker steps this partition while the next gradient is prepared
@@ -128,7 +140,7 @@ class OffloadedAdam:
         with in_profile("zenflow.finish_weights"):
             plan = self._current_plan
             if plan.waits_last:
-                self.link.receive()
+                self._receive()
             self.rule.write_weights(plan)
             if not plan.waits_last:
                 self.link.start_copies()  # overlaps with DeepSpeed's use of the weights, which may wait for the device
@@ -163,12 +175,22 @@ class OffloadedAdam:
     def changed_blocks(self, index: int) -> Any:
         """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
         step."""
+        if self.share is not None:  # its weights change in every step
+            return None
         return self.rule.changed_blocks(self._current_plan, self.partitions[index])
+
+    def _receive(self) -> None:
+        """Wait for the worker on all ranks; then no save reads the arena any more."""
+        self.link.receive()
+        if self.share is not None:
+            with self.link.keeping():
+                self.share.hide()
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def coming_slot(self, index: int) -> torch.Tensor:
-        """The slot for a partition's gradient of the coming step; 1-D [n], in the arena. Free after `begin_step`."""
+        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. Free after
+        `begin_step`."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property
@@ -188,6 +210,8 @@ class OffloadedAdam:
             raise error
         if self.link.phase is not UpdatePhase.EXPOSED:  # otherwise the arena is already authoritative
             self.rule.write_back()
+            if self.share is not None:
+                self.share.show()
 
     def expose(self) -> bool:
         """Prepare p, m, v for reading or writing from outside: drain, and make the next step start from their new
@@ -211,7 +235,7 @@ class OffloadedAdam:
         If this rank's worker has failed, nothing is freed, and the next step raises the error on every rank."""
         self.link.wait()
         if self._parked is None and not self.link.failed:
-            beside = [tensor for partition in self.partitions for tensor in self.rule.state_beside_weights(partition)]
+            beside = [tensor for partition in self.partitions for tensor in self._beside_weights(partition)]
             self._parked = Parked(beside)
             with self.link.keeping():
                 self.link.transfers.release()
@@ -223,14 +247,18 @@ class OffloadedAdam:
             self.link.transfers.restore()
             self._parked = None
 
+    def _beside_weights(self, partition: Partition) -> list[torch.Tensor]:
+        share = [] if self.share is None else self.share.tensors(partition.index)
+        return [*self.rule.state_beside_weights(partition), *share]
+
     def bind_state(self) -> None:
         """Point the optimizer's state at the arena's p, m, v, with the masters as its parameters."""
-        for partition in self.partitions:
+        for partition, state in zip(self.partitions, self.states, strict=True):
             updates = self.updates - (0 if self.rule.shows_collected else len(partition.collected))
-            self._optimizer.state[partition.master] = {
+            self._optimizer.state[state.master] = {
                 "step": self._hyperparameters.step_value(updates),
-                "exp_avg": partition.exp_avg,
-                "exp_avg_sq": partition.exp_avg_sq,
+                "exp_avg": state.exp_avg,
+                "exp_avg_sq": state.exp_avg_sq,
             }
 
     def masters_changed(self, updates: int | None = None) -> None:
@@ -244,7 +272,21 @@ class OffloadedAdam:
         for partition in self.partitions:
             partition.collected.clear()
         self.rule.restart(updates)
+        self._take_share()
         self.bind_state()
+
+    # -- the share on the accelerator ------------------------------------------------------------------------------
+
+    def _step_share(self, share: AcceleratorShare, index: int, grad: torch.Tensor, step: AdamStep) -> torch.Tensor:
+        """Step the share of a partition, and return the rest of its gradient."""
+        numel = share.numels[index]
+        share.step(index, grad[:numel], step, self.states[index].weights()[:numel])
+        return grad[numel:]
+
+    def _take_share(self) -> None:
+        """Take the accelerator's share of p, m and v from the host, where they were written."""
+        if self.share is not None:
+            self.share.take()
 
     def _affordable(self, wanted: int) -> int:
         """The longest interval up to `wanted` whose gradients fit into every rank's host memory. A collective.

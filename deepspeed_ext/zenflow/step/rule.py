@@ -70,14 +70,14 @@ class UpdateRule(ABC, Generic[PlanT]):
         rank or on none."""
 
     @abstractmethod
-    def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
+    def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor) -> None:
         """Use the collected gradient of one partition. If the plan waits first, the update in flight has arrived.
 
         Args:
             plan: the plan of the step.
             partition: the partition; its newest constants are ``partition.collected[-1]``.
-            grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped.
-            grad_scale: c, the multiplier of the gradient.
+            grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped: its factor is
+                among those constants.
         """
 
     @abstractmethod

@@ -13,21 +13,28 @@ __all__ = ["ZenFlowRun"]
 
 @dataclass(frozen=True)
 class ZenFlowRun:
-    """The section as the user wrote it, and two values that are known only at run time.
+    """The section as the user wrote it, with what else a run needs to know.
 
     Attributes:
         config: the section.
         worker_timeout_seconds: longest wait for the worker: as the user set it, or a default that may be lowered.
         steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build the data loader.
+        host_share: the share of each partition that steps on the host (``offload_optimizer.ratio``); None: as little
+            as the accelerators' free memory allows.
     """
 
     config: ZenFlowConfig
     worker_timeout_seconds: float
     steps_per_epoch: int | None = None
+    host_share: float | None = 1.0
 
     @classmethod
     def of(
-        cls, config: ZenFlowConfig, group_timeouts_seconds: Iterable[float] = (), steps_per_epoch: int | None = None
+        cls,
+        config: ZenFlowConfig,
+        group_timeouts_seconds: Iterable[float] = (),
+        steps_per_epoch: int | None = None,
+        host_share: float | None = 1.0,
     ) -> ZenFlowRun:
         """Add the run-time values to `config`.
 
@@ -38,6 +45,7 @@ class ZenFlowRun:
             group_timeouts_seconds: timeouts of the process groups in which other ranks wait for this one; empty if
                 there are no other ranks.
             steps_per_epoch: optimizer steps per epoch, if known.
+            host_share: see the attribute.
 
         Raises:
             ConfigError: the user's timeout is not below that of the collectives.
@@ -48,4 +56,4 @@ class ZenFlowRun:
             if "worker_timeout_seconds" in config.model_fields_set:
                 require_group_timeout(timeout, shortest)
             timeout = shortest / 2
-        return cls(config, timeout, steps_per_epoch)
+        return cls(config, timeout, steps_per_epoch, host_share)

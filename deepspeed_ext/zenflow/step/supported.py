@@ -7,7 +7,7 @@ of the config, and the user's optimizer. Contradictions between fields of one se
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,35 +16,44 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 
 __all__ = [
-    "as_torch_adam",
-    "is_decoupled",
+    "DEEPSPEED_ADAMS",
+    "IDLE",
+    "Refusal",
+    "require_adam",
+    "require_compilable",
     "require_group_timeout",
     "require_publishable",
     "require_section",
     "require_shared_folder",
-    "require_supported",
-    "DEEPSPEED_ADAMS",
 ]
 
 DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
-_VARIANTS = {"amsgrad": False, "maximize": False, "bias_correction": True}
-"""Fields of a parameter group, each with the only value that the worker supports."""
+
+IDLE = {
+    "zero_optimization.offload_optimizer.super_offload": "ZenFlow's optimizer process takes its place",
+    "zero_optimization.elastic_checkpoint": "a checkpoint of any number of ranks is loaded without it",
+    "zero_optimization.pipeline_loading_checkpoint": "all ranks load at once, and map their files to read only what "
+    "they need",
+    "bf16.bf16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more",
+    "fp16.fp16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more",
+    "bf16.bf16_optimizer_states": "ZenFlow keeps m and v in fp32, which takes 4 bytes a parameter more",
+}
+"""Settings that ZenFlow replaces by something that does at least as much, each with what that is."""
 
 
-def as_torch_adam(parameters: dict[str, Any]) -> None:
-    """Change ``optimizer.params`` of a config, in place, so that DeepSpeed builds torch's Adam with the same meaning.
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that ZenFlow does not support.
 
-    Raises:
-        ConfigError: ``bias_correction`` is false.
+    Attributes:
+        setting: its name and value, as in the config.
+        given: whether the config has it.
+        reason: why it cannot be combined with ZenFlow.
     """
-    if parameters.get("torch_adam"):
-        return
-    parameters["torch_adam"] = True
-    parameters.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own Adams; torch's AdamW has 0.01
-    if not parameters.pop("bias_correction", True):  # only DeepSpeed's own Adams have it
-        raise ConfigError(
-            "zero_optimization.zenflow does not support optimizer.params.bias_correction = false: remove it"
-        )
+
+    setting: str
+    given: bool
+    reason: str
 
 
 def require_section(section: Any) -> None:
@@ -57,20 +66,18 @@ def require_section(section: Any) -> None:
         return
     offload, offload_param = section.offload_optimizer, section.offload_param
     _refuse(
-        {
-            "stage = 0": section.stage == 0,
-            'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-            "offload_optimizer.ratio below 1": offload is not None and offload.ratio < 1,
-            "offload_optimizer.super_offload": offload is not None and offload.super_offload,
-            "offload_param": offload_param is not None and offload_param.device != "none",
-            "elastic_checkpoint": section.elastic_checkpoint,
-            # a rank waits for the one before it, which waits in our collectives
-            "pipeline_loading_checkpoint": section.pipeline_loading_checkpoint,
-            "compute_grad_norm = false": not section.compute_grad_norm,
-            "zero_quantized_weights": section.zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": section.zero_quantized_nontrainable_weights,
-            "zero_quantized_gradients": section.zero_quantized_gradients,
-        }
+        Refusal(
+            "stage = 0", section.stage == 0, "DeepSpeed neither partitions nor offloads an optimizer at that stage"
+        ),
+        Refusal(
+            'offload_optimizer.device = "nvme"', offload is not None and offload.device == "nvme", "it is not built"
+        ),
+        Refusal(
+            'offload_param.device = "nvme"',
+            offload_param is not None and offload_param.device == "nvme",
+            "it is not built",
+        ),
+        Refusal("compute_grad_norm = false", not section.compute_grad_norm, "DeepSpeed refuses it with CPU offload"),
     )
 
 
@@ -91,30 +98,18 @@ def require_shared_folder(section: Any, node_local: bool) -> None:
         )
 
 
-def require_supported(
-    kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, autocasts_to_fp16: bool
-) -> None:
-    """Check what DeepSpeed has read from the rest of the config.
-
-    Args:
-        kwargs: keyword arguments of DeepSpeed's optimizer class.
-        groups: the parameter groups.
-        autocasts_to_fp16: whether the optimizer has its own torch ``GradScaler``.
+def require_compilable(is_deepcompile: bool) -> None:
+    """Check ``compile.deepcompile`` before the model is compiled; without ``engine.compile`` it has no effect.
 
     Raises:
-        ConfigError: they contain a setting that ZenFlow does not support.
+        ConfigError: it is on.
     """
-    _refuse(
-        {
-            "MoE parameter groups": any(group.get("moe") for group in groups) or kwargs.get("has_moe_layers"),
-            "bf16_master_weights_and_grads": kwargs.get("bf16_master_weights_and_gradients"),
-            "fp16_master_weights_and_grads": kwargs.get("fp16_master_weights_and_gradients"),
-            "bf16_optimizer_states": kwargs.get("bf16_optimizer_states"),
-            # DeepSpeed then scales the loss with a torch GradScaler. Only the optimizer's own step would unscale;
-            # DeepSpeed's clipping and its overflow check ignore that scaler too.
-            "torch_autocast with dtype float16 (in this engine or an earlier one in this process)": autocasts_to_fp16,
-        }
-    )
+    if is_deepcompile:
+        raise ConfigError(
+            "zero_optimization.zenflow does not support engine.compile() with compile.deepcompile (it removes the "
+            "hooks by which an offloaded optimizer gets its gradients, so ZeRO-Offload does not train with it either): "
+            "remove that setting, and engine.compile() compiles the model with torch.compile"
+        )
 
 
 def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
@@ -148,11 +143,11 @@ def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) 
         )
 
 
-def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the user's optimizer is AdamW (True) or Adam with L2 regularization (False).
+def require_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Check the user's optimizer; return whether its groups decouple weight decay (AdamW) unless they say otherwise.
 
     Raises:
-        ConfigError: it is neither, or uses a variant that the worker does not support.
+        ConfigError: it is neither Adam nor AdamW, or keeps state that the worker does not have.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.AdamW):
@@ -172,17 +167,11 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
             "own, which would never run: use Adam or AdamW, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
-        if bool(group.get("decoupled_weight_decay", decoupled)) is not decoupled and group.get("weight_decay"):
+        if group.get("amsgrad"):
             raise ConfigError(
-                f"zero_optimization.zenflow does not support decoupled_weight_decay={not decoupled} in parameter group "
-                f"{index} of {name}, which has {decoupled} elsewhere: use one value for all groups"
+                f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter group {index} of "
+                f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: set it to False"
             )
-        for variant, expected in _VARIANTS.items():
-            if bool(group.get(variant, expected)) is not expected:
-                raise ConfigError(
-                    f"zero_optimization.zenflow does not support {variant}={group[variant]} "
-                    f"(parameter group {index} of {name}): set it to {expected}"
-                )
     return decoupled
 
 
@@ -192,8 +181,8 @@ def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
     return inspect.unwrap(kind.step) in ours
 
 
-def _refuse(settings: Mapping[str, Any]) -> None:
-    if found := [name for name, given in settings.items() if given]:
+def _refuse(*refusals: Refusal) -> None:
+    if found := [f"{each.setting} ({each.reason})" for each in refusals if each.given]:
         raise ConfigError(
             f"zero_optimization.zenflow does not support {' and '.join(found)}: "
             "remove that setting or the zenflow section"

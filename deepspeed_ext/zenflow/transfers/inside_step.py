@@ -38,7 +38,8 @@ class Results:
 class Transfers:
     """Copies inside the step: gradients to the arena on a separate stream, and results when they are read.
 
-    On an accelerator without streams (the CPU), copies are done when the calls return.
+    On an accelerator without streams (the CPU), copies are done when the calls return. If weights are on the host,
+    gradients are in their slots before they are taken, and nothing is copied.
 
     A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` and `results` come before
     the results are used, in this step or a later one.
@@ -47,14 +48,22 @@ class Transfers:
         process: the worker.
         results: the arrays of the arena that the worker writes, of each partition in order.
         waiting: runs while the accelerator waits for copies.
+        weights_on_host: whether weights are on the host.
     """
 
-    def __init__(self, process: OptimizerProcess, results: Sequence[Results], waiting: Stopwatch) -> None:
+    def __init__(
+        self,
+        process: OptimizerProcess,
+        results: Sequence[Results],
+        waiting: Stopwatch,
+        weights_on_host: bool = False,
+    ) -> None:
         accelerator = get_accelerator()
         self._process = process
         self._results = results
         self._waiting = waiting
-        self._down: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
+        has_copies = not (weights_on_host or accelerator.is_synchronized_device())
+        self._down: Any = accelerator.Stream() if has_copies else None
         self._newest: Any = None  # recorded after the newest copy down
         self._older: Any = None  # the same for the copy before it
         self._reader: Any = None  # stream that has read the arena

@@ -77,6 +77,9 @@ class ArraySpec:
     """The worker touches its pages at start, which places them on its memory node; otherwise on first use."""
     exchanged: bool = False
     """It is copied to or from the accelerator and therefore page-locked."""
+    before: int = 0
+    """Elements directly before it that step on the accelerator (see `Arena.whole`). The worker does not know them; they
+    take memory only while they are shown."""
 
     @property
     def key(self) -> ArrayKey:
@@ -85,8 +88,13 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Its size in bytes, without what lies before it."""
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def before_bytes(self) -> int:
+        """The size in bytes of what lies before it."""
+        return self.before * DTYPE_BYTES[self.dtype]
 
 
 class PlacedArray(NamedTuple):
@@ -128,6 +136,8 @@ def partition_specs(
     slots: int,
     touched_slots: int,
     per_block: tuple[str, str, bool],
+    lifts_weights: bool = True,
+    before: int = 0,
 ) -> list[ArraySpec]:
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
 
@@ -140,11 +150,13 @@ def partition_specs(
         slots: slots of the gradient ring.
         touched_slots: slots that are certainly used; the others take memory only on first use.
         per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
+        lifts_weights: whether y is copied to the accelerator.
+        before: elements before them, of the same partition of ZeRO, that step on the accelerator.
     """
     blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
     return [
-        *(ArraySpec(name, "float32", numel, partition) for name in ("p", "m", "v")),
-        ArraySpec("y", publish_dtype, numel, partition, exchanged=True),
+        *(ArraySpec(name, "float32", numel, partition, before=before) for name in ("p", "m", "v")),
+        ArraySpec("y", publish_dtype, numel, partition, exchanged=lifts_weights),
         ArraySpec(kind, dtype, blocks, partition, exchanged=exchanged),
         *(
             ArraySpec("g", grad_dtype, numel, partition, slot, touched=slot < touched_slots, exchanged=True)
@@ -171,7 +183,7 @@ def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
     end = big = 0
     for spec in specs:
         is_big = spec.nbytes >= _BIG_BYTES
-        offset = _round_up(end, _HUGE_PAGE_BYTES if is_big else _PAGE_BYTES)
+        offset = _round_up(end + spec.before_bytes, _HUGE_PAGE_BYTES if is_big else _PAGE_BYTES)
         if is_big:
             offset += big % _PLACES * _APART_BYTES
             big += 1
@@ -254,6 +266,23 @@ class Arena:
         if spec.numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=spec.numel, offset=offset)
+
+    def whole(self, kind: str, partition: int = 0) -> torch.Tensor:
+        """An array with the elements before it, as one 1-D CPU tensor: all p, m or v of a partition of ZeRO."""
+        import torch
+
+        spec, offset = self._arrays[ArrayKey(kind, partition)]
+        count, begin = spec.before + spec.numel, offset - spec.before_bytes
+        if count == 0:
+            return self.tensor(kind, partition)
+        return torch.frombuffer(self._memory, dtype=getattr(torch, spec.dtype), count=count, offset=begin)
+
+    def release_before(self, kind: str, partition: int = 0) -> None:
+        """Free the memory of the elements before an array; they read as zero until they are written again."""
+        spec, offset = self._arrays[ArrayKey(kind, partition)]
+        begin = _round_up(offset - spec.before_bytes, _PAGE_BYTES)
+        if (nbytes := offset // _PAGE_BYTES * _PAGE_BYTES - begin) > 0:
+            _require(_libc.madvise(self._address + begin, nbytes, _MADV_REMOVE) == 0)
 
     def close(self) -> None:
         """Close the memfd, so that no other process can map the arena. The memory is freed once no process maps it

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deepspeed_ext.zenflow.worker.arena import ArraySpec, partition_specs
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["RuleSettings", "arena_specs", "gradient_dtype"]
+__all__ = ["RuleSettings", "accelerator_numel", "accelerator_share_bytes", "arena_specs", "gradient_dtype"]
 
 
 class RuleSettings(Protocol):
@@ -36,8 +37,30 @@ class RuleSettings(Protocol):
     def per_block(self) -> tuple[str, str, bool]:
         """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
 
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether weights are on the host, so y stays there, and gradients are in the ring before their step."""
 
-def arena_specs(settings: RuleSettings, numels: Sequence[int], publish_dtype: str, grad_dtype: str) -> list[ArraySpec]:
+
+def accelerator_numel(numel: int, host_share: float, block_size: int) -> int:
+    """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as possible to all but
+    `host_share` of them."""
+    wanted = round(numel * (1.0 - host_share) / block_size) * block_size
+    return min(wanted, numel // block_size * block_size)
+
+
+def accelerator_share_bytes(numel: int, block_size: int) -> int:
+    """Bytes of accelerator memory of `numel` elements that step there: p, m, v, and a count for each block."""
+    return 3 * DTYPE_BYTES["float32"] * numel + DTYPE_BYTES["int32"] * (numel // block_size)
+
+
+def arena_specs(
+    settings: RuleSettings,
+    numels: Sequence[int],
+    publish_dtype: str,
+    grad_dtype: str,
+    on_accelerator: Sequence[int] = (),
+) -> list[ArraySpec]:
     """The arrays of all partitions. While the interval is open, only the first slot's memory is touched at start.
 
     Args:
@@ -45,19 +68,23 @@ def arena_specs(settings: RuleSettings, numels: Sequence[int], publish_dtype: st
         numels: elements of each partition.
         publish_dtype: dtype of y.
         grad_dtype: dtype in which gradients are handed over.
+        on_accelerator: how many of them step on the accelerator; empty: none.
     """
+    shares = on_accelerator or [0] * len(numels)
     return [
         spec
-        for index, numel in enumerate(numels)
+        for index, (numel, before) in enumerate(zip(numels, shares, strict=True))
         for spec in partition_specs(
             index,
-            numel,
+            numel - before,
             block_size=settings.block_size,
             publish_dtype=publish_dtype,
             grad_dtype=grad_dtype,
             slots=settings.slots,
             touched_slots=1 if settings.update_interval is None else settings.slots,
             per_block=settings.per_block,
+            lifts_weights=not settings.weights_on_host,
+            before=before,
         )
     ]
 

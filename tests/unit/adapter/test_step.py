@@ -152,9 +152,96 @@ def test_an_exception_anywhere_is_the_cause_that_the_next_call_names(depth: int)
     step = new_step()
     with pytest.raises(KeyboardInterrupt):
         broken_off(step, depth)
-    assert step.phase is StepPhase.BROKEN_OFF
     with pytest.raises(StateError, match=r"KeyboardInterrupt \(now\) has broken off the last optimizer step"):
         step.require_whole()
+
+
+def break_off_backward(step: Step) -> None:
+    with step.of_backward():
+        step.backward_begins()
+        step.backward_begins()  # the loss has two outputs of the engine
+        step.backward_ends()
+        raise KeyboardInterrupt("now")
+
+
+def break_off_load(step: Step, begins: bool) -> None:
+    with step.of_load():
+        if begins:
+            step.load_begins()
+        raise ValueError("damaged")
+
+
+def test_a_backward_pass_that_was_broken_off_forbids_all_but_a_save() -> None:
+    step = new_step()
+    with pytest.raises(KeyboardInterrupt):
+        break_off_backward(step)
+    step.require_whole(StepPhase.BACKWARD)
+    with pytest.raises(StateError, match=r"KeyboardInterrupt \(now\) has broken off the last backward pass"):
+        step.require_whole(StepPhase.LOADING)
+
+
+def test_a_backward_pass_on_a_tensor_that_did_not_end_is_noticed() -> None:
+    step = new_step()
+    step.backward_begins()
+    step.backward_ends()
+    step.require_whole()
+    step.backward_begins()
+    with pytest.raises(StateError, match="an exception has broken off the last backward pass"):
+        step.require_whole()
+
+
+def test_an_error_before_a_backward_pass_begins_changes_nothing() -> None:
+    step = new_step()
+    with pytest.raises(AssertionError), step.of_backward():
+        raise AssertionError("the loss is no scalar")
+    step.require_whole()
+    step.backward_begins()
+    step.backward_ends()
+    step.require_whole()
+
+
+def test_a_load_that_was_broken_off_is_healed_by_a_whole_one_alone() -> None:
+    step = new_step()
+    with pytest.raises(ValueError, match="damaged"):
+        break_off_load(step, begins=False)
+    step.require_whole()
+    with pytest.raises(ValueError, match="damaged"):
+        break_off_load(step, begins=True)
+    for attempt in (1, 2, 3):
+        step.require_whole(StepPhase.LOADING)
+        with pytest.raises(StateError, match=r"ValueError \(damaged\) has broken off the last load"):
+            step.require_whole(StepPhase.BACKWARD)
+        if attempt == 1:
+            with pytest.raises(ValueError, match="damaged"):
+                break_off_load(step, begins=False)
+        if attempt == 2:
+            with step.of_load():
+                pass  # it found nothing to load
+    with step.of_load():
+        step.load_begins()
+    step.require_whole()
+
+
+def test_weights_that_are_loaded_outside_of_a_load_break_nothing_off() -> None:
+    step = new_step()
+    step.load_begins()
+    step.require_whole()
+
+
+def test_states_on_the_host_do_not_hide_what_was_broken_off() -> None:
+    step = new_step()
+    with pytest.raises(KeyboardInterrupt):
+        broken_off(step, 0)
+    step.states_away()
+    step.states_back()
+    with pytest.raises(StateError, match="broken off"):
+        step.require_whole()
+    step = new_step()
+    step.states_away()
+    assert step.phase is StepPhase.AWAY
+    step.require_whole()
+    step.states_back()
+    assert step.phase is StepPhase.BETWEEN
 
 
 def test_the_factor_is_asked_for_once_a_step() -> None:

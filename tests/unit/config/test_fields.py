@@ -236,3 +236,20 @@ def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
     for field in ("worker_timeout_seconds", "prediction_error_factor", "topk_ratio"):
         with pytest.raises(ValidationError):
             ZenFlowConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reserved"),
+    [
+        ({}, None),
+        ({"pt_reserved_cores": 3}, 3),
+        ({"pt_reserved_cores_perc": 0.25}, 0.25),
+        ({"pt_reserved_cores_perc": 0.0}, None),
+        ({"pt_reserved_cores_perc": 1.0}, None),
+        ({"pt_reserved_cores": 3, "pt_reserved_cores_perc": 0.25}, 3),
+    ],
+)
+def test_reserved_cores_are_a_number_or_a_fraction_between_none_and_all(
+    fields: dict[str, Any], reserved: float | None
+) -> None:
+    assert ZenFlowConfig(**fields).reserved_cores == reserved

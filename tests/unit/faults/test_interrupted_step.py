@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 from deepspeed_ext.errors import StateError
 from tests.support.compare import allow_fp16
-from tests.support.inject import Interruption
+from tests.support.inject import STRIKES, Interruption, PreemptedError
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
@@ -21,36 +19,6 @@ from tests.support.zenflow import RULES, full_masters_of, make_engine, train, we
 
 BEFORE, AFTER = 4, 3
 """Steps before the one that is interrupted, and after it. The interval is 2, so updates are in flight."""
-
-
-class PreemptedError(Exception):
-    """What a script's own handler raises."""
-
-
-def ctrl_c() -> None:
-    raise KeyboardInterrupt
-
-
-def by_handler(kind: type[Exception]) -> Callable[[], None]:
-    def handler(number: int, frame: Any) -> None:
-        raise kind("time is up")
-
-    def strike() -> None:
-        before = signal.signal(signal.SIGUSR1, handler)
-        try:
-            signal.raise_signal(signal.SIGUSR1)
-        finally:
-            KEPT.append(before)  # the handler stays, as in a script, while its exception is on its way
-
-    return strike
-
-
-KEPT: list[Any] = []
-STRIKES: dict[str, Callable[[], None]] = {
-    "KeyboardInterrupt": ctrl_c,
-    "PreemptedError": by_handler(PreemptedError),
-    "TimeoutError": by_handler(TimeoutError),  # an OSError, as those of connections and files
-}
 
 
 class Run:

@@ -234,3 +234,10 @@ def test_an_error_of_a_group_of_one_gets_its_number_in_a_larger_group() -> None:
         raise_together(ranks, error)
 
     assert [str(error) for error in run_together(3, fail)] == ["rank 1: it died"] * 3
+
+
+def test_a_group_of_one_gathers_its_own_tensor() -> None:
+    tensor = torch.arange(3)
+    found = RankGroup.alone().all_gather(tensor)
+    assert found.shape == (1, 3)
+    assert torch.equal(found[0], tensor)

@@ -43,8 +43,12 @@ SCHEDULES: dict[str, dict[str, Any] | None] = {
     "warm-up": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 20}},
     "cosine": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 20}},
 }
-OPTIMIZERS = ("AdamW", "Adam", "torch.optim.AdamW", "torch.optim.Adam", "DeepSpeedCPUAdam")
-"""The first two from the config, the others passed by the user."""
+OPTIMIZERS = (
+    *("AdamW", "Adam", "AdamW, uncorrected"),
+    *("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.Adam, mixed", "DeepSpeedCPUAdam"),
+)
+"""The first line from the config (the last of them without bias correction), the second passed by the user (the third
+with parameters of which some are decayed as AdamW does)."""
 
 PARAMETERS = ("plain", "groups", "awkward")
 """One group; two with their own lr, betas, eps and weight decay; these with frozen, unused and empty parameters. All
@@ -127,6 +131,9 @@ def config_of(case: Case) -> dict[str, Any]:
         config["scheduler"] = SCHEDULES[case.schedule]
     if case.optimizer == "Adam":
         config["optimizer"]["type"], config["optimizer"]["params"]["adam_w_mode"] = "Adam", False
+    elif case.optimizer == "AdamW, uncorrected":  # DeepSpeedCPUAdam, because torch's Adam always corrects
+        del config["optimizer"]["params"]["torch_adam"]
+        config["optimizer"]["params"]["bias_correction"] = False
     elif case.optimizer != "AdamW":
         del config["optimizer"]
     if case.dtype == "fp16":
@@ -139,10 +146,19 @@ def user_optimizer(case: Case) -> Any:
     makers = {
         "torch.optim.AdamW": torch.optim.AdamW,
         "torch.optim.Adam": torch.optim.Adam,
+        "torch.optim.Adam, mixed": mixed_adam,
         "DeepSpeedCPUAdam": DeepSpeedCPUAdam,
     }
     maker = makers.get(case.optimizer)
     return None if maker is None else lambda parameters: maker(parameters, lr=4e-3, weight_decay=0.1)
+
+
+def mixed_adam(parameters: Any, **arguments: Any) -> torch.optim.Optimizer:
+    """Decays every second group as AdamW does; parameters without groups become two."""
+    groups = list(parameters)
+    if not isinstance(groups[0], dict):
+        groups = [{"params": groups[::2]}, {"params": groups[1::2]}]
+    return torch.optim.Adam([{**groups[0], "decoupled_weight_decay": True}, *groups[1:]], **arguments)
 
 
 def trained(case: Case, config: dict[str, Any], extended: bool) -> dict[str, Any]:

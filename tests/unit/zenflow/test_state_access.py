@@ -8,18 +8,15 @@ from deepspeed import comm as dist
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
-    safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
 )
 
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import RankError, run_ranks
 from tests.support.same import first_difference
+from tests.support.state_access import looking_on, scale_state, state_of
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled(3)
@@ -40,59 +37,6 @@ EXACT = {
     "predictive": {"overlap_step": False},
     "selective": {"topk_ratio": 0.999, "select_block_size": 32, "update_interval": 3, "select_interval": 6},
 }
-STEPS = 9
-KEYS = (None, "exp_avg", "exp_avg_sq")
-
-
-def state_of(engine: Any) -> dict[tuple, torch.Tensor]:
-    """Master and moments of every parameter, as DeepSpeed hands them to a user."""
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        for key in KEYS:
-            value = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
-            found[name, key] = value.detach().float().cpu().clone()
-    return found
-
-
-def scale_state(engine: Any, factor: float) -> None:
-    """Multiply what `state_of` returns. At stage 3 rank by rank: DeepSpeed's functions that set whole parameters
-    cannot set those that do not divide by the ranks."""
-    local = engine.zero_optimization_stage() == 3
-    get, put = (
-        (safe_get_local_fp32_param, safe_set_local_fp32_param)
-        if local
-        else (safe_get_full_fp32_param, safe_set_full_fp32_param)
-    )
-    get_state, put_state = (
-        (safe_get_local_optimizer_state, safe_set_local_optimizer_state)
-        if local
-        else (safe_get_full_optimizer_state, safe_set_full_optimizer_state)
-    )
-    for parameter in engine.module.parameters():
-        put(parameter, get(parameter) * factor)
-        for key in filter(None, KEYS):
-            put_state(parameter, get_state(parameter, key) * factor, key)
-
-
-def looking_on(config: dict) -> list[str]:
-    """How a run whose state is read or written back as it is, by turns of two steps, differs from one that is left
-    alone, to the bit; and how what is written back differs from what is then read."""
-    data = batches(STEPS, dist.get_rank())
-    outcomes, differences = [], []
-    for looks in (False, True):
-        engine = make_engine(config, groups=two_groups)
-        losses = []
-        for number, batch in enumerate(data):
-            losses += train(engine, [batch])
-            if not looks:
-                continue
-            state = state_of(engine)
-            if number % 4 >= 2:
-                scale_state(engine, 1.0)
-            differences.append(first_difference(state, state_of(engine), f"state after step {number}"))
-        outcomes.append({"losses": losses, "state": state_of(engine), "weights": weights_of(engine)})
-        engine.destroy()
-    return list(filter(None, [*differences, first_difference(*outcomes)]))
 
 
 READ_BY_DEFAULT = (

@@ -28,6 +28,10 @@ k = 0 .. S - 1::
     D = sum_j a_j q_j
     W = round(y - D)
 
+Without bias correction, update t divides m by ``sqrt(v) + eps``, which is s_t d with s_t = sqrt(1 - b2^t). So every
+1 / (1 - b1^(t+l)) above is 1 / s_(t+l), and d, which stays about constant while v grows from zero, is as above but for
+epsilon, which is eps / s_t. The worker knows only s_t d; its coefficients of 1 / d are therefore times s_t.
+
 round() converts to the dtype of the weights. The L2 term: under Adam with L2 regularization each of the S gradients in
 flight gets the addend wd p, which is known beforehand. It is estimated like a gradient, with d_b and clamped, because
 gradient and L2 term may cancel; the element's own d is then close to zero, and dividing by it would blow the term up.
@@ -41,6 +45,8 @@ so errors do not accumulate.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
@@ -51,18 +57,29 @@ from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 __all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"]
 
 
-def _correction(beta: float, t: int) -> float:
-    return 1.0 / (1.0 - beta**t)
+def _without_correction(step: AdamStep, t: int) -> float:
+    """s_t of the module docstring."""
+    return math.sqrt(1.0 - step.beta2**t)
 
 
-def _effect(beta1: float, t: int, updates: int) -> float:
+def _gain(step: AdamStep, t: int) -> float:
+    """The factor of m / d in update t."""
+    return 1.0 / (1.0 - step.beta1**t if step.bias_correction else _without_correction(step, t))
+
+
+def _effect(step: AdamStep, t: int, updates: int) -> float:
     """E(t, n) of the module docstring."""
-    return sum(beta1**i * _correction(beta1, t + i) for i in range(updates))
+    return sum(step.beta1**i * _gain(step, t + i) for i in range(updates))
 
 
-def _momentum(beta1: float, t: int, updates: int) -> float:
+def _momentum(step: AdamStep, t: int, updates: int) -> float:
     """M(t, n) of the module docstring."""
-    return sum(beta1**i * _correction(beta1, t + i) for i in range(1, updates + 1))
+    return sum(step.beta1**i * _gain(step, t + i) for i in range(1, updates + 1))
+
+
+def _worker_unit(step: AdamStep) -> float:
+    """What the worker's denominator is in units of d."""
+    return 1.0 if step.bias_correction else _without_correction(step, step.step)
 
 
 def publish_ahead(last: AdamStep, interval: int) -> Publish:
@@ -73,15 +90,15 @@ def publish_ahead(last: AdamStep, interval: int) -> Publish:
         interval: S of the module docstring.
     """
     ahead = range(interval)
-    momentum = sum(_momentum(last.beta1, last.step, interval + k) for k in ahead) / interval
+    momentum, unit = sum(_momentum(last, last.step, interval + k) for k in ahead) / interval, _worker_unit(last)
     drift = 0.0
     if not last.decoupled and last.weight_decay:
         # The L2 term of the module docstring; the sum is A.
         drift = sum(drift_coefficient_of(last, last.step + j, j, interval) for j in range(1, interval + 1))
     return Publish(
         p_factor=1.0 - interval * last.lr * last.weight_decay if last.decoupled else 1.0,
-        m_factor=last.lr * momentum,
-        l2_factor=drift * last.weight_decay,
+        m_factor=last.lr * momentum * unit,
+        l2_factor=drift * last.weight_decay * unit,
         l2_bound=drift * CLAMP,
         bias_correction2_sqrt=last.bias_correction2_sqrt,
         eps=last.eps,
@@ -98,7 +115,7 @@ def drift_coefficient_of(step: AdamStep, t: int, position: int, interval: int) -
         interval: S.
     """
     ahead = range(interval)
-    effect = sum(_effect(step.beta1, t, interval - position + 1 + k) for k in ahead) / interval
+    effect = sum(_effect(step, t, interval - position + 1 + k) for k in ahead) / interval
     return step.lr * (1.0 - step.beta1) * effect
 
 
@@ -110,7 +127,7 @@ def drift_coefficient(step: AdamStep, position: int, interval: int) -> float:
 def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
     """Coefficient of q by which the weights move at once, after step `position` (from 1) < `interval`."""
     left = range(1, interval - position + 1)
-    effect = sum(_effect(step.beta1, step.step, i) for i in left) / len(left)
+    effect = sum(_effect(step, step.step, i) for i in left) / len(left)
     return step.lr * (1.0 - step.beta1) * effect
 
 
@@ -127,12 +144,20 @@ class Estimator:
         block_means: mean of v over each block, 1-D fp32 [ceil(n / block_size)], on the device of the gradients.
         block_size: elements per block.
         bias_correction2_sqrt: sqrt(1 - beta2^t) of the update to which the means belong.
-        eps: Adam's epsilon.
+        eps: epsilon of d.
     """
 
     def __init__(self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float) -> None:
         self._block_size = block_size
         self.inverse = block_means.sqrt().div_(bias_correction2_sqrt).add_(eps).reciprocal_()
+
+    @classmethod
+    def after(cls, last: AdamStep, block_means: torch.Tensor, block_size: int) -> Estimator:
+        """The estimator from the block means after the update `last`."""
+        if last.bias_correction:
+            return cls(block_means, block_size, last.bias_correction2_sqrt, last.eps)
+        unit = _worker_unit(last)
+        return cls(block_means, block_size, unit, last.eps / unit)
 
     @classmethod
     def remembering(cls, inverse: torch.Tensor, block_size: int) -> Estimator:

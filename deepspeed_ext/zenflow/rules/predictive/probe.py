@@ -93,7 +93,7 @@ class Sample:
         block_means_into(self.v, self.block_size, means)
         ahead = publish_ahead(last, interval)
         publish_into(ahead, self.p, self.m, self.v, means, self.block_size, published)
-        estimator = Estimator(means, self.block_size, last.bias_correction2_sqrt, last.eps)
+        estimator = Estimator.after(last, means, self.block_size)
         weights = torch.empty(self.p.numel(), dtype=dtype, device="cpu")
         drift = torch.zeros_like(weights) if interval > 1 else None
         for position, (slot, step) in enumerate(zip(self.slots, self.steps, strict=True), start=1):

@@ -79,7 +79,11 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     ) -> None:
         self._factor = settings.prediction_error_factor
         schedule = PredictiveSchedule(
-            settings.update_interval, settings.overlapped, settings.warm_up_steps, guarded=self._factor > 0.0
+            settings.update_interval,
+            settings.overlapped,
+            settings.warm_up_steps,
+            guarded=self._factor > 0.0,
+            fills_early=settings.weights_on_host,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
@@ -97,7 +101,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         for state in self.states:
             state.errors = None
 
-    def step_partition(self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
+    def step_partition(self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor) -> None:
         state, weights = self.states[partition.index], partition.weights()
         if plan.probes:
             assert state.last is not None, "the schedule begins with a synchronous step"
@@ -117,10 +121,10 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             if state.drift is None:
                 state.drift = torch.zeros_like(weights, device=grad.device)
             move = move_coefficient(step, position, self._interval)
-            state.estimator.move(weights, state.drift, grad, grad_scale, move, drift)
+            state.estimator.move(weights, state.drift, grad, step.grad_scale, move, drift)
             return
         published = self._link.transfers.results(partition.index).published
-        state.estimator.predict(weights, published, state.drift, grad, grad_scale, drift)
+        state.estimator.predict(weights, published, state.drift, grad, step.grad_scale, drift)
         self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()
@@ -185,7 +189,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             means = self._link.transfers.results(partition.index).block_means
             assert means is not None
             means = means.to(partition.device, copy=True, non_blocking=True)
-            state.estimator = Estimator(means, self.block_size, state.last.bias_correction2_sqrt, state.last.eps)
+            state.estimator = Estimator.after(state.last, means, self.block_size)
 
     # -- the guard ------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class PredictivePartitionValues(PartitionValues):
     inverse: torch.Tensor | None
 
     def mistakes(self, blocks: int, steps: int) -> list[str]:
-        found = [misfit(self.drift, self.numel, GRADIENT_DTYPES, "drift")] if self.drift is not None else []
+        found = [misfit(self.drift, self.on_host, GRADIENT_DTYPES, "drift")] if self.drift is not None else []
         if self.inverse is not None:
             found.append(misfit(self.inverse, blocks, (torch.float32,), "inverse"))
         if steps and self.last is None:

@@ -25,16 +25,19 @@ class PredictiveSettings:
     block_size: int
     prediction_error_factor: float
     """0: no guard."""
+    weights_on_host: bool = False
+    """Weights are on the host, and gradients are in the ring before their step begins (``offload_param``)."""
 
     @classmethod
-    def of(cls, config: ZenFlowConfig) -> PredictiveSettings:
-        """Read the settings from a section."""
+    def of(cls, config: ZenFlowConfig, *, weights_on_host: bool = False) -> PredictiveSettings:
+        """Read the settings from a section; `weights_on_host` as the attribute."""
         return cls(
             update_interval=config.update_interval,
             overlapped=config.overlapped,
             warm_up_steps=config.warm_up_steps,
             block_size=config.block_size,
             prediction_error_factor=config.prediction_error_factor,
+            weights_on_host=weights_on_host,
         )
 
     @property
@@ -45,12 +48,12 @@ class PredictiveSettings:
     @property
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
-        return ring_of(self.longest_interval) if self.overlapped else 1
+        return ring_of(self.longest_interval, self.weights_on_host) if self.overlapped else 1
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
-        """The per-block array: means of v, which are copied to the accelerator."""
-        return ("block_means", "float32", True)
+        """The per-block array: means of v, which are copied to the accelerator if the weights are there."""
+        return ("block_means", "float32", not self.weights_on_host)
 
     @property
     def drifts(self) -> bool:

@@ -41,11 +41,11 @@ class HotExchange:
         self.bytes_received = 0
         for index, (blocks, flat) in enumerate(zip(changed, groups_flat, strict=True)):
             assert blocks is not None
-            self._exchange(index, blocks, flat.data.view(self._adam.ranks.size, -1))
+            ranks = self._adam.partitions[index].ranks
+            self._exchange(index, blocks, flat.data.view(ranks.size, -1), ranks)
 
-    def _exchange(self, index: int, blocks: BlockSet, weights: torch.Tensor) -> None:
+    def _exchange(self, index: int, blocks: BlockSet, weights: torch.Tensor, ranks: RankGroup) -> None:
         """Exchange `blocks` of this rank's row of the `weights`, [ranks, n]."""
-        ranks = self._adam.ranks
         if ranks.size == 1:
             return
         if index not in self._known or self._known[index][0] is not blocks:

@@ -87,12 +87,12 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
-    def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor, grad_scale: float) -> None:
+    def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor) -> None:
         state = self.states[partition.index]
         if plan.applies:
             self._take_published(partition)
         if state.hot is not None:
-            stepped = state.hot.step(state.hot.blocks.take(grad), grad_scale, partition.collected[-1])
+            stepped = state.hot.step(state.hot.blocks.take(grad), partition.collected[-1])
             state.hot_weights = stepped.to(partition.weights().dtype)
         if plan.selects:
             state.scores = scores(grad, self.block_size)
@@ -107,9 +107,9 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     def write_weights(self, plan: SelectivePlan) -> None:
         """Write the weights of cold blocks, if the worker's result has arrived, then the weights of hot blocks."""
         chosen: list[torch.Tensor] = []
-        for state in self.states if plan.selects else ():  # all ranks have just waited together, so none has failed
-            assert state.scores is not None, "a step that selects waits first"
-            chosen.append(select(state.scores, self._settings.topk_ratio, self._ranks, self._link.keeping))
+        for partition, state in zip(self._partitions, self.states, strict=True) if plan.selects else ():
+            assert state.scores is not None, "a step that selects waits first, so no rank has failed"
+            chosen.append(select(state.scores, self._settings.topk_ratio, partition.ranks, self._link.keeping))
         with self._link.keeping():
             for partition, state in zip(self._partitions, self.states, strict=True):
                 if plan.waits:

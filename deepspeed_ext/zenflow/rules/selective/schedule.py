@@ -75,7 +75,7 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         return self._settings.lag or 1
 
     def ring_at(self, interval: int | None) -> int:
-        return 1 if interval is None else ring_of(interval, self._settings.lag or 0)
+        return 1 if interval is None else ring_of(interval, self._settings.lag or 0, self._settings.weights_on_host)
 
     def plan(self) -> SelectivePlan:
         """Describe the coming step."""

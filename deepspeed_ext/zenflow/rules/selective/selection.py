@@ -65,18 +65,18 @@ def select(
         bits = scores[candidates].abs().view(torch.int32)  # as integers, floats without a sign keep their order
     left, smallest = hot_blocks(ranks.size * count, ratio), 0
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        counts = torch.zeros(_DIGITS, dtype=torch.int64, device=scores.device)
+        counts = torch.zeros(_DIGITS, dtype=torch.int64, device=ranks.device)
         with keeping():
             digits = bits if shift + _DIGIT_BITS == 32 else bits[bits >> shift + _DIGIT_BITS == smallest]
-            counts += torch.bincount(digits >> shift & _DIGITS - 1, minlength=_DIGITS)
+            counts += torch.bincount(digits >> shift & _DIGITS - 1, minlength=_DIGITS).to(counts.device)
         ranks.add_up(counts)
         digit, left = _digit_of(counts.tolist(), left)
         smallest = smallest << _DIGIT_BITS | digit
-    equal, mine = bits.bool(), torch.zeros(1, dtype=torch.int64, device=scores.device)
+    equal, mine = bits.bool(), torch.zeros(1, dtype=torch.int64, device=ranks.device)
     with keeping():
         equal = bits == smallest
-        mine += equal.sum()
-    before = ranks.all_gather(mine)[: ranks.rank].sum()
+        mine += equal.sum().to(mine.device)
+    before = ranks.all_gather(mine)[: ranks.rank].sum().to(scores.device)
     with keeping():
         candidates = candidates[(bits > smallest) | (equal & (equal.cumsum(0) <= left - before))]
     return candidates  # noqa: RET504

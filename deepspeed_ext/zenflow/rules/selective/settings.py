@@ -20,10 +20,10 @@ _STATE_BYTES = 3 * 4
 _COUNT_BYTES = 4
 
 
-def ring_of(interval: int, lag: int) -> int:
+def ring_of(interval: int, lag: int, fills_early: bool = False) -> int:
     """Number of ring slots needed: an interval's gradients stay in flight for `lag` steps, and the last of these
-    waits before it writes its own gradient."""
-    return interval + max(0, lag - 1)
+    waits before it writes its own gradient; not if it `fills_early`, before its step."""
+    return interval + max(0, lag - (not fills_early))
 
 
 def hot_blocks(blocks: int, ratio: float) -> int:
@@ -52,14 +52,19 @@ class SelectiveSettings:
     the interval."""
     keeps_hot_on_host: bool
     auto_ratio: float
+    weights_on_host: bool = False
+    """Weights are on the host, and gradients are in the ring before their step begins (``offload_param``)."""
 
     @classmethod
-    def of(cls, config: ZenFlowConfig, steps_per_epoch: int | None = None) -> SelectiveSettings:
+    def of(
+        cls, config: ZenFlowConfig, steps_per_epoch: int | None = None, *, weights_on_host: bool = False
+    ) -> SelectiveSettings:
         """Read the settings from a section.
 
         Args:
             config: the section.
             steps_per_epoch: optimizer steps per epoch; None: unknown.
+            weights_on_host: see the attribute.
 
         Raises:
             ConfigError: intervals contradict each other.
@@ -73,6 +78,7 @@ class SelectiveSettings:
             select_every_steps=_select_every_steps(config, steps_per_epoch),
             keeps_hot_on_host=config.offload,
             auto_ratio=config.auto_ratio,
+            weights_on_host=weights_on_host,
         )
         settings.steps_between_selections(settings.update_interval or 1)
         if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (settings.lag or 0):
@@ -97,7 +103,7 @@ class SelectiveSettings:
     @property
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
-        return ring_of(self.longest_interval, self.lag or 0)
+        return ring_of(self.longest_interval, self.lag or 0, self.weights_on_host)
 
     @property
     def per_block(self) -> tuple[str, str, bool]:

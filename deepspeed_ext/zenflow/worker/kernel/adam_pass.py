@@ -9,6 +9,8 @@ elementwise in fp32::
     d = sqrt(v) / sqrt(1 - beta2^t) + eps
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when decoupled)
 
+Without bias correction, both 1 - beta^t are 1. A gradient is maximized by a negative c.
+
 After the last step, with that step's d and the values of `Publish`::
 
     block_means[b] = mean of v over block b, and d_b is d with it
@@ -54,17 +56,24 @@ class AdamStep:
     step: int
     """Number of this update, from 1 (``t`` of the bias correction)."""
     grad_scale: float
-    """``c``: factor of the stored gradient (loss scale and clipping)."""
+    """``c``: factor of the stored gradient (loss scale and clipping); negative where the gradient is maximized."""
+    bias_correction: bool = True
+    """False: the moments are used as they are."""
+
+    @property
+    def correction_betas(self) -> tuple[float, float]:
+        """The betas of the bias corrections ``1 - beta^t``; zeros, with which these are 1, if there are none."""
+        return (self.beta1, self.beta2) if self.bias_correction else (0.0, 0.0)
 
     @property
     def bias_correction1(self) -> float:
-        """1 - beta1^t."""
-        return 1.0 - self.beta1**self.step
+        """1 - beta1^t, or 1."""
+        return 1.0 - self.correction_betas[0] ** self.step
 
     @property
     def bias_correction2_sqrt(self) -> float:
-        """sqrt(1 - beta2^t)."""
-        return math.sqrt(1.0 - self.beta2**self.step)
+        """sqrt(1 - beta2^t), or 1."""
+        return math.sqrt(1.0 - self.correction_betas[1] ** self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,8 @@ class Publish:
     l2_bound: float
     """Bound of the term with `l2_factor`: it estimates L2 terms with the block's d and must be clamped."""
     bias_correction2_sqrt: float
-    """sqrt(1 - beta2^t) of the step after which y is published; 1.0 before the first step."""
+    """sqrt(1 - beta2^t) of the step after which y is published; 1.0 before the first step or without bias
+    correction."""
     eps: float
 
     @classmethod

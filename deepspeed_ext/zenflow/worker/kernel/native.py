@@ -167,6 +167,7 @@ class NativeKernel:
     def run_mean(self, mean_pass: MeanPass) -> None:
         """See `Kernel.run_mean`. The call releases the interpreter lock."""
         count, step = len(mean_pass.grads), mean_pass.step
+        beta1, beta2 = step.correction_betas
         self._library.dsext_mean_pass(
             _MeanPass(
                 p=mean_pass.p.address,
@@ -178,8 +179,8 @@ class NativeKernel:
                 published=mean_pass.published.address,
                 numel=mean_pass.p.numel,
                 block_size=mean_pass.block_size,
-                beta1=step.beta1,
-                beta2=step.beta2,
+                beta1=beta1,
+                beta2=beta2,
                 lr=step.lr,
                 step=_step(replace(step, step=1)),  # the library computes the bias corrections per block
                 grads_count=count,

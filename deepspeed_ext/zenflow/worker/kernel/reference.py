@@ -131,8 +131,9 @@ def _step_blocks(
     cold_blocks = updates >= 0
     cold = _elements(cold_blocks, block, p.numel())
     t = (updates + 1).double()
-    step_size = _elements((step.lr / (1.0 - step.beta1**t)).float(), block, p.numel())[cold]
-    bias_correction2_sqrt = _elements((1.0 - step.beta2**t).sqrt().float(), block, p.numel())[cold]
+    beta1, beta2 = step.correction_betas
+    step_size = _elements((step.lr / (1.0 - beta1**t)).float(), block, p.numel())[cold]
+    bias_correction2_sqrt = _elements((1.0 - beta2**t).sqrt().float(), block, p.numel())[cold]
     grad, new_p, new_m, new_v = grad[cold], p[cold], m[cold], v[cold]
     _moments(step, grad, new_p, new_m, new_v)
     new_p.sub_(new_m.mul(step_size).div_(new_v.sqrt().div_(bias_correction2_sqrt).add_(step.eps)))

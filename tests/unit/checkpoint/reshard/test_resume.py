@@ -14,7 +14,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
-from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError, StateError
 from tests.support.matrix import cover
 from tests.support.models import two_groups
 from tests.support.ranks import run_ranks
@@ -59,10 +59,11 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
         (Run(2, 2, "selective", "fp32"), Run(3, 3, "predictive", "fp32")),
         (Run(3, 2, "offload", "parameter_alignment"), Run(2, 3, "selective")),
         (Run(2, 1, "zero", "elastic_checkpoint"), Run(3, 3, "offload")),
+        (Run(2, 3, "predictive", "uncorrected"), Run(3, 2, "offload", "uncorrected")),
     ],
     ids=lambda run: "-".join(map(str, run)),
 )
-def test_other_settings_of_zero(saved: Run, resumed: Run, module_folder: Path) -> None:
+def test_other_settings(saved: Run, resumed: Run, module_folder: Path) -> None:
     test_everything_arrives_to_the_bit(saved, resumed, module_folder)
 
 
@@ -178,8 +179,10 @@ def test_other_sub_groups_are_another_layout(way: str, module_folder: Path) -> N
         assert difference == ""
 
 
-def refused(run: Run, folder: str, model: Any = None, groups: Any = two_groups, **how: Any) -> str:
-    """What an error says; the engine trains on."""
+def refused(
+    run: Run, folder: str, model: Any = None, groups: Any = two_groups, how_far: str = "planned", **how: Any
+) -> str:
+    """What an error says. The engine trains on; not if something was written, which says so."""
     engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=groups)
     losses = train(engine, data(0, 2))
     message = "loaded"
@@ -187,7 +190,11 @@ def refused(run: Run, folder: str, model: Any = None, groups: Any = two_groups, 
         engine.load_checkpoint(folder, tag="t", **how)
     except CheckpointError as error:
         message = str(error)
-    losses += train(engine, data(2, 3))
+    if how_far == "written":
+        with pytest.raises(StateError, match="has broken off the last load"):
+            train(engine, data(2, 3))
+    else:
+        losses += train(engine, data(2, 3))
     engine.destroy()
     assert all(map(math.isfinite, losses))
     return message
@@ -229,13 +236,13 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(module_folder: Path, 
     file.unlink()
     assert "was saved by 2 ranks and has the optimizer's files of ranks 0:" in on_all(str(tmp_path))
     file.write_bytes(content[: len(content) // 2])
-    assert f"{file} cannot be read" in on_all(str(tmp_path))
+    assert f"{file} cannot be read" in on_all(str(tmp_path), how_far="written")
     file.write_bytes(content)
     cut = torch.load(file, map_location="cpu", weights_only=False)
     masters = cut["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     masters[0] = masters[0][:-200].clone()
     torch.save(cut, file)
-    assert "expected at least" in on_all(str(tmp_path))
+    assert "expected at least" in on_all(str(tmp_path), how_far="written")
 
 
 def left_to_deepspeed(run: Run, folder: str, model: Any = None, **how: Any) -> tuple[bool, dict[str, torch.Tensor]]:

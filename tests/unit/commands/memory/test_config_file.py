@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.commands.memory.config_file import _accumulation
+from deepspeed_ext.commands.memory.config_file import _accumulation, _dtype
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,19 @@ from deepspeed_ext.commands.memory.config_file import _accumulation
 )
 def test_micro_steps_are_given_or_what_is_left_of_the_batch(config: dict[str, Any], ranks: int, steps: int) -> None:
     assert _accumulation(config, ranks) == steps
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "notes"),
+    [
+        ({}, "float32", 0),
+        ({"fp16": {"enabled": True}}, "float16", 0),
+        ({"fp16": {"enabled": False}}, "float32", 0),
+        ({"bf16": {"enabled": True}}, "bfloat16", 0),
+        ({"bfloat16": {"enabled": True}, "fp16": {"enabled": False}}, "bfloat16", 0),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "bfloat16", 1),
+    ],
+)
+def test_the_dtype_is_the_enabled_one(config: dict[str, Any], dtype: str, notes: int) -> None:
+    found, told = _dtype(config)
+    assert (found, len(told)) == (dtype, notes)

@@ -74,7 +74,8 @@ def test_a_faster_machine_never_needs_more_tokens() -> None:
 
 def test_experts_that_a_token_does_not_use_raise_the_tokens() -> None:
     dense, sparse = (by_name(fits(SEVEN_B, OCTET, Capacity(), Machine(), active)) for active in (None, 10**9))
-    assert sparse["ZenFlow exact"].tokens == pytest.approx(7 * dense["ZenFlow exact"].tokens, rel=1e-3)
+    tokens = [found["ZenFlow exact"].tokens or 0 for found in (dense, sparse)]
+    assert tokens[1] == pytest.approx(7 * tokens[0], rel=1e-3) > 0
 
 
 @settings(deadline=None, max_examples=60)
@@ -84,8 +85,8 @@ def test_what_fits_is_what_leaves_no_place_short(params: int, gpus: int, gpu: fl
     found = fits(Model(params, params // 20, "bfloat16"), Ranks(gpus, min(8, gpus)), capacity, Machine())
     assert len(found) == len(list(ways()))
     for fit in found:
-        assert ("accelerator" in fit.short) == (fit.plan.peak(Place.ACCELERATOR) > capacity.accelerator)
-        assert ("host" in fit.short) == (fit.plan.host_peak() > capacity.host)
+        assert ("accelerator" in fit.short) == (fit.plan.peak(Place.ACCELERATOR) > int(gpu * GIB))
+        assert ("host" in fit.short) == (fit.plan.host_peak() > int(host * GIB))
     best = suggested(found)
     assert (best is None) == all(fit.short for fit in found)
     assert best is None or not best.short

@@ -246,7 +246,7 @@ CONFIGS: list[tuple[Any, str]] = [
     ([], "expected an object"),
     ({"zero_optimization": 3}, "expected an object"),
     ({"zero_optimization": {"stage": 0}}, "stage 0"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param"),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"update_interval": 0}}}, "update_interval"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1, "overlap_lag": 9, "overlap_step": True,

@@ -97,3 +97,16 @@ def test_spread_is_relative_to_the_median() -> None:
 )
 def test_the_spread_is_the_middle_half_over_the_median(seconds: list[float], spread: float) -> None:
     assert relative_spread(seconds) == pytest.approx(spread)
+
+
+@pytest.mark.parametrize("enough", range(1, 41))
+def test_the_choice_is_the_smallest_number_that_is_enough(enough: int) -> None:
+    measured: list[int] = []
+
+    def measure(number: int) -> Point:
+        measured.append(number)
+        return point(number, min(number, enough) * 10.0 / enough)
+
+    assert choose(Sweep(40, measure).run()) == next(n for n in range(1, 41) if min(n, enough) >= 0.97 * enough)
+    assert set(measured) <= set(range(1, 41))
+    assert all(type(number) is int for number in measured)

@@ -12,7 +12,7 @@ from deepspeed_ext.zenflow.kernels import definition, launch
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
-CONSTANTS = definition.HotConstants(0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999)
+CONSTANTS = definition.HotConstants(0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 0.9, 0.95)
 
 
 def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:

@@ -94,7 +94,9 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(r
                 estimator.move(weights, drift, grad, scale, 1e-3 / step, 1.0)
             else:
                 estimator.predict(weights, published, drift, grad, scale, 1.0 if step == 2 else 1e-3)
-        constants = definition.HotConstants(scale, 1e-3 / step, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 1.0 - 1e-4 / step)
+        constants = definition.HotConstants(
+            scale, 1e-3 / step, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 1.0 - 1e-4 / step, 0.9, 0.95
+        )
         p, m, v = state
         launch.hot_step(p, m, v, torch.zeros(5, 32, dtype=bf16), torch.ones(5, dtype=torch.int32), constants)
     assert recorded.launches - before == 50 * (2 + 5 + 1)

@@ -35,7 +35,7 @@ def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
         "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-3),
         "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
         "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-3, 1e-3),
-        "hot step": lambda: hot.step(grad.view(-1, BLOCK), 0.5, STEP),
+        "hot step": lambda: hot.step(grad.view(-1, BLOCK), STEP),
     }
 
 
@@ -127,6 +127,6 @@ def test_a_hot_step_ignores_chunks() -> None:
             grad = torch.randn(20, 8, generator=generator).bfloat16()
             p, m, v = state.unbind()
             hot = AdamBlocks(BlockSet(torch.arange(20), 160, 8), p, m, v, torch.arange(20, dtype=torch.int32))
-            hot.step(grad, 0.3, STEP)
+            hot.step(grad, STEP)
             found.append(state)
     assert_same(found[0], found[1], "p, m, v")

@@ -55,9 +55,7 @@ def test_a_beta_of_zero_steps_as_torchs_adam(betas: tuple[float, float]) -> None
     expected = torch.nn.Parameter(p.clone())
     adam = torch.optim.AdamW([expected], lr=1e-2, betas=betas, weight_decay=0.1)
     for number, gradient in enumerate(gradients, start=1):
-        found = blocks.step(
-            gradient, 1.0, AdamStep(1e-2, *betas, 1e-8, 0.1, decoupled=True, step=number, grad_scale=1.0)
-        )
+        found = blocks.step(gradient, AdamStep(1e-2, *betas, 1e-8, 0.1, decoupled=True, step=number, grad_scale=1.0))
         expected.grad = gradient.clone()
         adam.step()
         torch.testing.assert_close(found, expected.detach())
@@ -146,7 +144,7 @@ def test_steps_are_torchs_with_an_update_count_for_each_block(decoupled: bool) -
     start, gradients = torch.randn(numel, generator=generator), torch.randn(505, numel, generator=generator)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-    step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled, 1, 1.0)
+    step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled, 1, 0.25)
     blocks = BlockSet(torch.tensor([1, 7, 12]), numel, block_size)  # the last one is short
     references = []
     for count in before:
@@ -166,10 +164,22 @@ def test_steps_are_torchs_with_an_update_count_for_each_block(decoupled: bool) -
     updates = torch.tensor(before, dtype=torch.int32)
     state = AdamBlocks(blocks, stacked("p"), stacked("exp_avg"), stacked("exp_avg_sq"), updates)
     for gradient in gradients[500:]:
-        assert torch.equal(state.step(blocks.take(gradient) * 4, 0.25, step), state.p)
+        assert torch.equal(state.step(blocks.take(gradient) * 4, step), state.p)
         for parameter, optimizer in references:
             parameter.grad = gradient.clone()
             optimizer.step()
     assert state.updates.tolist() == [5, 8, 505]
     for name, actual in (("p", state.p), ("exp_avg", state.m), ("exp_avg_sq", state.v)):
         torch.testing.assert_close(actual, stacked(name), rtol=2e-5, atol=2e-6)
+
+
+def test_without_bias_correction_blocks_step_as_after_many_updates() -> None:
+    """So many that the correction has faded."""
+    blocks, gradient = BlockSet(torch.arange(3), 24, 8), torch.randn(3, 8)
+    state, found = torch.rand(3, 3, 8), []
+    for updates, corrects in ((0, False), (10**6, True)):
+        p, m, v = state.clone().unbind()
+        step = AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.1, True, 1, 0.5, corrects)
+        AdamBlocks(blocks, p, m, v, torch.full((3,), updates, dtype=torch.int32)).step(gradient, step)
+        found.append(torch.stack([p, m, v]))
+    assert torch.equal(*found)

@@ -206,3 +206,24 @@ def test_an_accelerator_that_cannot_lock_pages_says_so(
     (warning,) = warnings
     assert "20,000 bytes" in warning
     assert "'other' has no register_host_memory" in warning
+
+
+@settings(deadline=None, max_examples=30)
+@given(before=st.integers(0, 40_000), numel=st.integers(0, 40_000), others=st.integers(0, 5_000))
+def test_elements_before_an_array_are_of_one_piece_with_it_and_take_memory_only_while_written(
+    before: int, numel: int, others: int
+) -> None:
+    specs = [ArraySpec("a", "bfloat16", others), ArraySpec("p", "float32", numel, before=before)]
+    specs.append(ArraySpec("b", "float32", others))
+    arena = Arena.create(plan_layout(specs))
+    for kind in ("a", "p", "b"):
+        arena.tensor(kind).fill_(3.0)
+    used = resident_bytes(arena)
+    arena.whole("p")[:before] = 5.0
+    assert arena.whole("p").tolist() == [5.0] * before + [3.0] * numel
+    arena.release_before("p")
+    left = arena.whole("p")[:before]
+    assert resident_bytes(arena) <= used + 2 * PAGE  # pages that it shares with its neighbours stay
+    assert int((left != 0).sum()) <= 2 * PAGE // 4
+    assert arena.tensor("p").tolist() == [3.0] * numel
+    assert all(arena.tensor(kind).tolist() == [3.0] * others for kind in ("a", "b"))

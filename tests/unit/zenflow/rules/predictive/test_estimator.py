@@ -47,25 +47,30 @@ def test_interval_one_has_adams_bias_corrections() -> None:
     assert drift_coefficient(replace(step, step=4), 1, 1) == pytest.approx(step.lr * 0.1 / (1 - 0.9**4))
 
 
+@pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_prediction_is_the_update_when_v_is_constant_in_blocks_and_time(decoupled: bool) -> None:
-    """All that interval 1 leaves out is the change of v and its spread within a block."""
+def test_prediction_is_the_update_when_v_is_constant_in_blocks_and_time(decoupled: bool, bias_correction: bool) -> None:
+    """All that interval 1 leaves out is the change of v beyond its bias, and its spread within a block."""
     n, block = 1000, 32
     p, m, grad = torch.randn(n) * 0.1, torch.randn(n) * 1e-2, torch.randn(n) * 1e-2
     means = torch.rand(-(-n // block)) * 1e-2 + 1e-3
     v = means.repeat_interleave(block)[:n]
-    last = replace(STEP, step=7, decoupled=decoupled)
-    coming = replace(last, step=8, grad_scale=0.7, beta2=1.0 - 1e-12)
-    bias2 = last.bias_correction2_sqrt
+    last = replace(STEP, step=7, decoupled=decoupled, bias_correction=bias_correction)
+    coming = replace(last, step=8, grad_scale=0.7)
     publish = publish_ahead(last, 1)
-    d = v.sqrt() / bias2 + last.eps
+    d = v.sqrt() / last.bias_correction2_sqrt + last.eps
     l2_term = (publish.l2_factor * p / d).clamp(-publish.l2_bound, publish.l2_bound)
     y = publish.p_factor * p - publish.m_factor * m / d - l2_term
     weights = torch.empty(n)
-    Estimator(means, block, bias2, last.eps).predict(weights, y, None, grad, 0.7, drift_coefficient(coming, 1, 1))
+    estimator = Estimator.after(last, means, block)
+    estimator.predict(weights, y, None, grad, coming.grad_scale, drift_coefficient(coming, 1, 1))
 
     g = 0.7 * grad + (0 if decoupled else 0.1 * p)
-    expected = (p * (1 - 1e-3 * 0.1) if decoupled else p) - 1e-3 / (1 - 0.9**8) * (0.9 * m + 0.1 * g) / d
+    gain, true_v = 1.0 / (1 - 0.9**8), v / (1 - 0.95**7)
+    if not bias_correction:
+        gain, true_v = 1.0, true_v * (1 - 0.95**8)
+    update = gain * (0.9 * m + 0.1 * g) / (true_v.sqrt() + last.eps)
+    expected = (p * (1 - 1e-3 * 0.1) if decoupled else p) - 1e-3 * update
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
 

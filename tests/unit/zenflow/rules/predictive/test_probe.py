@@ -47,3 +47,19 @@ def test_seeds_and_partitions_draw_other_blocks() -> None:
     drawn = [tuple(sample_of(4000, 8, seed, index)[0].blocks.tolist()) for seed in range(4) for index in range(4)]
     assert len(set(drawn)) == len(drawn)
     assert drawn[0] == tuple(sample_of(4000, 8, 0, 0)[0].blocks.tolist())
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 0.0), (torch.bfloat16, 0.25)])
+def test_errors_are_distances_from_what_the_worker_has_computed(dtype: torch.dtype, rounding: float) -> None:
+    sample, master = sample_of(16, 8)
+    master.fill_(128.25)  # bf16 has steps of 1 here
+    sample.p.fill_(126.25)
+
+    def predicted() -> torch.Tensor:
+        return torch.full((16,), 129.0, dtype=dtype)
+
+    sample.predicted = predicted  # type: ignore[method-assign]
+    errors = sample.errors()
+    assert errors.prediction == pytest.approx(4 * 0.75)
+    assert errors.update == pytest.approx(4 * 2.0)
+    assert errors.rounding == pytest.approx(max(4 * rounding, 4 * 128.25 * 2.0**-24))

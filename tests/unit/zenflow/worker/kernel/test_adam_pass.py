@@ -57,7 +57,7 @@ class Problem:
         return {"p": self.p, "m": self.m, "v": self.v, "published": self.published, "means": self.means}
 
 
-def adam_steps(count: int, first: int = 1, decoupled: bool = True, **changes: float) -> list[AdamStep]:
+def adam_steps(count: int, first: int = 1, decoupled: bool = True, **changes: Any) -> list[AdamStep]:
     base = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled, first, 0.5)
     return [replace(base, step=first + k, lr=1e-3 * (1 + 0.1 * k), **changes) for k in range(count)]
 
@@ -83,6 +83,20 @@ def test_steps_are_those_of_torch_optim(kernel: str, decoupled: bool) -> None:
     torch.testing.assert_close(problem.p, parameter.detach(), rtol=2e-6, atol=1e-8)
     torch.testing.assert_close(problem.m, state["exp_avg"], rtol=2e-6, atol=1e-10)
     torch.testing.assert_close(problem.v, state["exp_avg_sq"], rtol=2e-6, atol=1e-14)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_bias_correction_moments_are_used_as_they_are(kernel: str) -> None:
+    problem = Problem(1000, steps=3, grad_dtype="float32")
+    problem.m.zero_(), problem.v.zero_()
+    p, m, v = problem.p.double(), problem.m.double(), problem.v.double()
+    steps = adam_steps(3, bias_correction=False)
+    for step, grad in zip(steps, problem.grads, strict=True):
+        g = grad.double() * step.grad_scale
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        p = p * (1 - step.lr * 0.1) - step.lr * m / (v.sqrt() + step.eps)
+    make_kernel(kernel).run(problem.make_pass(steps))
+    torch.testing.assert_close(problem.p, p.float(), rtol=2e-6, atol=1e-8)
 
 
 @needs_native

@@ -89,6 +89,16 @@ def test_each_block_steps_as_in_torch_optim(kernel: str, decoupled: bool) -> Non
     assert torch.equal(problem.published, problem.p)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_bias_correction_a_block_steps_as_after_many_updates(kernel: str) -> None:
+    """So many that the correction has faded."""
+    n, block = 200, 32
+    problems = [Problem(n, 2, block=block, updates=torch.full((-(-n // block),), t)) for t in (0, 10**6)]
+    for problem, corrects in zip(problems, (False, True), strict=True):
+        make_kernel(kernel).run_mean(problem.make_pass(replace(STEP, bias_correction=corrects)))
+    assert_same(problems[0].state()[:4], problems[1].state()[:4], "p, m, v, y")
+
+
 @needs_native
 @pytest.mark.parametrize(("grad_dtype", "publish_dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_native_equals_reference_to_rounding(grad_dtype: str, publish_dtype: str) -> None:

@@ -1,0 +1,66 @@
+"""What DeepSpeed's engine reads from the config, where ZenFlow takes the place of a setting's effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed_ext.adapter.parts import fields_of, section_in_use
+from deepspeed_ext.adapter.upstream import DeepSpeedEngine
+from deepspeed_ext.config import ZenFlowConfig
+
+__all__ = ["EngineSettings"]
+
+
+class EngineSettings(DeepSpeedEngine):
+    """DeepSpeed's engine, with the settings that ZenFlow replaces reported as off, and those that it implies as on."""
+
+    @property
+    def _zenflow(self) -> ZenFlowConfig | None:
+        return section_in_use(self._config.zero_config, self.optimizer_name())
+
+    def zenflow_config(self) -> Any:
+        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
+        ``gradient_accumulation_steps``."""
+        return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
+
+    # -- what ZenFlow implies -----------------------------------------------------------------------------------------
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Also true if ``zenflow`` implies it."""
+        return self._zenflow is not None or super().zero_use_cpu_optimizer()
+
+    def zero_cpu_offload(self) -> bool:
+        """Also true if ``zenflow`` implies it."""
+        return self._zenflow is not None or super().zero_cpu_offload()
+
+    # -- what ZenFlow replaces; `supported.IDLE` says why -------------------------------------------------------------
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        return self._zenflow is None and super().zero_force_ds_cpu_optimizer()
+
+    def super_offload(self) -> bool:
+        return self._zenflow is None and super().super_offload()
+
+    def zero_elastic_checkpoint(self) -> bool:
+        return self._zenflow is None and super().zero_elastic_checkpoint()
+
+    def bf16_master_weights_and_gradients(self) -> bool:
+        return self._zenflow is None and super().bf16_master_weights_and_gradients()
+
+    def fp16_master_weights_and_gradients(self) -> bool:
+        return self._zenflow is None and super().fp16_master_weights_and_gradients()
+
+    def bf16_optimizer_states(self) -> bool:
+        return self._zenflow is None and super().bf16_optimizer_states()
+
+    def _replaced_settings(self) -> list[str]:
+        """The keys of `supported.IDLE` that the config turns on."""
+        given = {
+            "zero_optimization.offload_optimizer.super_offload": super().super_offload(),
+            "zero_optimization.elastic_checkpoint": super().zero_elastic_checkpoint(),
+            "zero_optimization.pipeline_loading_checkpoint": self._config.zero_config.pipeline_loading_checkpoint,
+            "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
+            "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
+            "bf16.bf16_optimizer_states": super().bf16_optimizer_states(),
+        }
+        return [name for name, is_on in given.items() if is_on]

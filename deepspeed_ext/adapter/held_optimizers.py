@@ -1,0 +1,41 @@
+"""Stands in for DeepSpeed's CPU optimizers, whose work ZenFlow does: builds optimizers that only hold hyperparameters
+and, for checkpoints, the state. DeepSpeed's own would compile an operator first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.upstream import Swap, adam_module
+
+__all__ = ["held_optimizers"]
+
+
+def held_optimizers() -> list[Swap]:
+    """Return swaps for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU optimizers."""
+    return [Swap(adam_module, "DeepSpeedCPUAdam", held_adam)]
+
+
+def held_adam(
+    parameters: Any,
+    *,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+    **others: Any,
+) -> torch.optim.Optimizer:
+    """Torch's Adam or AdamW with the arguments and defaults of ``DeepSpeedCPUAdam``.
+
+    Args:
+        parameters, weight_decay, adamw_mode, others: as there.
+        bias_correction: as there; a parameter group says if it has none.
+        fp32_optimizer_states: ignored: it gives the state the dtype of the masters, which are fp32 here.
+    """
+    kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    optimizer = kind(parameters, weight_decay=weight_decay, **others)
+    if not bias_correction:
+        for fields in (optimizer.defaults, *optimizer.param_groups):
+            fields.setdefault("bias_correction", False)
+    return optimizer

@@ -1,0 +1,195 @@
+"""Steps a share of every partition on the accelerator: exact Adam, in the same step as the gradient.
+
+``offload_optimizer.ratio`` is the share of the optimizer on the host. The first blocks of each partition, up to that
+share, have p, m and v in accelerator memory: 12 bytes per element there, and none on the host. They never wait for the
+worker, and the update rule does not see them. The host's arrays begin in front of the rule's part (see `Arena.whole`),
+so what DeepSpeed saves, loads and shows is the whole partition: `show` copies the share there, `take` copies it back.
+
+Source of the idea: ZeRO-Offload++ (DeepSpeed's "Twin-Flow"), which moves whole sub-groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from deepspeed_ext.errors import OutOfMemoryError
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.zenflow import kernels
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.sizes import accelerator_numel, accelerator_share_bytes
+
+__all__ = ["AcceleratorShare", "host_share_that_fits"]
+
+_KINDS = ("p", "m", "v")
+_SMALLEST_STEP = 1 / 1024
+"""Ranks agree on the share in units of this."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The share of one partition: d elements, whole blocks.
+
+    Attributes:
+        state: p, m, v; fp32 [blocks, block_size], accelerator.
+        shown: the same on the host, fp32 [d], in the arena.
+    """
+
+    state: tuple[torch.Tensor, ...]
+    shown: tuple[torch.Tensor, ...]
+
+
+class AcceleratorShare:
+    """The share of all partitions of this rank.
+
+    Args:
+        masters: initial values of each partition, 1-D fp32 [n], any device.
+        numels: elements of each partition, from its start, that step on the accelerator.
+        arena: shows them.
+        block_size: elements per block.
+        device: of p, m and v.
+    """
+
+    def __init__(
+        self,
+        masters: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        arena: Arena,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.numels = tuple(numels)
+        self._arena = arena
+        self._is_shown = False
+        self._parts = []
+        for index, (master, numel) in enumerate(zip(masters, numels, strict=True)):
+            blocks = numel // block_size
+            like = partial(torch.zeros, blocks, block_size, dtype=torch.float32, device=device)
+            p = like().copy_(master[:numel].view(blocks, block_size))
+            shown = tuple(arena.whole(kind, index)[:numel] for kind in _KINDS)
+            self._parts.append(_Part((p, like(), like()), shown))
+        most = max((numel // block_size for numel in numels), default=0)
+        self._updates = torch.zeros(most, dtype=torch.int32, device=device)
+
+    @classmethod
+    def on_all_ranks(
+        cls,
+        masters: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        arena: Arena,
+        block_size: int,
+        device: torch.device,
+        ranks: RankGroup,
+    ) -> AcceleratorShare:
+        """Allocate it on every rank. A collective.
+
+        Raises:
+            OutOfMemoryError: on every rank, if the accelerator of any has no memory for it.
+        """
+        share = allocation.try_on_all_ranks(
+            "zenflow.accelerator_share", lambda: cls(masters, numels, arena, block_size, device), ranks
+        )
+        if share is None:
+            needed = sum(accelerator_share_bytes(numel, block_size) for numel in numels)
+            raise OutOfMemoryError(
+                f"offload_optimizer.ratio keeps {needed:,} bytes of the optimizer on the accelerator of rank "
+                f'{ranks.rank}, and a rank has no memory for that: raise the ratio, or set it to "auto"'
+            )
+        return share
+
+    @torch.no_grad()
+    def step(self, index: int, grad: torch.Tensor, step: AdamStep, weights: torch.Tensor) -> None:
+        """Take one step of a partition's share, and write its weights.
+
+        Args:
+            index: number of the partition.
+            grad: the share's gradient, 1-D [d], any float dtype, accelerator; neither unscaled nor clipped.
+            step: its constants.
+            weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in place.
+        """
+        p, m, v = self._parts[index].state
+        if p.numel():
+            updates = self._updates[: len(p)].fill_(step.step)
+            kernels.hot_step(p, m, v, grad.view_as(p), updates, kernels.HotConstants.of(step))
+            weights.copy_(p.view(-1))
+
+    # -- outside of a step ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Copy p, m and v to the host. They take host memory there until `hide`. Nothing of the arena may be in use."""
+        for part in self._parts:
+            for shown, values in zip(part.shown, part.state, strict=True):
+                shown.copy_(values.view(-1))
+        self._is_shown = True
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy p, m and v back, which may have been written on the host."""
+        for part in self._parts:
+            for shown, values in zip(part.shown, part.state, strict=True):
+                values.copy_(shown.view_as(values))
+        self._is_shown = True
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the host has memory for it."""
+        return self._is_shown
+
+    def hide(self) -> None:
+        """Free the host memory of what is shown. The copies from there must have ended."""
+        if self._is_shown:
+            for index in range(len(self._parts)):
+                for kind in _KINDS:
+                    self._arena.release_before(kind, index)
+            self._is_shown = False
+
+    def tensors(self, index: int) -> list[torch.Tensor]:
+        """What a partition's share keeps on the accelerator between steps."""
+        return [*self._parts[index].state, *([self._updates] if index == 0 else [])]
+
+
+def host_share_that_fits(numels: Sequence[int], block_size: int, reserve_fraction: float, ranks: RankGroup) -> float:
+    """The smallest share on the host, so that the rest of every rank's optimizer fits into its accelerator. A
+    collective.
+
+    Args:
+        numels: elements of this rank's partitions.
+        block_size: elements per block.
+        reserve_fraction: of the accelerator's total memory, which stays free.
+        ranks: the data-parallel ranks.
+
+    Returns:
+        The same on every rank, from 0 to 1; 1 if the accelerator is the CPU.
+    """
+    if get_accelerator().is_synchronized_device():
+        return 1.0
+    units, free, total = 0, 0, 0
+    with together(ranks):
+        free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
+        room = free - round(total * reserve_fraction)
+        whole = round(1 / _SMALLEST_STEP)
+        fitting = [
+            u for u in range(whole + 1) if _bytes_at(1.0 - u * _SMALLEST_STEP, numels, block_size) <= max(0, room)
+        ]
+        units = max(fitting, default=0)
+    share = 1.0 - ranks.minimum(units)[0] * _SMALLEST_STEP
+    if ranks.rank == 0:
+        logger.info(
+            f"offload_optimizer.ratio = {share:.4g}: of {total:,} bytes of accelerator memory {free:,} were free, and "
+            f"{reserve_fraction:.0%} stay free (zenflow.offload_reserve_fraction)"
+        )
+    return share
+
+
+def _bytes_at(host_share: float, numels: Sequence[int], block_size: int) -> int:
+    return sum(
+        accelerator_share_bytes(accelerator_numel(numel, host_share, block_size), block_size) for numel in numels
+    )

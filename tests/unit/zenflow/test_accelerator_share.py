@@ -1,0 +1,229 @@
+"""A share of the optimizer on the accelerator (``offload_optimizer.ratio``): the same training, with p, m and v in two
+places."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
+from deepspeed_ext.zenflow.rules.saved_values import StepValues
+from deepspeed_ext.zenflow.worker.sizes import accelerator_numel
+from tests.support.compare import allow_fp16
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.resuming import failed_resumes
+from tests.support.same import assert_same, first_difference
+from tests.support.state_access import looking_on
+from tests.support.zenflow import (
+    RULES,
+    full_masters_of,
+    make_engine,
+    masters_of,
+    train,
+    weights_of,
+    zenflow_config,
+)
+from tests.support.zenflow_runs import difference, with_and_without
+
+pytestmark = pytest.mark.sampled(3)
+
+STEPS = 12
+DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
+
+
+def config_of(stage: int, ratio: float | str, rule: str = "predictive", dtype: torch.dtype = torch.float32, **fields):
+    config = zenflow_config(stage, dtype, **{**RULES[rule], **fields})
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
+    return config
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_overlap_any_ratio_equals_zero_offload(stage: int, ratio: float) -> None:
+    """The tolerance is that of `test_training`, for the same reason."""
+    config = config_of(stage, ratio, overlap_step=False)
+    for expected, actual in run_ranks(2, with_and_without, config, STEPS):
+        assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert difference(expected, actual) < 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resume_with_a_share_is_exact_at_every_step(stage: int, rule: str, tmp_path: Path) -> None:
+    config = config_of(stage, 0.4, rule, torch.bfloat16)
+    assert failed_resumes(2, config, 2, 5, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_users_read_and_write_includes_the_share(stage: int, rule: str) -> None:
+    config = config_of(stage, 0.4, rule)
+    assert [found for on_one in run_ranks(2, looking_on, config) for found in on_one if found] == []
+
+
+def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
+    """Train, look, save beside training and train on: how that differs from training alone, and what stays shown."""
+    data = batches(10, dist.get_rank())
+    engine = make_engine(config, groups=two_groups)
+    losses = train(engine, data)
+    expected = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
+    engine.destroy()
+    engine = make_engine(config, groups=two_groups)
+    adam = engine.optimizer.zenflow_adam
+    found = [] if any(adam.share.numels) else ["nothing is on the accelerator"]
+    losses = []
+    for number, batch in enumerate(data):
+        losses += train(engine, [batch])
+        if adam.share.is_shown and number % 3 == 2:
+            found.append(f"still shown in step {number}")
+        if number % 3 == 0:
+            engine.save_checkpoint(folder, tag=str(number))
+            engine.offload_states(pin_memory=False)
+            engine.reload_states()
+    actual = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
+    engine.destroy()
+    return [*found, first_difference(expected, actual)]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_saving_and_moving_away_change_nothing_and_leave_no_copy_on_the_host(
+    stage: int, device: str, async_save: bool, tmp_path: Path
+) -> None:
+    config = config_of(stage, 0.4, update_interval=1, async_save=async_save)
+    for found in run_ranks(2 if device == "cpu" else 1, moved_and_freed, config, str(tmp_path), device=device):
+        assert list(filter(None, found)) == []
+
+
+def saved_elsewhere(config: dict[str, Any], folder: str) -> list[torch.Tensor]:
+    """Train five steps, of which the last is not handed over; save; return p as training sees it after the sixth."""
+    engine = make_engine(config, groups=two_groups)
+    train(engine, batches(5, 0))
+    engine.save_checkpoint(folder, tag="t")
+    masters = full_masters_of(engine)
+    engine.destroy()
+    return masters
+
+
+def loaded_elsewhere(config: dict[str, Any], folder: str) -> tuple[list[torch.Tensor], list[float]]:
+    engine = make_engine(config, groups=two_groups)
+    engine.load_checkpoint(folder, tag="t")
+    masters = full_masters_of(engine)
+    losses = train(engine, batches(3, 0))
+    engine.destroy()
+    return masters, losses
+
+
+@pytest.mark.parametrize("there", [(2, 2, 0.7), (2, 1, 1.0), (3, 2, 0.25), (2, 2, 0.0)])
+def test_a_checkpoint_is_loaded_with_another_share_by_other_ranks_at_another_stage(
+    there: tuple[int, int, float], tmp_path: Path
+) -> None:
+    """Mid-interval: gradients that wait for the worker are applied to the host's part alone, all others have been. So
+    what is loaded does not depend on where it is loaded."""
+    stage, ranks, ratio = there
+    run_ranks(2, saved_elsewhere, config_of(2, 0.4), str(tmp_path))
+    expected, _ = run_ranks(1, loaded_elsewhere, config_of(1, 0.5), str(tmp_path))[0]
+    for masters, losses in run_ranks(ranks, loaded_elsewhere, config_of(stage, ratio), str(tmp_path)):
+        assert_same(expected, masters, "masters")
+        assert all(map(math.isfinite, losses))
+
+
+@given(st.data())
+def test_collected_gradients_reach_only_the_part_on_the_host(data: st.DataObject) -> None:
+    block = data.draw(st.sampled_from([1, 4, 8]))
+    head, host = block * data.draw(st.integers(0, 5)), data.draw(st.integers(1, 40))
+    gradient = torch.randn(host)
+    step = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    values = PredictivePartitionValues(
+        numel=head + host,
+        on_accelerator=head,
+        collected=[StepValues(**step, step=1, grad_scale=1.0)],
+        gradients=[gradient],
+        last=None,
+        errors=None,
+        drift=None,
+        inverse=None,
+    )
+    whole = tuple(torch.zeros(head + host) for _ in range(3))
+    values.catch_up(whole, block)
+    assert not whole[1][:head].any()
+    assert torch.allclose(whole[1][head:], 0.1 * gradient)
+    begin = block * data.draw(st.integers(0, (head + host) // block))
+    end = min(head + host, begin + block * data.draw(st.integers(0, 12)))
+    part = tuple(torch.zeros(end - begin) for _ in range(3))
+    values.catch_up(part, block, begin)
+    assert all(torch.equal(found, expected[begin:end]) for found, expected in zip(part, whole, strict=True))
+
+
+def overflowing(config: dict[str, Any]) -> tuple[list[float], list[float], int]:
+    """Losses with and without a share where the loss scale is too large at first, and the steps that were skipped."""
+    allow_fp16()
+    found = []
+    for ratio in (1.0, 0.4):
+        config["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
+        engine = make_engine(config)
+        found.append(train(engine, batches(16, dist.get_rank())))
+        skipped = engine.skipped_steps
+        engine.destroy()
+    return found[0], found[1], skipped
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_overflow_skips_the_share_too(stage: int, device: str) -> None:
+    config = config_of(stage, 0.4, dtype=torch.float16, overlap_step=False)
+    config["gradient_accumulation_steps"] = 2
+    config["fp16"] |= {"initial_scale_power": 24, "hysteresis": 1}
+    for expected, actual, skipped in run_ranks(1, overflowing, config, device=device):
+        assert skipped > 0
+        assert actual == pytest.approx(expected, rel=2e-3)
+
+
+def chosen(config: dict[str, Any]) -> dict[str, float]:
+    engine = make_engine(config)
+    adam = engine.optimizer.zenflow_adam
+    found = {
+        "on the accelerator": sum(adam.share.numels) if adam.share else 0,
+        "all": sum(state.master.numel() for state in adam.states),
+        "losses": train(engine, batches(3, dist.get_rank())),
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("reserve", "fits"), [(0.25, True), (0.9999999, False)])
+def test_auto_takes_what_fits_beside_the_reserve(reserve: float, fits: bool) -> None:
+    config = config_of(2, "auto" if fits else "fit", offload_reserve_fraction=reserve)
+    (found,) = run_ranks(1, chosen, config, device="accelerator")
+    assert (found["on the accelerator"] > 0.99 * found["all"] - 32) == fits
+    assert (found["on the accelerator"] == 0) != fits
+
+
+def test_auto_leaves_all_on_the_host_where_that_is_the_accelerator() -> None:
+    assert run_ranks(1, chosen, config_of(2, "auto"))[0]["on the accelerator"] == 0
+
+
+@pytest.mark.parametrize(("ratio", "zenflow"), [("auto", False), (1.5, True), ("half", True), (0.5, False)])
+def test_a_ratio_that_means_nothing_is_refused_by_name(ratio: object, zenflow: bool) -> None:
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    with pytest.raises((ConfigError, ValidationError), match=r"ratio|Partial offloading"):
+        ZeroConfig(**section, **({"zenflow": {}} if zenflow else {}))
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1), st.sampled_from([1, 32, 256]))
+def test_a_ratio_is_obeyed_to_within_one_block(numel: int, ratio: float, block: int) -> None:
+    there = accelerator_numel(numel, ratio, block)
+    assert there % block == 0
+    assert 0 <= there <= numel
+    assert abs((numel - there) - ratio * numel) < block

@@ -1,0 +1,271 @@
+"""``offload_param`` on the CPU at stage 3: weights on the host, gradients in their slots before the step begins."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_grad,
+    set_z3_leaf_modules,
+)
+from torch import nn
+
+from deepspeed_ext.zenflow.step import link
+from tests.support.compare import allow_fp16
+from tests.support.matrix import some
+from tests.support.models import OddModel, batches, on_device
+from tests.support.ranks import run_ranks
+from tests.support.resuming import failed_resumes
+from tests.support.same import assert_same, first_difference
+from tests.support.zenflow import (
+    RULES,
+    Outcome,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
+
+STEPS = 8
+ON_DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
+
+
+def on_host(config: dict[str, Any], pin: bool = False, **zero: Any) -> dict[str, Any]:
+    """The same run with ``offload_param`` and other settings of ``zero_optimization``."""
+    config = copy.deepcopy(config)
+    offload = {"device": "cpu", "pin_memory": pin}
+    config["zero_optimization"] |= {"offload_param": offload, "offload_optimizer": offload, **zero}
+    return config
+
+
+class Leaves(OddModel):
+    """Frozen and tied parameters, one without a gradient, and modules that are gathered as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__(awkward=True)
+        del self.empty  # DeepSpeed 0.19.8 cannot gather it from a host
+        self.experts = nn.ModuleList(nn.Linear(37, 37) for _ in range(2))
+        set_z3_leaf_modules(self, [nn.LayerNorm])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.experts[0](self.embed(tokens))
+        return super().forward(tokens) + hidden.float().square().mean()
+
+
+def outcome(config: dict[str, Any], *, extended: bool = True, model: Callable[[], nn.Module] = OddModel) -> Outcome:
+    engine = make_engine(config, extended=extended, model=model)
+    losses = train(engine, batches(STEPS * config["gradient_accumulation_steps"], dist.get_rank()))
+    masters = [
+        safe_get_full_fp32_param(p).float().cpu().clone()
+        for p in engine.module.parameters()
+        if p.requires_grad and p.ds_numel
+    ]
+    found = Outcome(losses, weights_of(engine), masters)
+    engine.destroy()
+    return found
+
+
+# -- equal to ZeRO-Offload ------------------------------------------------------------------------------------------
+
+
+def differs_from_zero_offload(config: dict[str, Any], model: Callable[[], nn.Module]) -> str:
+    """With the worker's definition in torch: the native pass rounds fused multiply-adds once."""
+    if config["fp16"]["enabled"]:
+        allow_fp16()
+    with patch.object(link, "library_path", lambda: None):
+        ours = outcome(config, model=model)
+    theirs = copy.deepcopy(config)
+    del theirs["zero_optimization"]["zenflow"], theirs["zero_optimization"]["core_binding"]
+    expected = outcome(theirs, extended=False, model=model)
+    assert expected.losses[-1] != expected.losses[0]
+    return first_difference(expected, ours)
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MATRIX = list(itertools.product(DTYPES, (1, 3), (1, 2), (False, True), (0, 10**9), (OddModel, Leaves)))
+
+
+def equal_to_zero_offload(row: tuple[Any, ...], device: str) -> None:
+    dtype, accumulation, ranks, pin, persistent, model = row
+    config = zenflow_config(3, dtype, accumulation=accumulation, overlap_step=False, lr=1e-2)
+    config["fp16"] |= {"initial_scale_power": 8}
+    config["gradient_clipping"] = 0.5
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    config = on_host(config, pin, stage3_param_persistence_threshold=persistent, sub_group_size=2000)
+    for difference in run_ranks(ranks, differs_from_zero_offload, config, model, device=device):
+        assert not difference
+
+
+# Sums of bf16 gradients are handed over in bf16, ZeRO-Offload's in fp32.
+EQUAL = [row for row in MATRIX if row[:2] != (torch.bfloat16, 3)]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("dtype", "accumulation", "ranks", "pin", "persistent", "model"), some(EQUAL))
+def test_without_overlap_it_equals_zero_offload_to_the_bit(
+    dtype: torch.dtype, accumulation: int, ranks: int, pin: bool, persistent: int, model: Any
+) -> None:
+    equal_to_zero_offload((dtype, accumulation, ranks, pin, persistent, model), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "ranks", "pin", "persistent", "model"),
+    some([row for row in EQUAL if row[0] is not torch.float16]),
+)
+def test_on_an_accelerator_too(
+    dtype: torch.dtype, accumulation: int, ranks: int, pin: bool, persistent: int, model: Any
+) -> None:
+    equal_to_zero_offload((dtype, accumulation, ranks, pin, persistent, model), "accelerator")
+
+
+# -- equal to the same run with weights on the accelerator ------------------------------------------------------------
+
+
+def differs_from_weights_on_the_accelerator(config: dict[str, Any]) -> str:
+    return first_difference(outcome(config), outcome(on_host(config, pin=True)))
+
+
+@pytest.mark.parametrize("device", ON_DEVICES)
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    "zenflow", [{"update_interval": 1}, *RULES.values(), RULES["selective"] | {"overlap_lag": 2, "offload": True}]
+)
+def test_overlapped_it_equals_the_run_without_to_the_bit(zenflow: dict, accumulation: int, device: str) -> None:
+    """Without clipping: norms are ZeRO-Offload's here, whose sum over parameters is rounded to fp32."""
+    config = zenflow_config(3, accumulation=accumulation, lr=1e-2, **zenflow) | {"gradient_clipping": 0.0}
+    for difference in run_ranks(2, differs_from_weights_on_the_accelerator, config, device=device):
+        assert not difference
+
+
+def test_clipped_it_stays_within_the_last_bits_of_the_norm() -> None:
+    config = zenflow_config(3, torch.float32, update_interval=1, lr=1e-2) | {"gradient_clipping": 0.5}
+    for ours, without in zip(run_ranks(2, outcome, on_host(config)), run_ranks(2, outcome, config), strict=True):
+        assert ours.losses == pytest.approx(without.losses, rel=1e-5)
+
+
+# -- overflows, checkpoints -----------------------------------------------------------------------------------------
+
+
+def overflowing(config: dict[str, Any]) -> list[tuple[bool, bool, int]]:
+    allow_fp16()
+    engine = make_engine(config)
+    trace = []
+    for number, batch in enumerate(batches(8, dist.get_rank())):
+        loss = engine(on_device(batch))
+        engine.backward(loss * float("inf") if number in (1, 5, 6) else loss)
+        before = weights_of(engine)
+        engine.step()
+        same = not first_difference(before, weights_of(engine))
+        trace.append((bool(engine.optimizer.overflow), same, engine.optimizer.zenflow_adam.updates))
+    engine.destroy()
+    return trace
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_overflowed_steps_change_nothing(rule: str) -> None:
+    config = on_host(zenflow_config(3, torch.float16, **RULES[rule]))
+    config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1}
+    expected, updates = [], 0
+    for number in range(8):
+        updates += (is_over := number in (1, 5, 6)) is False
+        expected.append((is_over, is_over, updates))
+    assert run_ranks(2, overflowing, config) == [expected, expected]
+
+
+@pytest.mark.parametrize(("rule", "ranks"), [("predictive", 2), ("selective", 2), ("predictive", 1)])
+def test_a_resumed_run_continues_to_the_bit(rule: str, ranks: int, tmp_path: Any) -> None:
+    config = on_host(zenflow_config(3, **RULES[rule]))
+    assert failed_resumes(ranks, config, 2, 7, str(tmp_path)) == []
+
+
+def saved(config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
+    engine = make_engine(config)
+    train(engine, batches(5, dist.get_rank()))
+    engine.save_checkpoint(folder, tag="saved")
+    masters = dict(zip(dict(engine.module.named_parameters()), full_masters_of(engine), strict=True))
+    engine.destroy()
+    return masters
+
+
+def loaded(config: dict[str, Any], folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    engine = make_engine(config)
+    engine.load_checkpoint(folder, tag="saved")
+    masters = dict(zip(dict(engine.module.named_parameters()), full_masters_of(engine), strict=True))
+    losses = train(engine, batches(3, 0))
+    engine.destroy()
+    return masters, losses
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("moves", ["none", "to the host", "to the accelerator"])
+def test_a_checkpoint_loads_on_other_ranks(before: int, after: int, moves: str, tmp_path: Any) -> None:
+    plain = zenflow_config(3, update_interval=1)
+    first, second = ((plain if moves == where else on_host(plain)) for where in ("to the host", "to the accelerator"))
+    expected = run_ranks(before, saved, first, str(tmp_path))[0]
+    for masters, losses in run_ranks(after, loaded, second, str(tmp_path)):
+        assert_same(expected, masters)
+        assert all(map(math.isfinite, losses))
+
+
+# -- states from outside --------------------------------------------------------------------------------------------
+
+
+def states_seen(config: dict[str, Any]) -> dict[str, Any]:
+    engine = make_engine(config)
+    train(engine, batches(3, dist.get_rank()))
+    seen: dict[str, Any] = {}
+    for micro, batch in enumerate(batches(config["gradient_accumulation_steps"], 7)):
+        engine.backward(engine(on_device(batch)))
+        for name, param in engine.module.named_parameters():
+            seen[f"{name} gradient {micro}"] = safe_get_full_grad(param).cpu().clone()
+            seen[f"{name} m {micro}"] = safe_get_full_optimizer_state(param, "exp_avg").cpu().clone()
+        if micro + 1 < config["gradient_accumulation_steps"]:
+            engine.step()
+    weight = engine.module.embed.weight  # of even size: DeepSpeed sets no others
+    safe_set_full_grad(weight, torch.full(weight.ds_shape, 0.25, device=weight.device))
+    seen["set gradient"] = safe_get_full_grad(weight).cpu().clone()
+    engine.step()
+    seen["masters"] = full_masters_of(engine)
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("device", ON_DEVICES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_and_states_are_read_and_written_as_without(accumulation: int, device: str) -> None:
+    config = zenflow_config(3, torch.float32, accumulation=accumulation, update_interval=1) | {"gradient_clipping": 0.0}
+    expected, found = (run_ranks(2, states_seen, each, device=device) for each in (config, on_host(config)))
+    assert float(found[0]["set gradient"].max()) == 0.25
+    assert_same(expected, found)
+
+
+def reads_every_gradient(config: dict[str, Any], reads: bool) -> list[float]:
+    engine = make_engine(config)
+    losses = []
+    for batch in batches(6, dist.get_rank()):
+        losses.append(loss := engine(on_device(batch)))
+        engine.backward(loss)
+        if reads:
+            [safe_get_full_grad(param) for param in engine.module.parameters()]
+        engine.step()
+    engine.destroy()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_reading_gradients_changes_nothing(accumulation: int) -> None:
+    config = on_host(zenflow_config(3, accumulation=accumulation, update_interval=1)) | {"gradient_clipping": 0.5}
+    assert_same(run_ranks(2, reads_every_gradient, config, False), run_ranks(2, reads_every_gradient, config, True))
