@@ -64,7 +64,7 @@ def ways(base: Setup | None = None) -> Iterator[tuple[str, Setup]]:
         for name, section in _SECTIONS.items():
             yield f"ZenFlow {name}", replace(at_stage, zenflow=ZenFlowConfig(**section))
         exact = replace(at_stage, zenflow=ZenFlowConfig(**_SECTIONS["exact"]))
-        yield "ZenFlow half on the GPU", replace(exact, host_share=0.5)
+        yield "ZenFlow half on the GPU", replace(exact, host_share=0.5, pins=True)
         if stage == PARTITIONS_WEIGHTS:
             yield "ZeRO-Offload, weights on host", replace(offload, offload_param=True)
             yield "ZenFlow weights on host", replace(exact, offload_param=True, pins=True)
@@ -112,7 +112,7 @@ def config_of(fit: Fit) -> dict[str, Any]:
     """
     setup = fit.plan.setup
     zero: dict[str, Any] = {"stage": setup.stage}
-    if setup.offload:
+    if setup.offload or setup.offload_param:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": setup.pins}
     if setup.host_share < 1.0:
         zero["offload_optimizer"] = {"device": "cpu", "ratio": setup.host_share}

@@ -13,7 +13,7 @@ __all__ = ["as_json", "as_text"]
 
 _GIB = 1 << 30
 _COLUMNS = ("GPU GiB", "host GiB", "link ms", "exposed ms", "hidden from")
-_NAME_WIDTH, _WIDTH = 37, 12
+_NAME_WIDTH, _WIDTH = 36, 12
 
 
 def as_text(name: str, found: Sequence[Fit], capacity: Capacity, machine: Machine) -> str:

@@ -75,7 +75,8 @@ def test_a_faster_machine_never_needs_more_tokens() -> None:
 def test_experts_that_a_token_does_not_use_raise_the_tokens() -> None:
     dense, sparse = (by_name(fits(SEVEN_B, OCTET, Capacity(), Machine(), active)) for active in (None, 10**9))
     tokens = [found["ZenFlow exact"].tokens or 0 for found in (dense, sparse)]
-    assert tokens[1] == pytest.approx(7 * tokens[0], rel=1e-3) > 0
+    assert tokens[0] > 0
+    assert tokens[1] == pytest.approx(7 * tokens[0], rel=1e-3)
 
 
 @settings(deadline=None, max_examples=60)
@@ -102,7 +103,7 @@ def test_the_suggestion_offloads_only_if_it_must() -> None:
     assert of(24, 512) == "3, ZeRO"
     assert of(16, 512) == "3, ZenFlow exact"
     assert of(10, 512) == "3, ZenFlow exact, copies in the step"
-    assert of(8, 512) == "3, ZeRO-Offload", "it leaves most, and nothing leaves a fifth"
+    assert of(8, 512) == "3, ZenFlow weights on host"
     assert of(4, 512) is None
     assert of(80, 8) is None
 
@@ -124,7 +125,7 @@ def test_the_report_is_one_screen_and_the_config_is_written(tmp_path: Path, caps
     path = tmp_path / "ds.json"
     assert cli.main(["plan", "--memory", "--params", "7e9", *MACHINE, "--write", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24
+    assert len(lines) <= 26
     assert max(map(len, lines)) <= 120
     assert "Assumed: 55 GB/s each way" in lines[1]
     (exact,) = (line for line in lines if line.startswith("2, ZenFlow exact  "))
