@@ -12,7 +12,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from deepspeed_ext import __version__
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
@@ -28,7 +28,8 @@ MAX_JOB_RANKS = 1 << 20
 MAX_VERIFY_STEPS, MAX_SECONDS = 1000, 24 * 3600
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
 OF_MEMORY = {
-    *("params", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
+    *("params", "model", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
+    *("link_gbps", "host_gbps", "tflops", "write"),
 }
 """Arguments of ``plan`` that belong to only one of its two plans."""
 
@@ -118,30 +119,47 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _add_memory(plan: _Parser) -> None:
     plan.add_argument("--memory", action="store_true", help="plan the memory of a run instead of its cores")
-    plan.add_argument("--params", metavar="P", type=_numel, help="with --memory: parameters, such as 7e9, 7B or 124M")
-    plan.add_argument("--ranks", metavar="N", type=_whole(1, MAX_JOB_RANKS), help="with --memory: data-parallel ranks")
     plan.add_argument(
-        "--ranks-per-host",
+        "--params", metavar="P", type=_read_by("parse_numel"), help="with --memory: parameters, such as 7e9, 7B or 124M"
+    )
+    plan.add_argument(
+        "--model", metavar="PATH", help="with --memory: a Hugging Face config.json, or its folder, instead of --params"
+    )
+    plan.add_argument(
+        *("--ranks", "--gpus"), metavar="N", type=_whole(1, MAX_JOB_RANKS), help="with --memory: data-parallel ranks"
+    )
+    plan.add_argument(
+        *("--ranks-per-host", "--gpus-per-host"),
         metavar="N",
         type=_whole(1, MAX_RANKS),
         help="with --memory: ranks that share a host [all of them]",
     )
     plan.add_argument(
-        "--config", metavar="FILE", help="with --memory: DeepSpeed config of the run [a table of usual ones]"
+        "--config", metavar="FILE", help="with --memory: DeepSpeed config of the run [a table of all ways to train]"
     )
     plan.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="with --memory: dtype of the weights [the config's, or bf16]"
     )
     plan.add_argument(
-        "--largest-param", metavar="L", type=_numel, help="with --memory: elements of the largest parameter [estimated]"
+        "--largest-param",
+        metavar="L",
+        type=_read_by("parse_numel"),
+        help="with --memory: elements of the largest parameter [estimated]",
     )
-    for place in ("accelerator", "host"):
+    for place, short in (("accelerator", "gpu"), ("host", "host")):
         plan.add_argument(
-            f"--{place}-gib",
+            *(f"--{place}-gib", f"--{short}-gb"),
             metavar="G",
-            type=_gib,
+            type=_read_by("parse_gib"),
             help=f"with --memory: memory of one {place}, to say whether the run fits; here: this machine's",
         )
+    for option, of, default in (
+        ("--link-gbps", "GB/s between a GPU and its host, each way", 25),
+        ("--host-gbps", "GB/s of a host's memory", 300),
+        ("--tflops", "TFLOP/s that a GPU sustains", 400),
+    ):
+        plan.add_argument(option, metavar="X", type=_read_by("parse_speed"), help=f"with --memory: {of} [{default}]")
+    plan.add_argument("--write", metavar="FILE", help="with --memory: write the config of the suggested run")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -224,22 +242,18 @@ def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
     return parse
 
 
-def _numel(text: str) -> int:
-    from deepspeed_ext.commands.memory.command import parse_numel
+def _read_by(parser: str) -> Callable[[str], Any]:
+    """Return an argument type: what a function of the memory plan's command reads."""
 
-    try:
-        return parse_numel(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    def parse(text: str) -> Any:
+        from deepspeed_ext.commands.memory import command
 
+        try:
+            return getattr(command, parser)(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-def _gib(text: str) -> float | str:
-    from deepspeed_ext.commands.memory.command import parse_gib
-
-    try:
-        return parse_gib(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return parse
 
 
 def _reserved_cores(text: str) -> int | float:
@@ -303,8 +317,8 @@ def _require_of_one_plan(arguments: argparse.Namespace) -> None:
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ConfigError(f"{names}: {'not with' if arguments.memory else 'only with'} --memory")
-    if arguments.memory and not {"params", "ranks"} <= given:
-        raise ConfigError("--memory needs --params and --ranks")
+    if arguments.memory and not {"ranks"} <= given:
+        raise ConfigError("--memory needs --gpus, and --params or --model")
 
 
 def _plan_cores(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from deepspeed_ext.runtime.log import quoted
 
 __all__ = ["config_text", "listing"]
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent.parent
 FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 """A wheel has them inside the package (see setup.py)."""
 

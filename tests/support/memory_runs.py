@@ -27,6 +27,7 @@ from torch import nn
 from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.commands.memory.config_file import read_config
+from deepspeed_ext.commands.memory.model_file import read_model
 from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
@@ -188,16 +189,35 @@ def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> d
     return config
 
 
-def measure(config: dict[str, Any]) -> Measured:
-    """Body of a rank: build an engine, train some steps and save."""
+def measure(config: dict[str, Any], model: str | None = None) -> Measured:
+    """Body of a rank: build an engine, train some steps and save.
+
+    Args:
+        config: DeepSpeed's.
+        model: a Hugging Face ``config.json`` of a language model; None: `Layers`.
+    """
     gc.collect()
     with patch.object(probe, "SAMPLE_NUMEL", 1 << 10):  # 16 Ki would count in so small a model
-        return _measure(config)
+        return _measure(config, model)
 
 
-def _measure(config: dict[str, Any]) -> Measured:
+class OfConfig(nn.Module):
+    """The loss of the language model that a ``config.json`` describes, for a few tokens."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        tokens = (rows[:, :4].abs().float() * 100).long()
+        return self.model(tokens, labels=tokens, use_cache=False).loss
+
+
+def _measure(config: dict[str, Any], model: str | None) -> Measured:
     accelerator, found = get_accelerator(), Measured()
-    module = Layers().to(torch.bfloat16)
+    module = (Layers() if model is None else OfConfig(model)).to(torch.bfloat16)
     meter = HostBytes(module)
     accelerator.synchronize()
     start = accelerator.memory_allocated()
@@ -266,19 +286,23 @@ def _save(engine: Any) -> None:
         shutil.rmtree(folder[0])
 
 
-def planned(config: dict[str, Any], ranks: int) -> MemoryPlan:
+def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> MemoryPlan:
     """The plan for a run of `measure`."""
+    of_file = None if model is None else read_model(model)
+    params, most = (PARAMS, LARGEST) if of_file is None else (of_file.params, of_file.largest)
     with tempfile.TemporaryDirectory(prefix="dsext-memory-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
         found = read_config(str(path), ranks)
-    return plan_memory(Model(PARAMS, LARGEST, found.dtype), Ranks(ranks, ranks), found.setup)
+    return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), found.setup)
 
 
-def compared(config: dict[str, Any], ranks: int) -> dict[tuple[Place, Phase], tuple[int, int]]:
+def compared(
+    config: dict[str, Any], ranks: int, model: str | None = None
+) -> dict[tuple[Place, Phase], tuple[int, int]]:
     """Planned and measured bytes of the rank that holds the most, on the simulated accelerator."""
-    plan = planned(config, ranks)
-    measured: list[Measured] = run_ranks(ranks, measure, config, device="sim", pool=f"memory plan {ranks}")
+    plan = planned(config, ranks, model)
+    measured: list[Measured] = run_ranks(ranks, measure, config, model, device="sim", pool=f"memory plan {ranks}")
     found = {}
     for phase in Phase:
         on_accelerator = max(rank.accelerator[phase.value] for rank in measured)

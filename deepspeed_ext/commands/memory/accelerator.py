@@ -113,13 +113,12 @@ class _Accelerator:
         built = [part for part in between if part.kind in kept]
         if not self.whole:
             converts = not self.setup.on_accelerator and self.weight != FLOAT_BYTES  # before the copy to the host
-            converted = [
-                Part("weights", self.weight * self.numel),
-                Part("conversion", FLOAT_BYTES * self.most if converts else 0),
-            ]
-            if self.on_host:
-                converted = []
-            return largest([*built, Part("parameter being partitioned", self.weight * self.largest)], converted)
+            conversion = Part("conversion", FLOAT_BYTES * self.most if converts else 0)
+            converted = [] if self.on_host else [Part("weights", self.weight * self.numel), conversion]
+            states = [part for part in between if part.kind in ("weights", "master") and self.setup.on_accelerator]
+            gradient = Part("zeros", FLOAT_BYTES * self.most if states else 0)  # of the first, empty step
+            partitioning = Part("parameter being partitioned", self.weight * self.largest)
+            return largest([*built, partitioning], converted, [*states, gradient])
         weights = self.weight * self.numel * self.ranks.count
         facts = FlattenFacts(weights, self.ranks.count, weights, weights)
         copy = required_bytes(self.setup.flatten_tier or TIERS[0], facts)

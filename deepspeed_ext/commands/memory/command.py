@@ -1,4 +1,4 @@
-"""Runs ``deepspeed-ext plan --memory``. Imports DeepSpeed only if there is a config."""
+"""Runs ``deepspeed-ext plan --memory``. Imports DeepSpeed only if there is a config, torch only if there is a model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import contextlib
 import io
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
+from deepspeed_ext.commands.memory import fit_report
+from deepspeed_ext.commands.memory.fit import Fit, config_of, fits, suggested
+from deepspeed_ext.commands.memory.model_file import ModelFile, read_model
 from deepspeed_ext.commands.memory.parts import Capacity
-from deepspeed_ext.commands.memory.plan import neighbours, plan_memory, usual_setups
+from deepspeed_ext.commands.memory.plan import neighbours, plan_memory
 from deepspeed_ext.commands.memory.report import as_json, as_text
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
+from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
+from deepspeed_ext.commands.memory.traffic import Machine
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.host_memory import total_host_bytes
 from deepspeed_ext.runtime.log import quoted
+from deepspeed_ext.runtime.output_file import OutputFile
 
-__all__ = ["parse_gib", "parse_numel", "run_from_cli"]
+__all__ = ["parse_gib", "parse_numel", "parse_speed", "run_from_cli"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST_PARAMS = 10**15
@@ -41,25 +47,87 @@ def parse_numel(text: str) -> int:
 
 
 def run_from_cli(arguments: Any) -> str:
-    """The report for the parsed arguments.
+    """The report for the parsed arguments, after writing the suggested config if asked to.
 
     Raises:
         ConfigError: arguments or config contradict each other.
     """
-    model, ranks, setup, notes = _read(arguments)
-    if model.largest > model.params:
-        raise ConfigError(f"--largest-param {model.largest:,} is more than --params {model.params:,}")
+    _require_one_model(arguments)
+    written = None if arguments.write is None else OutputFile.check(arguments.write, "--write")
+    named, ranks = _model(arguments), Ranks(arguments.ranks, arguments.ranks_per_host or arguments.ranks)
+    if named.largest > named.params:
+        raise ConfigError(f"--largest-param {named.largest:,} is more than --params {named.params:,}")
     if ranks.per_host > ranks.count:
         raise ConfigError(f"--ranks-per-host {ranks.per_host} is more than --ranks {ranks.count}")
-    setups = usual_setups(Setup()) if setup is None else neighbours(setup)
-    plans = [plan_memory(model, ranks, each) for each in setups]
     capacity = Capacity(
         _accelerator_bytes() if arguments.accelerator_gib == HERE else _bytes(arguments.accelerator_gib),
         total_host_bytes() if arguments.host_gib == HERE else _bytes(arguments.host_gib),
     )
+    machine = _machine(arguments)
+    if arguments.config is not None:
+        return _of_config(arguments, named, ranks, capacity)
+    model = Model(named.params, named.largest, DTYPES[arguments.dtype or "bf16"])
+    found = fits(model, ranks, capacity, machine, named.active)
+    text = fit_report.as_text(named.name, found, capacity, machine)
+    if written is not None:
+        text += f"\n{_write(written, found)}"
+    if arguments.json:
+        return json.dumps(as_json([fit.plan for fit in found], capacity) | fit_report.as_json(found, machine))
+    return text
+
+
+def _require_one_model(arguments: Any) -> None:
+    if (arguments.params is None) == (arguments.model is None):
+        raise ConfigError("--memory needs --params or --model, and not both")
+    if arguments.model is not None and arguments.largest_param is not None:
+        raise ConfigError("--largest-param: --model says it")
+    if arguments.write is not None and arguments.config is not None:
+        raise ConfigError("--write: not with --config, which is a config already")
+
+
+def _model(arguments: Any) -> ModelFile:
+    """The model of ``--model``, or one of ``--params`` parameters."""
+    if arguments.model is not None:
+        return read_model(arguments.model)
+    params = arguments.params
+    return ModelFile("A model", params, arguments.largest_param or typical_largest(params), params)
+
+
+def _machine(arguments: Any) -> Machine:
+    given = {"link": (arguments.link_gbps, 1e9), "host": (arguments.host_gbps, 1e9), "flops": (arguments.tflops, 1e12)}
+    return replace(Machine(), **{name: value * unit for name, (value, unit) in given.items() if value is not None})
+
+
+def _write(file: OutputFile, found: list[Fit]) -> str:
+    best = suggested(found)
+    if best is None:
+        raise ConfigError("--write: no run fits, or --gpu-gb or --host-gb is missing, so there is no config to write")
+    file.write(f"{json.dumps(config_of(best), indent=2)}\n".encode())
+    return f"Its config is in {file.path}."
+
+
+def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacity) -> str:
+    """The report on the run of a config."""
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's logger would write into the report
+        from deepspeed_ext.commands.memory.config_file import read_config
+
+        read = read_config(arguments.config, ranks.count)
+    model = Model(named.params, named.largest, DTYPES[arguments.dtype] if arguments.dtype else read.dtype)
+    plans = [plan_memory(model, ranks, each) for each in neighbours(read.setup)]
     if arguments.json:
         return json.dumps(as_json(plans, capacity))
-    return as_text(None if setup is None else plans[0], plans, notes, capacity)
+    return as_text(plans, read.notes, capacity)
+
+
+def parse_speed(text: str) -> float:
+    """Read a speed, in the unit that its argument names.
+
+    Raises:
+        ValueError: it is no number above 0 and below 1e9.
+    """
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
+        return float(text)
+    raise ValueError(f"expected a number above 0, such as 55 or 25.6, got {quoted(text)}")
 
 
 def _bytes(gib: float | None) -> int | None:
@@ -77,7 +145,7 @@ def _accelerator_bytes() -> int:
 
 
 def parse_gib(text: str) -> float | str:
-    """Read GiB of memory, or `HERE`.
+    """Read GiB of memory, or `HERE`. Makers of GPUs and memory write GB and mean GiB.
 
     Raises:
         ValueError: it is neither.
@@ -87,20 +155,3 @@ def parse_gib(text: str) -> float | str:
     if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
         return float(text)
     raise ValueError(f"expected GiB, such as 80 or 15.5, or {HERE}, got {quoted(text)}")
-
-
-def _read(arguments: Any) -> tuple[Model, Ranks, Setup | None, tuple[str, ...]]:
-    """The model, the ranks, the run described by the config, and notes on it."""
-    count = arguments.ranks
-    ranks = Ranks(count, arguments.ranks_per_host or count)
-    dtype, setup, notes = "bfloat16", None, tuple[str, ...]()
-    if arguments.config is not None:
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's logger would write into the report
-            from deepspeed_ext.commands.memory.config_file import read_config
-
-            found = read_config(arguments.config, count)
-        dtype, setup, notes = found.dtype, found.setup, found.notes
-    if arguments.dtype is not None:
-        dtype = DTYPES[arguments.dtype]
-    params = arguments.params
-    return Model(params, arguments.largest_param or typical_largest(params), dtype), ranks, setup, notes

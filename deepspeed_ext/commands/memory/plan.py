@@ -11,11 +11,10 @@ from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.config import ZenFlowConfig
 
-__all__ = ["neighbours", "plan_memory", "usual_setups"]
+__all__ = ["neighbours", "plan_memory"]
 
 STAGES: tuple[Stage, ...] = (1, 2, 3)
 INTERVALS = (1, 2, 4, 8)
-SELECTIVE_INTERVAL = 4
 
 
 def plan_memory(model: Model, ranks: Ranks, setup: Setup) -> MemoryPlan:
@@ -54,21 +53,6 @@ def _notes(setup: Setup) -> Iterator[str]:
         yield "hot blocks are counted as if all ranks had as many; a rank may have up to twice as many"
     if setup.stage == 1 and setup.accumulates_fp32 and zenflow is None:
         yield "DeepSpeed may use its BF16_Optimizer for stage 1 with fp32 accumulation, which is not planned"
-
-
-def usual_setups(base: Setup) -> list[Setup]:
-    """Every stage with plain ZeRO, ZeRO-Offload, and ZenFlow under both rules."""
-    ways = [
-        replace(base, offload=False, zenflow=None),
-        replace(base, offload=True, pins=True, zenflow=None),
-        *(_with_zenflow(base, interval) for interval in (1, SELECTIVE_INTERVAL)),
-        replace(
-            base,
-            offload=False,
-            zenflow=ZenFlowConfig(update_rule="selective", update_interval=SELECTIVE_INTERVAL, overlap_step=True),
-        ),
-    ]
-    return [replace(way, stage=stage) for stage in STAGES for way in ways]
 
 
 def neighbours(setup: Setup) -> list[Setup]:

@@ -53,37 +53,33 @@ def _plan_json(plan: MemoryPlan, capacity: Capacity) -> dict[str, Any]:
     }
 
 
-def as_text(
-    detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacity = UNKNOWN
-) -> str:
-    """The report: a header, one plan in detail if given, a table of all `plans`, and whether they fit."""
+def as_text(plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacity = UNKNOWN) -> str:
+    """The report: a header, the first plan in detail, a table of all `plans`, and whether the first one fits."""
     first = plans[0]
     header = (
         f"{first.model.params:,} parameters in {first.model.dtype} (the largest has {first.model.largest:,}), "
         f"{first.ranks.count} rank(s), {first.ranks.per_host} per host.\n"
         "Not included: activations, which are the model's, libraries, and fragmentation of the allocator."
     )
-    sections = [header, *([] if detailed is None else [detail_text(detailed, notes)]), neighbours_text(plans, capacity)]
-    return "\n\n".join([*sections, verdict_text(detailed, plans, capacity)])
+    return "\n\n".join(
+        [header, detail_text(first, notes), neighbours_text(plans, capacity), verdict_text(first, capacity)]
+    )
 
 
-def verdict_text(detailed: MemoryPlan | None, plans: Sequence[MemoryPlan], capacity: Capacity) -> str:
-    """Whether the requested plan fits, or which plans fit."""
+def verdict_text(plan: MemoryPlan, capacity: Capacity) -> str:
+    """Whether the plan fits."""
     if capacity == UNKNOWN:
         return (
-            "Does it fit? Add --accelerator-gib and --host-gib: the memory of one accelerator and of one host, as "
-            "numbers, or here for this machine's."
+            "Does it fit? Add --gpu-gb and --host-gb: the memory of one accelerator and of one host, as numbers, or "
+            "here for this machine's."
         )
-    if detailed is None:
-        count = sum(_fits(plan, capacity) == "yes" for plan in plans)
-        return f"{count} of these {len(plans)} runs fit; activations come on top."
-    left = capacity.left(detailed)
+    left = capacity.left(plan)
     amounts = [
         f"{abs(nbytes) / _GIB:,.2f} GiB {'are left on' if nbytes >= 0 else 'are missing on'} the {place.value}"
         for place, nbytes in left.items()
     ]
     on_top = ", before activations" if Place.ACCELERATOR in left else ""
-    return f"{'It fits' if _fits(detailed, capacity) == 'yes' else 'It does not fit'}{on_top}: {', '.join(amounts)}."
+    return f"{'It fits' if _fits(plan, capacity) == 'yes' else 'It does not fit'}{on_top}: {', '.join(amounts)}."
 
 
 def _fits(plan: MemoryPlan, capacity: Capacity) -> str:

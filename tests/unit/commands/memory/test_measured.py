@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,8 +92,38 @@ def test_weights_on_the_host_are_planned_within_two_percent(way: str, accumulati
     require_close(memory_config(3, way, accumulation=accumulation), 1 if "selective" in way else 2)
 
 
-def require_close(config: dict[str, Any], ranks: int) -> None:
-    found = compared(config, ranks)
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ROWS_OF_VOCABULARY = 1024 * 256
+
+
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        (2, "predictive, interval 1"),
+        pytest.param(2, "ZeRO-Offload", marks=pytest.mark.full),
+        pytest.param(3, "ZeRO", marks=pytest.mark.full),
+        (3, "predictive, interval 1"),
+    ],
+)
+def test_a_model_given_by_its_config_json_is_planned_within_two_percent(stage: int, way: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    sizes = {"reduce_bucket_size": 3 * ROWS_OF_VOCABULARY, "stage3_prefetch_bucket_size": ROWS_OF_VOCABULARY}
+    require_close(memory_config(stage, way, **sizes, sub_group_size=10**9), 2, str(path))
+
+
+def require_close(config: dict[str, Any], ranks: int, model: str | None = None) -> None:
+    found = compared(config, ranks, model)
     if "offload_param" in config["zero_optimization"]:
         del found[Place.ACCELERATOR, Phase.START]  # DeepSpeed moves the whole module there, as the plan's note says
     for (place, phase), (plan, measured) in found.items():

@@ -1,0 +1,158 @@
+"""``deepspeed-ext plan --memory`` without a config: every way to train, whether it fits, and what a step costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.commands import main as cli
+from deepspeed_ext.commands.memory.config_file import read_config
+from deepspeed_ext.commands.memory.fit import Fit, config_of, fits, suggested, ways
+from deepspeed_ext.commands.memory.parts import Capacity, Place
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.commands.memory.traffic import Machine, step_time, traffic
+from deepspeed_ext.config import ZenFlowConfig
+
+GIB = 1 << 30
+SEVEN_B = Model(7_000_000_000, 139_886_592, "bfloat16")
+OCTET = Ranks(8, 8)
+
+
+def by_name(found: list[Fit], stage: int = 2) -> dict[str, Fit]:
+    return {fit.name: fit for fit in found if fit.plan.setup.stage == stage}
+
+
+def test_bytes_of_a_step_are_those_of_its_arrays() -> None:
+    """Down a 16-bit gradient; up 16-bit weights and the means of blocks of 32; the pass reads and writes p, m and v."""
+    exact = traffic(SEVEN_B, Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1)))
+    assert (exact.down, exact.up) == (2, 2 + 4 / 32)
+    assert exact.passed == 2 + 24 + 2 + 4 / 32 + exact.down + exact.up
+    fourth = traffic(SEVEN_B, Setup(stage=2, zenflow=ZenFlowConfig(update_interval=4)))
+    assert (fourth.down, fourth.up) == (2, (2 + 4 / 32) / 4)
+    offload = traffic(SEVEN_B, Setup(stage=2, offload=True))
+    assert (offload.down, offload.up, offload.passed) == (4, 2, 28 + 6 + 6)
+    plain = traffic(SEVEN_B, Setup(stage=2))
+    assert (plain.down, plain.up, plain.passed) == (0, 0, 0)
+
+
+def test_hidden_transfers_expose_nothing_and_copies_in_the_step_expose_the_longer_one() -> None:
+    machine = Machine(link=50e9, host=400e9)
+    sections: dict[str, dict[str, Any]] = {
+        "beside": {"hide_transfers": True},
+        "inside": {"hide_transfers": False},
+        "not overlapped": {"overlap_step": False},
+    }
+    found = {
+        name: step_time(SEVEN_B, OCTET, Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1, **section)), machine)
+        for name, section in sections.items()
+    }
+    numel = 7e9 / 8
+    link, host = 2.125 * numel / 50e9, (2 + 24 + 2.125 + 4.125) * 8 * numel / 400e9
+    assert found["beside"].exposed == 0
+    assert found["beside"].beside == pytest.approx(max(link, host))
+    assert found["inside"].exposed == pytest.approx(link)
+    assert found["inside"].beside == pytest.approx(host)
+    assert found["not overlapped"].exposed >= host * 0.8
+    assert found["not overlapped"].beside == 0
+    tokens = found["beside"].tokens(7_000_000_000, replace(machine, flops=100e12))
+    assert tokens == pytest.approx(host * 100e12 / (6 * 7e9), abs=1)
+
+
+def test_a_faster_machine_never_needs_more_tokens() -> None:
+    slow, fast = (fits(SEVEN_B, OCTET, Capacity(), machine) for machine in (Machine(), Machine(link=50e9, host=600e9)))
+    for before, after in zip(slow, fast, strict=True):
+        assert after.time.transfer <= before.time.transfer
+        assert (after.tokens or 0) <= (before.tokens or 0)
+        assert (after.tokens is None) == (before.tokens is None)
+
+
+def test_experts_that_a_token_does_not_use_raise_the_tokens() -> None:
+    dense, sparse = (by_name(fits(SEVEN_B, OCTET, Capacity(), Machine(), active)) for active in (None, 10**9))
+    tokens = [found["ZenFlow exact"].tokens or 0 for found in (dense, sparse)]
+    assert tokens[0] > 0
+    assert tokens[1] == pytest.approx(7 * tokens[0], rel=1e-3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(params=st.integers(10**6, 10**12), gpus=st.integers(1, 64), gpu=st.floats(8, 200), host=st.floats(32, 4096))
+def test_what_fits_is_what_leaves_no_place_short(params: int, gpus: int, gpu: float, host: float) -> None:
+    capacity = Capacity(int(gpu * GIB), int(host * GIB))
+    found = fits(Model(params, params // 20, "bfloat16"), Ranks(gpus, min(8, gpus)), capacity, Machine())
+    assert len(found) == len(list(ways()))
+    for fit in found:
+        assert ("accelerator" in fit.short) == (fit.plan.peak(Place.ACCELERATOR) > int(gpu * GIB))
+        assert ("host" in fit.short) == (fit.plan.host_peak() > int(host * GIB))
+    best = suggested(found)
+    assert (best is None) == all(fit.short for fit in found)
+    assert best is None or not best.short
+
+
+def test_the_suggestion_offloads_only_if_it_must() -> None:
+    def of(gpu: float, host: float) -> str | None:
+        capacity = Capacity(int(gpu * GIB), int(host * GIB))
+        best = suggested(fits(SEVEN_B, OCTET, capacity, Machine()))
+        return None if best is None else f"{best.plan.setup.stage}, {best.name}"
+
+    assert of(80, 512) == "2, ZeRO"
+    assert of(24, 512) == "3, ZeRO"
+    assert of(16, 512) == "3, ZenFlow exact"
+    assert of(10, 512) == "3, ZenFlow exact, copies in the step"
+    assert of(8, 512) == "3, ZenFlow weights on host"
+    assert of(4, 512) is None
+    assert of(80, 8) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_config_of_every_way_is_that_way(dtype: str, tmp_path: Path) -> None:
+    """As the command itself reads it, which is as a run does."""
+    for fit in fits(Model(10**9, 10**7, dtype), OCTET, Capacity(), Machine()):
+        (tmp_path / "ds.json").write_text(json.dumps(config_of(fit)))
+        read = read_config(str(tmp_path / "ds.json"), 8)
+        assert read.dtype == dtype
+        assert replace(read.setup, fused_adam=True) == fit.plan.setup
+
+
+MACHINE = ["--gpus", "8", "--gpu-gb", "24", "--host-gb", "512", "--link-gbps", "55"]
+
+
+def test_the_report_is_one_screen_and_the_config_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    assert cli.main(["plan", "--memory", "--params", "7e9", *MACHINE, "--write", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 26
+    assert max(map(len, lines)) <= 120
+    assert "Assumed: 55 GB/s each way" in lines[1]
+    (exact,) = (line for line in lines if line.startswith("2, ZenFlow exact  "))
+    assert exact.endswith("no: GPU 2.1 GiB short")
+    assert lines[-2:] == [
+        "Suggested: stage 3, ZeRO; 5.1 GiB of a GPU are left for activations.",
+        f"Its config is in {path}.",
+    ]
+    assert json.loads(path.read_text())["zero_optimization"] == {"stage": 3}
+
+
+def test_json_has_every_way_with_its_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--memory", "--params", "7e9", *MACHINE, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["assumed"]["link_bytes_per_second"] == 55e9
+    assert len(report["ways"]) == len(report["plans"]) == len(list(ways()))
+    assert report["ways"][report["suggested"]]["fits"]
+    (short,) = (way for way in report["ways"] if (way["stage"], way["run"]) == (2, "ZeRO"))
+    assert short["limits"] == ["accelerator"]
+    assert short["left_bytes"]["accelerator"] < 0 < short["left_bytes"]["host"]
+
+
+def test_nothing_that_fits_is_nothing_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    machine = ["--gpus", "1", "--gpu-gb", "8", "--host-gb", "16"]
+    assert cli.main(["plan", "--memory", "--params", "70e9", *machine]) == 0
+    assert "Nothing fits" in capsys.readouterr().out
+    assert cli.main(["plan", "--memory", "--params", "70e9", *machine, "--write", str(path)]) == 2
+    assert "no run fits" in capsys.readouterr().err
+    assert not path.exists()
