@@ -174,8 +174,9 @@ OF_OTHERS = {
     *("__closure__", "__spec__", "_initializing", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
     *("iowait", "sched_getaffinity"),
     *("_end_copies", "arena", "measurements", "process", "zenflow_adam"),
+    *("architectures", "text_config"),
 }
-"""Attributes of torch, Python, the operating system and this package that may be missing."""
+"""Attributes of torch, Python, the operating system, transformers and this package that may be missing."""
 
 
 def test_attributes_with_a_default_are_in_the_contract() -> None:
