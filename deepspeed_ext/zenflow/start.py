@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
-from deepspeed_ext.zenflow.kernels import prepare
+from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
@@ -81,7 +81,8 @@ def start_adam(
     else:
         settings = PredictiveSettings.of(config, weights_on_host=weights_on_host)
     heads = _heads(run, [master.numel() for master in masters], settings.block_size, ranks)
-    _prepare_kernels(settings, weights(0), publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
+    parts = [weights(index) for index in range(len(masters))]
+    _prepare_kernels(settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     link = WorkerLink(
         arena_specs(settings, [m.numel() for m in masters], publish_dtype, dtype_name(grad_dtype), heads),
         block_size=settings.block_size,
@@ -120,21 +121,26 @@ def _heads(run: ZenFlowRun, numels: Sequence[int], block_size: int, ranks: RankG
 
 def _prepare_kernels(
     settings: PredictiveSettings | SelectiveSettings,
-    weights: torch.Tensor,
+    weights: Sequence[torch.Tensor],
     publish_dtype: str,
     grad_dtype: torch.dtype,
     has_share: bool,
     *,
     warns: bool,
 ) -> None:
-    """Compile the kernels that steps will launch, so that no step compiles or needs memory for it."""
-    device, block_size = weights.device, settings.block_size
-    calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {weights.dtype, grad_dtype})]
+    """Compile the kernels that steps will launch, so that no step compiles or needs memory for it.
+
+    A partition's gradient and results are at least as aligned as its weights: they have arrays of their own, or lie
+    in one as the weights do.
+    """
+    device, dtype, block_size = weights[0].device, weights[0].dtype, settings.block_size
+    calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {dtype, grad_dtype})]
+    alignments = {launch.is_aligned(block_size, [part]) for part in weights}
     if isinstance(settings, SelectiveSettings) or has_share:
-        calls.append(prepare.hot_steps(device, block_size, grad_dtype))
+        calls.append(prepare.hot_steps(device, block_size, grad_dtype, alignments if has_share else {True}))
     if isinstance(settings, PredictiveSettings) and settings.overlapped:
-        published = getattr(torch, publish_dtype)
-        calls.append(prepare.estimates(device, block_size, weights.dtype, published, grad_dtype, settings.with_drift))
+        dtypes = (dtype, getattr(torch, publish_dtype), grad_dtype)
+        calls.append(prepare.estimates(device, block_size, *dtypes, settings.with_drift, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 
