@@ -288,7 +288,8 @@ INTRODUCTION = """# What fits, and what is hidden
 <!-- Written by `make docs` from tools/fits.py and the plan of memory; edit those. -->
 
 **Computed, not measured.** The numbers are those of [`deepspeed-ext plan --memory`](memory.md), whose bytes are
-[within 2 %](lab/memory_plan.md) of runs on a simulated accelerator. Times are bytes over assumed speeds.
+[within 2 %](lab/memory_plan.md) of runs on a simulated accelerator. Times are bytes over assumed speeds:
+published steps of others took [up to five times as long](lab/time_model.md).
 
 """
 MEMORY = """
@@ -329,8 +330,8 @@ GPUs change nothing; with NVLink-C2C every GPU brings a host.
 """
 SECONDS = """
 What a step of 8 GPUs hides or exposes, in seconds. ZeRO-Offload exposes AdamW and the weights' way up.
-DeepSpeed-ZenFlow exposes the unscaling of gradients and a copy of fp32 weights, once in its interval of 4 micro-steps; it updates most
-weights late.
+DeepSpeed-ZenFlow exposes the unscaling of gradients and a copy of fp32 weights, once in its interval of 4 micro-steps;
+it updates most weights late.
 
 """
 ASSUMED = """
