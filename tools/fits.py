@@ -19,6 +19,7 @@ from deepspeed_ext.commands.memory.parts import Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
+from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.flatten.plan import TIERS
 from studies.time_model import upstream
 
@@ -95,15 +96,17 @@ def setup_of(name: str, stage: Stage) -> Setup:
 
 
 @functools.cache
-def needed(name: str, stage: Stage, gpus: int, tier: str | None, shape: Shape) -> tuple[int, int]:
-    """Bytes of a GPU with activations, and bytes of a host with all GPUs, both with what stays free."""
+def needed(name: str, stage: Stage, gpus: int, tier: FlattenTier | None, shape: Shape) -> tuple[int, int]:
+    """Bytes of a GPU, with activations in forward and backward, and bytes of a host with all GPUs; both with what stays
+    free."""
     ranks, setup = Ranks(gpus, gpus), replace(setup_of(name, stage), flatten_tier=tier)
     plan = plan_memory(shape.model, ranks, setup)
-    device, host = plan.peak(Place.ACCELERATOR), plan.host_peak()
+    backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD) + activation_bytes(shape)
+    device, host = max(plan.peak(Place.ACCELERATOR), backward), plan.host_peak()
     if name == ZENFLOW:
         device += upstream.device_extra(shape.model, ranks, stage)
         host += gpus * upstream.host_extra(shape.model, ranks, stage)
-    return device + activation_bytes(shape) + GPU_RESERVE, host + HOST_RESERVE + gpus * RANK_RESERVE
+    return device + GPU_RESERVE, host + HOST_RESERVE + gpus * RANK_RESERVE
 
 
 @functools.cache
@@ -111,7 +114,7 @@ def largest(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> 
     """The largest model that fits one host with `gpus` GPUs; None: not even the smallest shape. Flattening takes the
     tier with which most fits."""
 
-    def fitting(tier: str | None) -> int:
+    def fitting(tier: FlattenTier | None) -> int:
         def gpu(shape: Shape) -> bool:
             return needed(name, stage, gpus, tier, shape)[0] <= gpu_gib * GIB
 
@@ -182,14 +185,14 @@ def _bytes_table() -> str:
             extra = ranks.count * upstream.host_extra(model, ranks, stage) if name == ZENFLOW else 0
             device = upstream.device_extra(model, ranks, stage) if name == ZENFLOW else 0
             most = max(Phase, key=plan.on_host)
-            there = max(Phase, key=lambda phase, plan=plan: plan.nbytes(Place.ACCELERATOR, phase))
+            there = max((plan.nbytes(Place.ACCELERATOR, phase), phase.value) for phase in Phase)[1]
             numbers = (
                 plan.on_host(Phase.BETWEEN) + extra,
                 plan.host_peak() + extra,
                 plan.peak(Place.ACCELERATOR) + device,
             )
             held, peak, gpu = (f"{nbytes / model.params:.1f}" for nbytes in numbers)
-            rows.append([str(stage), name, held, f"{peak} ({most.value})", f"{gpu} ({there.value})"])
+            rows.append([str(stage), name, held, f"{peak} ({most.value})", f"{gpu} ({there})"])
     head = ["stage", "way", "host, between steps", "host, at its peak", "GPU, at its peak"]
     return _table(head, rows)
 
@@ -340,7 +343,8 @@ ASSUMED = """
 - **Models**: Llama's shape. Heads of 128, as many layers as heads, 12 d^2 parameters per layer, embedding and output of
   32,768 rows; widths in steps of 64. One parameter group, AdamW, nothing frozen.
 - **Activations**: one sequence of 4,096 tokens per GPU and micro-step. The inputs of layers are kept and the rest is
-  recomputed, without an attention matrix (FlashAttention). Longer sequences and larger micro-batches come on top.
+  recomputed, without an attention matrix (FlashAttention). They count in forward and backward. Longer sequences and
+  larger micro-batches come on top.
 - **Free**: 2 GiB of each GPU for its context, collectives and fragmentation; 8 GiB of the host, and half a GiB of it
   for each rank.
 - **GB** are GiB, as makers write memory. The whole run counts: start-up, steps and the save of a checkpoint.
