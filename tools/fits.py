@@ -21,7 +21,7 @@ from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.flatten.plan import TIERS
-from studies.time_model import upstream
+from studies.time_model import inputs, upstream
 
 __all__ = ["PAGE", "Shape", "activation_bytes", "largest", "markdown"]
 
@@ -39,10 +39,11 @@ GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 8 * GIB, GIB // 2
 
 SIZES = (1, 3, 7, 13, 32, 70)
 """Billions of parameters in the tables of time."""
+_MACHINES = inputs.read().machines
 LINKS = {
-    "PCIe 4": (Machine(link=25e9, host=328e9, flops=156e12), 8, "8 x A100, two sockets with 8 channels of DDR4-3200"),
-    "PCIe 5": (Machine(link=52e9, host=492e9, flops=495e12), 8, "8 x H100, two sockets with 8 channels of DDR5-4800"),
-    "NVLink-C2C": (Machine(link=300e9, host=400e9, flops=495e12), 1, "GH200, each GPU with its own host"),
+    "PCIe 4": (_MACHINES["8 x A100"], 8, "8 x A100, two sockets with 8 channels of DDR4-3200 each"),
+    "PCIe 5": (_MACHINES["8 x H200"], 8, "8 x H100 or H200, two sockets with 8 channels of DDR5-4800 each"),
+    "NVLink-C2C": (_MACHINES["1 x GH200"], 1, "GH200, each GPU with its own host"),
 }
 """Link -> speeds, GPUs of a host, and what such a machine is."""
 
@@ -83,9 +84,9 @@ def activation_bytes(shape: Shape) -> int:
     """Bytes of activations of one sequence, if each layer's input is kept and everything else recomputed: the inputs,
     and the larger of one layer at work (18 values per token and width, and as many gradients) and the logits (16-bit,
     fp32 and the gradient)."""
-    inputs = 2 * shape.layers * TOKENS * shape.width
+    kept = 2 * shape.layers * TOKENS * shape.width
     layer, logits = 2 * 2 * 18 * TOKENS * shape.width, (2 + 4 + 4) * TOKENS * VOCABULARY
-    return inputs + max(layer, logits)
+    return kept + max(layer, logits)
 
 
 def setup_of(name: str, stage: Stage) -> Setup:
@@ -280,7 +281,7 @@ def _shapes() -> str:
 
 def _machines() -> str:
     rows = [
-        [link, says, f"{machine.link / 1e9:g}", f"{machine.host / 1e9:g}", f"{machine.flops / 1e12:g}"]
+        [link, says, f"{machine.link / 1e9:g}", f"{machine.host / 1e9:.0f}", f"{machine.flops / 1e12:g}"]
         for link, (machine, _, says) in LINKS.items()
     ]
     return _table(["link", "machine", "link, GB/s each way", "host memory, GB/s", "TFLOP/s of a GPU"], rows)
@@ -328,7 +329,8 @@ TIME = """
 Tokens per GPU and optimizer step from which ours exposes nothing of the optimizer. They are the same for every dense
 model, because transfers, the pass, forward and backward all grow with its parameters. With experts, multiply by all
 parameters over those that a token uses. The host's memory decides at interval 1: on PCIe all GPUs share it, so more
-GPUs change nothing; with NVLink-C2C every GPU brings a host.
+GPUs change nothing; with NVLink-C2C every GPU brings a host. With half of the assumed speed of the host it takes twice
+the tokens; most published runs reached [9 to 76 %](lab/time_model.md#what-explains-the-bad-rows) of it.
 
 """
 SECONDS = """
@@ -355,7 +357,8 @@ ASSUMED = """
 
 """
 SPEEDS = """
-Links as others have measured them, host memory at 80 % of its peak, GPUs at half of their dense 16-bit peak:
+Those of the [time model](lab/time_model.md#inputs): links as others have measured them, host memory at 80 % of its
+peak, GPUs at half of their dense 16-bit peak.
 
 """
 
