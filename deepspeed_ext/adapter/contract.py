@@ -275,6 +275,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         **_OF_BOTH_OPTIMIZERS,
         "__init__": Takes(("module", "init_optimizer", "offload_ratio", *_BUILT_WITH)),
         "_constant_buffered_norm2": Takes(("input",)),
+        "_create_fp32_partitions": "(self)",
         "_finalize_offload_gradient_accumulation": "(self)",
         "_get_fp32_grad_state_partition": "(self, param, release_swap_buffers)",
         "_get_fp32_opt_state_partition": EXISTS,

@@ -41,6 +41,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     """
 
     bit16_groups: list[list[Any]]
+    _makes_masters = True
+    """Whether the masters that DeepSpeed makes are used."""
 
     def __init__(
         self, *args: Any, settings: ZeroFields, builders: RankGroup, check_replicas: bool = False, **kwargs: Any
@@ -56,7 +58,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
                 int(kwargs["allgather_bucket_size"]),
                 check_replicas,
             )
-            self._direct_buffers = DirectBuffers(pins_offload_buffers(kwargs["offload_optimizer_config"]), self.startup)
+            pins = pins_offload_buffers(kwargs["offload_optimizer_config"])
+            self._direct_buffers = DirectBuffers(pins, self.startup, makes_masters=self._makes_masters)
             get_accelerator().reset_peak_memory_stats()
             with self.startup.phase("other"), swapped(accelerator_branch_only()), self._direct_buffers:
                 super().__init__(*args, **kwargs)

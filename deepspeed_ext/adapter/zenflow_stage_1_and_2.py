@@ -61,6 +61,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
 
     single_partition_of_fp32_groups: list[Any]
     hot_exchange: HotExchange | None = None
+    _makes_masters = False  # p in the arena is made from the weights
 
     def __init__(
         self,
@@ -77,6 +78,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def initialize_optimizer_states(self) -> None:
         """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
         offloaded."""
+        self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         with self.startup.phase("optimizer process"), self._direct_buffers.resting():
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
         if self._start.run.config.rule == "selective":
@@ -88,8 +91,6 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self.cpu_offload = False
         self.device = get_accelerator().current_device_name()
         self._offload_gradient_safety_enabled = False
-        self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
-        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
 
     def _link_all_hp_params(self) -> None:
         super()._link_all_hp_params()

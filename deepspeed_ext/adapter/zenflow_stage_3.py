@@ -22,6 +22,7 @@ from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
 
@@ -65,6 +66,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             )
             self.reset_cpu_buffers()
 
+    def _create_fp32_partitions(self) -> None:
+        """Let DeepSpeed make masters without memory: p in the arena is made from the weights."""
+        with NoMasters(self.fp16_partitioned_groups_flat):
+            super()._create_fp32_partitions()
+
     def initialize_optimizer_states(self) -> None:
         """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
         offloaded; with ``offload_param`` the optimizer still is, so gradients and their norms take that way."""
@@ -72,7 +78,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self._start_instead()
 
     def _start_instead(self) -> None:
-        self._clear_padding([[master.data] for master in self.fp32_partitioned_groups_flat])
+        self._clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
         self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
         self.fp32_partitioned_groups_flat = [state.master for state in self.zenflow_adam.states]

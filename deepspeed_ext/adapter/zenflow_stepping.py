@@ -81,7 +81,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             kwargs["gradient_accumulation_dtype"] = torch.float32
 
     def _start_adam(self, groups: Sequence[int]) -> None:
-        """Start the worker with DeepSpeed's masters. `groups` holds the index of each master's parameter group."""
+        """Start the worker. `groups` holds the index of each partition's parameter group."""
         names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
         grad_dtype = getattr(torch, gradient_dtype(*names))
         weights_dtype, ranks = self._weights(0).dtype, RankGroup.of(self.dp_process_group, keeps_scratch=True)
@@ -89,7 +89,6 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self.zenflow_adam = start_adam(
             self._start.run,
             self.optimizer,
-            self._masters,
             groups,
             self._weights,
             grad_dtype=grad_dtype,

@@ -3,7 +3,7 @@
 DeepSpeed makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``. With CPU offload, this
 clones the partition, makes an fp32 copy of it on the accelerator, transfers that to pageable memory, and copies it on
 the host for page-locking. The constructor offers no method to override, so `DirectBuffers` intercepts the torch calls
-while it runs.
+while it runs. Nor does stage 3, where `NoMasters` leaves out the masters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.start_profile import StartupProfile
 
-__all__ = ["DirectBuffers"]
+__all__ = ["DirectBuffers", "NoMasters"]
 
 
 def _is_for_host(device: Any) -> bool:
@@ -33,12 +33,15 @@ class DirectBuffers(TorchFunctionMode):
     Args:
         pin: whether to page-lock the offloaded optimizer's buffers.
         startup: profile that counts the time and the bytes.
+        makes_masters: false if nobody reads DeepSpeed's masters. They are then on the meta device, which has sizes and
+            no memory, and so is the 16-bit buffer that DeepSpeed makes beside each.
     """
 
-    def __init__(self, pin: bool, startup: StartupProfile) -> None:
+    def __init__(self, pin: bool, startup: StartupProfile, *, makes_masters: bool = True) -> None:
         super().__init__()
         self._pin = pin and allocation.can_page_lock()
         self._startup = startup
+        self._makes_masters = makes_masters
         self._partition: torch.Tensor | None = None
         self._rests = False
 
@@ -86,6 +89,8 @@ class DirectBuffers(TorchFunctionMode):
 
     def _master(self, partition: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Copy `partition` to `device` in `dtype`; on the host page-locked if requested, without a second copy."""
+        if not self._makes_masters:
+            return torch.empty_like(partition, dtype=dtype, device="meta")
         with self._startup.phase("master partition", partition.numel() * dtype.itemsize):
             if device.type == partition.device.type:
                 return torch.empty_like(partition, dtype=dtype).copy_(partition)
@@ -96,3 +101,23 @@ class DirectBuffers(TorchFunctionMode):
     def _page_locked(self, like: torch.Tensor, value: float) -> torch.Tensor:
         with self._startup.phase("page-locked buffers", like.nbytes):
             return allocation.host_empty(like.numel(), like.dtype, pin=True).view(like.shape).fill_(value)
+
+
+class NoMasters(TorchFunctionMode):
+    """While active, `partitions` convert to the meta device: the result has a size and no memory.
+
+    Args:
+        partitions: the tensors of which nobody reads DeepSpeed's masters.
+    """
+
+    def __init__(self, partitions: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._partitions = partitions
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and any(args[0] is partition for partition in self._partitions):
+            return torch.empty_like(args[0], dtype=kwargs["dtype"], device="meta")
+        return func(*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
+from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
@@ -35,7 +36,6 @@ __all__ = ["start_adam"]
 def start_adam(
     run: ZenFlowRun,
     optimizer: torch.optim.Optimizer,
-    masters: Sequence[torch.Tensor],
     groups: Sequence[int],
     weights: Callable[[int], torch.Tensor],
     *,
@@ -52,9 +52,9 @@ def start_adam(
     Args:
         run: the settings of this run.
         optimizer: the user's Adam or AdamW.
-        masters: initial fp32 values, one 1-D tensor per partition; they are copied and may be freed afterwards.
         groups: index of the parameter group of each partition.
-        weights: returns a partition's weights, 1-D, in the model's dtype; they are written in place.
+        weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p. They are written in
+            place.
         grad_dtype: dtype in which gradients are handed over.
         ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
         holders: for each partition, the ranks among which its parameters are divided.
@@ -68,23 +68,23 @@ def start_adam(
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the accelerator its share.
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
-    config, masters = run.config, [master.detach() for master in masters]
+    config, parts = run.config, [weights(index) for index in range(len(groups))]
+    numels = [part.numel() for part in parts]
     fields = config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
     epoch = run.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
     agreed = (fields, epoch, list(groups), run.host_share, weights_on_host)
     require_same_plan("ZenFlow", agreed, ranks)
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
-    publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
+    publish_dtype = config.publish_dtype or dtype_name(parts[0].dtype)
     settings: PredictiveSettings | SelectiveSettings
     if config.rule == "selective":
         settings = SelectiveSettings.of(config, run.steps_per_epoch, weights_on_host=weights_on_host)
     else:
         settings = PredictiveSettings.of(config, weights_on_host=weights_on_host)
-    heads = _heads(run, [master.numel() for master in masters], settings.block_size, ranks)
-    parts = [weights(index) for index in range(len(masters))]
+    heads = _heads(run, numels, settings.block_size, ranks)
     _prepare_kernels(settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     link = WorkerLink(
-        arena_specs(settings, [m.numel() for m in masters], publish_dtype, dtype_name(grad_dtype), heads),
+        arena_specs(settings, numels, publish_dtype, dtype_name(grad_dtype), heads),
         block_size=settings.block_size,
         placement=placement,
         threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
@@ -97,18 +97,25 @@ def start_adam(
     undo.callback(link.abandon)
     share = None
     if any(heads):
-        device = weights(0).device
-        share = AcceleratorShare.on_all_ranks(masters, heads, link.arena, settings.block_size, device, ranks)
+        share = AcceleratorShare.on_all_ranks(parts, heads, link.arena, settings.block_size, parts[0].device, ranks)
     states = [_state(i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
     partitions = [_partition(i, state, holders[i], settings, link.arena, heads[i]) for i, state in enumerate(states)]
-    for partition, master, head in zip(partitions, masters, heads, strict=True):
-        partition.master.copy_(master[head:])
+    for partition, part, head in zip(partitions, parts, heads, strict=True):
+        _copy_to_host(part[head:], partition.master)
     rule: UpdateRule[Any]
     if isinstance(settings, SelectiveSettings):
         rule = SelectiveRule(settings, partitions, link, ranks, hyperparameters, metrics)
     else:
         rule = PredictiveRule(settings, partitions, link, ranks, metrics)
     return OffloadedAdam(rule, partitions, states, share, link, optimizer, hyperparameters, ranks, metrics)
+
+
+def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
+    """Make p (1-D fp32 [n], host) from weights of any dtype, without an fp32 copy of all of them on the accelerator."""
+    if weights.device == master.device:
+        master.copy_(weights)
+    else:
+        Staging(weights.dtype, pin=True).to_host(weights, master)
 
 
 def _heads(run: ZenFlowRun, numels: Sequence[int], block_size: int, ranks: RankGroup) -> list[int]:

@@ -50,7 +50,7 @@ class AcceleratorShare:
     """The share of all partitions of this rank.
 
     Args:
-        masters: initial values of each partition, 1-D fp32 [n], any device.
+        weights: of each partition, 1-D [n]; the initial values of p.
         numels: elements of each partition, from its start, that step on the accelerator.
         arena: shows them.
         block_size: elements per block.
@@ -59,7 +59,7 @@ class AcceleratorShare:
 
     def __init__(
         self,
-        masters: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
         numels: Sequence[int],
         arena: Arena,
         block_size: int,
@@ -69,10 +69,10 @@ class AcceleratorShare:
         self._arena = arena
         self._is_shown = False
         self._parts = []
-        for index, (master, numel) in enumerate(zip(masters, numels, strict=True)):
+        for index, (part, numel) in enumerate(zip(weights, numels, strict=True)):
             blocks = numel // block_size
             like = partial(torch.zeros, blocks, block_size, dtype=torch.float32, device=device)
-            p = like().copy_(master[:numel].view(blocks, block_size))
+            p = like().copy_(part[:numel].view(blocks, block_size))
             shown = tuple(arena.whole(kind, index)[:numel] for kind in _KINDS)
             self._parts.append(_Part((p, like(), like()), shown))
         most = max((numel // block_size for numel in numels), default=0)
@@ -81,7 +81,7 @@ class AcceleratorShare:
     @classmethod
     def on_all_ranks(
         cls,
-        masters: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
         numels: Sequence[int],
         arena: Arena,
         block_size: int,
@@ -94,7 +94,7 @@ class AcceleratorShare:
             OutOfMemoryError: on every rank, if the accelerator of any has no memory for it.
         """
         share = allocation.try_on_all_ranks(
-            "zenflow.accelerator_share", lambda: cls(masters, numels, arena, block_size, device), ranks
+            "zenflow.accelerator_share", lambda: cls(weights, numels, arena, block_size, device), ranks
         )
         if share is None:
             needed = sum(accelerator_share_bytes(numel, block_size) for numel in numels)

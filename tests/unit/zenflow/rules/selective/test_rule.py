@@ -99,7 +99,6 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
     adam = start_adam(
         ZenFlowRun.of(settings),
         optimizer,
-        [start],
         [0],
         lambda index: weights,
         grad_dtype=torch.float32,
