@@ -14,16 +14,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.remedies import THREADS, advised, remedy_for
-from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, write_skeleton
+from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
 from deepspeed_ext.checkpoint.writer import Writer
-from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
+from deepspeed_ext.checkpoint.zenflow_state import host_copy
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import local_world_size
@@ -105,13 +101,10 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             )
             _finish_file(path, others, self._link.process, numbers)
             return
-        if sum(hole.storage.nbytes() for hole in others) > available_host_bytes() // local_world_size():
-            _fill(path, others)
+        if sum(hole.values.nbytes for hole in others) > available_host_bytes() // local_world_size():
+            fill_holes(path, others)
             others = []
-        owned = _made_for_this_save(content)
-        copies = [
-            hole if hole.storage.data_ptr() in owned else Hole(_copy(hole.storage), hole.offset) for hole in others
-        ]
+        copies = [Hole(host_copy(hole.values), hole.offset) for hole in others]
         self._files.append(self._writer.submit(_finish_file, path, copies, self._link.process, numbers))
 
     def commit(self, info: Any) -> bool:
@@ -266,8 +259,8 @@ def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[l
     parts: list[FilePart] = []
     others: list[Hole] = []
     for hole in holes:
-        storage, nbytes = hole.storage, hole.storage.nbytes()
-        place = link.arena.find(storage.data_ptr(), nbytes) if storage.device.type == "cpu" else None
+        values, nbytes = hole.values, hole.values.nbytes
+        place = link.arena.find(values.data_ptr(), nbytes) if values.device.type == "cpu" else None
         if place is None:
             others.append(hole)
             continue
@@ -276,28 +269,10 @@ def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[l
     return [link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
 
 
-def _made_for_this_save(content: Any) -> set[int]:
-    """Addresses of the tensors in ZenFlow's state, which are copies made for this save alone."""
-    state = content.get(keys.OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
-    section = state.get(STATE_KEY) if isinstance(state, dict) else None
-    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(section) if isinstance(leaf, torch.Tensor)}
-
-
-def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    return storage.clone() if storage.device.type == "cpu" else storage.cpu()
-
-
-def _fill(path: str, holes: Sequence[Hole]) -> None:
-    with files.opened(path, os.O_WRONLY) as descriptor:
-        for hole in holes:
-            storage = hole.storage.cpu()
-            files.write_memory(descriptor, storage.data_ptr(), storage.nbytes(), hole.offset)
-
-
 def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, numbers: Sequence[int]) -> None:
     """Fill `holes`, wait for what the worker writes, then for the disk."""
     with advised():
-        _fill(path, holes)
+        fill_holes(path, holes)
         holes.clear()
         for number in numbers:
             process.wait_for(number, _WRITE_SECONDS)

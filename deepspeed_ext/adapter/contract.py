@@ -98,6 +98,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "create": "(self, info)",
         "load": "(self, path, map_location)",
         "makedirs": "(self, path, exist_ok)",
+        "preserves_storage_sharing": "(self)",
         "save": "(self, state_dict, path)",
     },
     "deepspeed.runtime.engine": {"DeepSpeedZeroOptimizer": EXISTS, "ThroughputTimer": EXISTS},

@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.file import SAVE_ID, reading
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.remedies import advised, remedy_for
+from deepspeed_ext.checkpoint.skeleton import SkeletonError, fill_holes, write_skeleton
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
+from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import (
     MOST_TOLD,
@@ -39,6 +42,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     error is kept until `commit`, which raises it on all ranks. Until then the files lie in a staging folder. `commit`
     replaces an older save under the same tag with that folder (see `checkpoint.folder`) and updates ``latest`` last.
     When `commit` returns, the checkpoint is on disk.
+
+    Tensors are written from where they are, without a copy on the host.
 
     Every file holds the id of its save, and `load` refuses files of different saves.
 
@@ -118,6 +123,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 self._latest = _read_latest(folder.save_dir)
                 folder.begin()
 
+    def preserves_storage_sharing(self) -> bool:
+        """Whether DeepSpeed copies the weights of experts to the host before it saves them, because they share one flat
+        buffer. On an accelerator each has a storage of its own in the file anyway."""
+        return self._folder is None or get_accelerator().device_name() == "cpu"
+
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         with self.kept.keeping():
             super().makedirs(self._aside(path), exist_ok=exist_ok)
@@ -130,7 +140,15 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self._write(state_dict, aside)
 
     def _write(self, content: Any, path: str) -> None:
-        super().save(content, path)
+        if self._folder is None:  # a model alone
+            super().save(content, path)
+        else:
+            try:
+                holes = write_skeleton(content, path)
+            except SkeletonError:
+                super().save(tree_map_only(torch.Tensor, _on_host, content), path)
+            else:
+                fill_holes(path, holes)
         files.sync_file(path)
         files.sync_folder(os.path.dirname(path))
 
@@ -273,6 +291,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if not self.maps_files:
             return super().load(path, map_location)
         return torch.load(path, map_location=map_location, mmap=True, weights_only=False)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
 
 
 def _read_latest(save_dir: str) -> str | None:

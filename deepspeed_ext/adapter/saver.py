@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -66,6 +67,13 @@ class Saver:
     def keeping(self) -> AbstractContextManager[None]:
         """Wrap what DeepSpeed does before it calls `commit`, which raises this rank's error on all ranks."""
         return nullcontext() if self.files is None else self.files.kept.keeping()
+
+    @contextmanager
+    def writing(self, optimizer: Any) -> Iterator[None]:
+        """`keeping`, around what writes the state of `optimizer` at once, or copies it first."""
+        has_section = self.files is not None and isinstance(optimizer, ZenFlowStepping)
+        with self.keeping(), optimizer.state_uncopied() if has_section else nullcontext():
+            yield
 
     def copied_without(self, error: OSError, save_path: str) -> None:
         """Continue without DeepSpeed's recovery script, which could not be copied.

@@ -278,12 +278,12 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        state[checkpoint.STATE_KEY][_WEIGHTS] = [
-            flat.detach().cpu().clone() for flat in self.fp16_partitioned_groups_flat
-        ]
-        return state
+    def _section(self) -> dict[str, Any]:
+        weights = [flat.detach() for flat in self.fp16_partitioned_groups_flat]
+        return {
+            **super()._section(),
+            _WEIGHTS: list(map(checkpoint.host_copy, weights)) if self._copies_state else weights,
+        }
 
     def _adopt_state(self) -> None:
         states = self.zenflow_adam.states

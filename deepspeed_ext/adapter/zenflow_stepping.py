@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     _step: Step
     _autocast_scale: AutocastScale | None
     offloaded_states: set[Any]
+    _copies_state = True
 
     def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
@@ -262,7 +263,21 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self.zenflow_adam.drain()
         self.zenflow_adam.bind_state()
         scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
-        return {**super().state_dict(), checkpoint.STATE_KEY: checkpoint.state_of(self.zenflow_adam), **scale}
+        return {**super().state_dict(), checkpoint.STATE_KEY: self._section(), **scale}
+
+    def _section(self) -> dict[str, Any]:
+        """ZenFlow's part of the state dict."""
+        return checkpoint.state_of(self.zenflow_adam, copied=self._copies_state)
+
+    @contextmanager
+    def state_uncopied(self) -> Iterator[None]:
+        """Context in which ZenFlow's part of `state_dict` is not copied, as p, m and v never are: it is valid until the
+        next step or load."""
+        self._copies_state = False
+        try:
+            yield
+        finally:
+            self._copies_state = True
 
     def load_state_dict(
         self,

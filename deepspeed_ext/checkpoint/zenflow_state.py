@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.checkpoint.saved_state import VERSION, SavedState
 from deepspeed_ext.errors import CheckpointError
@@ -20,14 +21,30 @@ from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam, has_room_for
 from deepspeed_ext.zenflow.step.partition import Partition
 
-__all__ = ["STATE_KEY", "adopt_optimizer_state", "restore", "state_of"]
+__all__ = ["STATE_KEY", "adopt_optimizer_state", "host_copy", "restore", "state_of"]
 
 STATE_KEY = "deepspeed_ext_zenflow"
 """Key of ZenFlow's state in an optimizer's state dict."""
 
 
-def state_of(adam: OffloadedAdam) -> dict[str, Any]:
-    """This rank's state; its tensors are copies. Call `OffloadedAdam.drain` first."""
+def state_of(adam: OffloadedAdam, *, copied: bool) -> dict[str, Any]:
+    """This rank's state. Call `OffloadedAdam.drain` first.
+
+    Args:
+        adam: the optimizer.
+        copied: whether its tensors are copies on the host. Otherwise they are the run's own, and the next step or load
+            changes them.
+    """
+    state = _shown(adam)
+    return tree_map_only(torch.Tensor, host_copy, state) if copied else state
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` on the host."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _shown(adam: OffloadedAdam) -> dict[str, Any]:
     return {
         "version": VERSION,
         "rule": adam.rule.name,
@@ -40,7 +57,7 @@ def state_of(adam: OffloadedAdam) -> dict[str, Any]:
                 "numel": state.master.numel(),
                 "on_accelerator": state.master.numel() - partition.master.numel(),
                 "collected": [asdict(step) for step in partition.collected],
-                "gradients": [gradient.clone() for gradient in _collected_gradients(adam, partition)],
+                "gradients": _collected_gradients(adam, partition),
                 **saved,
             }
             for partition, state, saved in zip(adam.partitions, adam.states, adam.rule.saved(), strict=True)

@@ -144,7 +144,7 @@ class HostBytes(LiveBytes):
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if tensor.device.type != "cpu" or key in self._left_out:
+        if storage.device.type != "cpu" or key in self._left_out:
             return
         before = self._sizes.get(key, ("host", 0))[1]
         if key not in self._sizes:
@@ -270,13 +270,13 @@ def _note_state(engine: Any, found: Measured) -> None:
 def _save(engine: Any) -> None:
     folder = [tempfile.mkdtemp(prefix="dsext-memory-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
-    go_on, fill = threading.Event(), async_engine._fill
+    go_on, fill = threading.Event(), async_engine.fill_holes
 
     def held(*args: Any) -> None:  # beside training, copies are held as long as writing takes
         assert go_on.wait(60)
         fill(*args)
 
-    with patch.object(async_engine, "_fill", held):
+    with patch.object(async_engine, "fill_holes", held):
         engine.save_checkpoint(folder[0], tag="saved")
     go_on.set()
     if isinstance(engine.checkpoint_engine, AsyncCheckpointEngine):
@@ -307,7 +307,6 @@ def compared(
     for phase in Phase:
         on_accelerator = max(rank.accelerator[phase.value] for rank in measured)
         found[Place.ACCELERATOR, phase] = (plan.nbytes(Place.ACCELERATOR, phase), on_accelerator)
-        untouched = {Phase.START: 0}  # its peak comes before that buffer
-        on_host = max(rank.host[phase.value] - untouched.get(phase, rank.untouched) for rank in measured)
+        on_host = max(rank.host[phase.value] - rank.untouched for rank in measured)
         found[Place.HOST, phase] = (plan.nbytes(Place.HOST, phase), on_host)
     return found

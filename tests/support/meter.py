@@ -74,9 +74,9 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta":
-            return
         storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # also behind a fake tensor, which says that it is on another device
+            return
         key = storage._cdata
         kind = "host" if storage._cdata in self._host_storages else "accelerator"
         old_kind, old_bytes = self._sizes.get(key, (kind, 0))

@@ -112,7 +112,8 @@ class _Accelerator:
         kept = {"weights", "master", "gradients", "reduction buckets", "offload buffer", "landing buffers", SHARE}
         built = [part for part in between if part.kind in kept]
         if not self.whole:
-            converts = not self.setup.on_accelerator and self.weight != FLOAT_BYTES  # before the copy to the host
+            # before the copy to the host
+            converts = self.setup.offload and self.setup.zenflow is None and self.weight != FLOAT_BYTES
             conversion = Part("conversion", FLOAT_BYTES * self.most if converts else 0)
             converted = [] if self.on_host else [Part("weights", self.weight * self.numel), conversion]
             states = [part for part in between if part.kind in ("weights", "master") and self.setup.on_accelerator]
@@ -123,9 +124,12 @@ class _Accelerator:
         facts = FlattenFacts(weights, self.ranks.count, weights, weights)
         copy = required_bytes(self.setup.flatten_tier or TIERS[0], facts)
         zeros = FLOAT_BYTES * self.numel if self.setup.on_accelerator else 0
-        if self.setup.zenflow is not None:  # DeepSpeed's buffer, until the engine is built
-            built.append(Part("offload buffer", self.weight * self.largest))
-        return largest([Part("weights", weights), Part("copy for flattening", copy)], [*built, Part("zeros", zeros)])
+        buffer = self.weight * self.largest if self.setup.zenflow is not None else 0  # DeepSpeed's, for a moment
+        return largest(
+            [Part("weights", weights), Part("copy for flattening", copy)],
+            [Part("weights", weights), Part("offload buffer", buffer)],
+            [*built, Part("zeros", zeros)],
+        )
 
     # -- stages 1 and 2 -------------------------------------------------------------------------------------------
 

@@ -142,19 +142,16 @@ class _Host:
         """Memory while the optimizer is built. ZeRO-Offload allocates Adam's moments in the first step."""
         weight, numel = self.model.itemsize, self.numel
         if self.setup.zenflow is not None:
-            masters, arena = Part("DeepSpeed's masters", FLOAT_BYTES * numel), self.arena(at_start=True)
+            arena = self.arena(at_start=True)
             if self.setup.partitions_weights:
-                conversion = Part("conversion", FLOAT_BYTES * self.most)
                 weights, *sums = [part for part in between if part.kind in ("weights", "accumulated gradients")]
                 copied = [part for part in sums if part.page_locked]  # by DeepSpeed, to lock its pages
                 return largest(
-                    [weights, masters, *arena],
+                    [weights, *arena, *([] if self.setup.weights_on_host else [self.staging()])],
                     [weights, *arena, *sums, *copied],
-                    [weights, masters, conversion],
                     self.defragmentation(),
                 )
-            buffers = Part("DeepSpeed's buffers", weight * (numel + self.model.largest))
-            return largest([masters, buffers, *arena], [masters, self.staging()])
+            return largest([*arena, self.staging()], [Part("DeepSpeed's buffer", weight * self.model.largest)])
         if not self.setup.offload:
             return largest(self.defragmentation() if self.setup.partitions_weights else ())
         built = [part for part in between if part.kind not in ("moment m", "moment v")]
@@ -171,8 +168,9 @@ class _Host:
         return [Part("defragmentation", self.model.itemsize * self.numel)]
 
     def staging(self) -> Part:
-        """The chunks through which masters are copied from the accelerator."""
-        return Part("staging", 2 * min(STAGING_CHUNK_BYTES, self.model.itemsize * self.numel), page_locked=True)
+        """The chunks through which a partition of the masters is copied from the accelerator."""
+        most = max(run.numel for run in self.on_host())
+        return Part("staging", 2 * min(STAGING_CHUNK_BYTES, self.model.itemsize * most), page_locked=True)
 
     def temporaries(self) -> Part:
         """Temporaries of an optimizer step. Torch's AdamW on the host: two of a partition's size. ZenFlow: the state
@@ -185,30 +183,42 @@ class _Host:
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)
 
     def saving(self) -> list[list[Part]]:
-        """Moments of a save: the first rank copies the module to the host, then each rank its optimizer's state.
-        ZenFlow shows what steps on the accelerator during all of it."""
+        """Moments of a save: the first rank writes the module, then each rank its optimizer's state. DeepSpeed copies
+        the module to the host first. ZenFlow shows what steps on the accelerator during all of it."""
         weight = self.model.itemsize
-        whole = weight * self.model.params if self.first and not self.setup.partitions_weights else 0
-        shown = self.numel - sum(run.numel * run.times for run in self.on_host())
-        module = [Part("copy of the module", whole), Part("shown state", 3 * FLOAT_BYTES * shown)]
+        has_module = self.first and not self.setup.partitions_weights
+        module = Part("copy of the module", weight * self.model.params if has_module else 0)
         if self.setup.on_accelerator:  # copied tensor by tensor
-            return [module, [Part("copy of the state", FLOAT_BYTES * self.most)]]
+            return [[module], [Part("copy of the state", FLOAT_BYTES * self.most)]]
         if self.setup.zenflow is None:
-            return [module]
-        if self.setup.zenflow.async_save:  # copies are held until they are written
-            return [[*module, *moment] for moment in self.section()]
-        return [module, *([module[1], *moment] for moment in self.section())]
+            return [[module]]
+        shown = self.numel - sum(run.numel * run.times for run in self.on_host())
+        state = Part("shown state", 3 * FLOAT_BYTES * shown)
+        if self.setup.zenflow.async_save:  # what is not in the arena is copied, until it is written
+            return [[state, module, *self.copied_section()]]
+        largest_param = weight * self.model.largest if has_module else 0
+        return [[state, self.chunk(largest_param)], [state, self.counts(), self.chunk(self.most_saved())]]
 
-    def section(self) -> list[list[Part]]:
-        """Moments while ZenFlow's state is saved, at the step of an interval with the most gradients. State on the
-        accelerator is copied twice, one partition at a time."""
-        rule, weight = self.setup.rule, self.model.itemsize
-        numel = sum(run.numel * run.times for run in self.on_host())
-        gradients = DTYPE_BYTES[self.setup.handed_over_dtype(self.model)] * numel
-        collected = Part("copy of collected gradients", ((rule.update_interval or 1) - 1) * gradients)
-        kept = [(bytes_of(rule, run.numel, weight).saved, run.times) for run in self.on_host()]
-        state = Part("copy of the rule's state", sum(sum(each) * count for each, count in kept))
-        twice = not self.setup.weights_on_host
-        last = Part("second copy", max(kept[-1][0], default=0) if twice else 0)
-        weights = [Part("copy of the weights", weight * self.numel), Part("second copy", weight * self.most * twice)]
-        return [[state, last], [state, collected, *(weights if self.setup.partitions_weights else [])]]
+    def counts(self) -> Part:
+        """What every save copies of the rule's state."""
+        copied = sum(bytes_of(self.setup.rule, run.numel).copied * run.times for run in self.on_host())
+        return Part("copy of the rule's state", copied)
+
+    def chunk(self, most: int) -> Part:
+        """The chunk through which tensors of the accelerator are written, `most` bytes each."""
+        return Part("staging", min(STAGING_CHUNK_BYTES, most), page_locked=True)
+
+    def most_saved(self) -> int:
+        """Bytes of the largest tensor of the accelerator in ZenFlow's state."""
+        if self.setup.weights_on_host:
+            return 0
+        weight = self.model.itemsize
+        saved = [size for run in self.on_host() for size in bytes_of(self.setup.rule, run.numel, weight).saved]
+        return max([*saved, weight * self.most if self.setup.partitions_weights else 0])
+
+    def copied_section(self) -> list[Part]:
+        """What is copied of ZenFlow's state for a save beside training."""
+        weight, counts = self.model.itemsize, self.counts()
+        saved = sum(sum(bytes_of(self.setup.rule, run.numel, weight).saved) * run.times for run in self.on_host())
+        weights = weight * self.numel if self.setup.partitions_weights else 0
+        return [Part(counts.kind, 2 * counts.nbytes + saved), Part("copy of the weights", weights)]

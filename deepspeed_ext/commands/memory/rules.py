@@ -24,7 +24,8 @@ class RuleBytes:
         kept: on the accelerator besides the weights, by kind.
         kept_on_host: page-locked on the host, outside the arena.
         moved: temporaries on the host, while state moves to the accelerator.
-        saved: for each tensor in a checkpoint.
+        saved: for each tensor in a checkpoint, beside the arena and `copied`.
+        copied: on the host, by a save.
         step: maximum temporaries on the accelerator, while the weights are computed.
         waiting: new weights on the accelerator that wait until all partitions are stepped.
         exchange: on the accelerator, for an exchange of only the changed weights at stages 1 and 2.
@@ -34,6 +35,7 @@ class RuleBytes:
     kept_on_host: int = 0
     moved: int = 0
     saved: tuple[int, ...] = ()
+    copied: int = 0
     step: int = 0
     waiting: int = 0
     exchange: int = 0
@@ -102,7 +104,8 @@ def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: i
         kept={"hot state": (0 if on_host else state) + blocks * _ID_BYTES},
         kept_on_host=state if on_host else 0,
         moved=hot * _FLOAT_BYTES,
-        saved=(_COUNT_BYTES * -(-numel // rule.block_size), _ID_BYTES * blocks),
+        saved=(_ID_BYTES * blocks,),
+        copied=_COUNT_BYTES * -(-numel // rule.block_size),
         step=hot * (weights_bytes + (_STATE_BYTES if on_host else 0)) + temporaries,
         waiting=weights_bytes * hot,
         exchange=0 if ranks == 1 else (ranks + 1) * weights_bytes * hot,

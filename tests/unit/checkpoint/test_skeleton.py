@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.checkpoint.skeleton import SkeletonError, _has_storage, write_skeleton
-from deepspeed_ext.runtime import files as _files
+from deepspeed_ext.checkpoint import skeleton
+from deepspeed_ext.checkpoint.skeleton import SkeletonError, _has_storage, fill_holes, write_skeleton
+from tests.support.models import on_device
+from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
@@ -47,9 +50,7 @@ contents = st.recursive(
 
 def fill(content: Any, path: Path) -> None:
     holes = write_skeleton(content, str(path))
-    with _files.opened(str(path), os.O_WRONLY) as descriptor:
-        for hole in reversed(holes):
-            _files.write_memory(descriptor, hole.storage.data_ptr(), hole.storage.nbytes(), hole.offset)
+    fill_holes(str(path), holes[::-1])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -90,3 +91,29 @@ def test_only_tensors_with_storage_of_their_own_are_left_out_of_a_skeleton() -> 
     assert _has_storage(torch.ones(2, 3).t())
     assert not _has_storage(torch.empty(2, device="meta"))
     assert not _has_storage(torch.ones(2).to_sparse())
+
+
+def from_an_accelerator(folder: str) -> None:
+    flat = torch.arange(1000, dtype=torch.float32).bfloat16()
+    there = on_device(flat)
+    content = {
+        "views": [there[:300].view(30, 10), torch.nn.Parameter(there[300:307])],
+        "tied": [there[400:500], there[400:500]],
+        "transposed": there[500:512].view(3, 4).t(),
+        "number": on_device(torch.tensor(7)),
+        "empty": there[:0],
+        "host": torch.arange(5),
+    }
+    path = f"{folder}/file.pt"
+    with patch.object(skeleton, "STAGING_CHUNK_BYTES", 64):
+        fill_holes(path, write_skeleton(content, path))
+    loaded = torch.load(path)  # as it is: nothing in the file belongs to the accelerator
+    assert_same(tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), content), loaded, "content")
+    assert loaded["views"][0].untyped_storage().nbytes() == 600
+    assert loaded["tied"][0].data_ptr() == loaded["tied"][1].data_ptr()
+    assert isinstance(loaded["views"][1], torch.nn.Parameter)
+    assert there.device.type == "sim"
+
+
+def test_tensors_of_an_accelerator_pass_through_a_chunk_and_are_the_hosts_in_the_file(tmp_path: Path) -> None:
+    run_ranks(1, from_an_accelerator, str(tmp_path), device="sim")

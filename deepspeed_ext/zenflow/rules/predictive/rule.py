@@ -272,8 +272,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             {
                 "last": None if state.last is None else asdict(state.last),
                 "errors": None if state.errors is None else asdict(state.errors),
-                "drift": None if state.drift is None else state.drift.cpu().clone(),
-                "inverse": None if state.estimator is None else state.estimator.inverse.cpu().clone(),
+                "drift": state.drift,
+                "inverse": None if state.estimator is None else state.estimator.inverse,
             }
             for state in self.states
         ]

@@ -248,7 +248,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         return [
             {
                 "block_updates": self._all_updates(partition),
-                "hot_blocks": None if state.hot is None else state.hot.blocks.ids.cpu(),
+                "hot_blocks": None if state.hot is None else state.hot.blocks.ids,
             }
             for partition, state in zip(self._partitions, self.states, strict=True)
         ]

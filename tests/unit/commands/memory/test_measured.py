@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from deepspeed_ext.checkpoint import skeleton
 from deepspeed_ext.commands.memory.host import ARENA_KINDS
 from deepspeed_ext.commands.memory.parts import Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model
+from deepspeed_ext.flatten import staging
 from tests.support.memory_runs import LARGEST, LAYERS, PARAMS, WAYS, Measured, compared, measure, memory_config, planned
 from tests.support.ranks import run_ranks
 
@@ -129,6 +132,37 @@ def require_close(config: dict[str, Any], ranks: int, model: str | None = None) 
     for (place, phase), (plan, measured) in found.items():
         assert abs(plan - measured) <= TOLERANCE * measured + NOTHING, f"{place} {phase}: {plan:,} {measured:,}"
     assert any(measured > PARAMS for _, measured in found.values())
+
+
+SMALL_CHUNK = 1 << 12
+
+
+def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
+    """Chunks of their usual size would count in so small a model."""
+    with (
+        patch.object(staging, "CHUNK_BYTES", SMALL_CHUNK),
+        patch.object(skeleton, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
+    ):
+        return measure(config)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        (1, "predictive, interval 2"),
+        (2, "predictive, interval 1"),
+        (3, "predictive, interval 1"),
+        (3, "predictive, interval 2"),
+        (3, "predictive, interval 1, offload_param"),
+    ],
+)
+def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(stage: int, way: str) -> None:
+    for rank in run_ranks(2, measure_in_small_chunks, memory_config(stage, way), device="sim"):
+        between = rank.host[Phase.BETWEEN.value]
+        for phase in (Phase.START, Phase.SAVE):
+            extra = rank.host[phase.value] - between
+            assert extra <= NOTHING, f"{phase}: {extra:,} bytes more than {between:,}"
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -38,10 +38,10 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             },
         },
         {
-            "accelerator": (65300, 61300, 91316, 101332, 61300),
-            "host of the first rank": (252464, 188416, 188416, 188416, 288494),
-            "host of the others": (252464, 188416, 188416, 188416, 268480),
-            "page-locked": (65536, 65536, 65536, 65536, 65536),
+            "accelerator": (61300, 61300, 91316, 101332, 61300),
+            "host of the first rank": (228448, 188416, 188416, 188416, 208430),
+            "host of the others": (228448, 188416, 188416, 188416, 188416),
+            "page-locked": (105568, 65536, 65536, 65536, 65536),
         },
     ),
     (
@@ -103,9 +103,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (111280, 128560, 150560, 140688, 128560),
-            "host of the first rank": (367680, 327680, 327680, 327680, 410960),
-            "host of the others": (367680, 327680, 327680, 327680, 410960),
-            "page-locked": (204800, 204800, 204800, 204800, 204800),
+            "host of the first rank": (331680, 327680, 327680, 327680, 329680),
+            "host of the others": (331680, 327680, 327680, 327680, 329680),
+            "page-locked": (208800, 204800, 204800, 204800, 206800),
         },
     ),
     (
@@ -158,9 +158,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (40008, 27092, 1000047092, 73768, 27092),
-            "host of the first rank": (100050, 94208, 94208, 94208, 114208),
-            "host of the others": (100050, 94208, 94208, 94208, 107964),
-            "page-locked": (28672, 45056, 45056, 45056, 45056),
+            "host of the first rank": (91160, 94208, 94208, 94208, 100876),
+            "host of the others": (91160, 94208, 94208, 94208, 100876),
+            "page-locked": (42008, 45056, 45056, 45056, 51724),
         },
     ),
     (
@@ -183,9 +183,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (40000, 20000, 4000085000, 27500, 20000),
-            "host of the first rank": (52460, 40960, 40960, 40960, 60960),
-            "host of the others": (52460, 40960, 40960, 40960, 43460),
-            "page-locked": (16384, 16384, 16384, 16384, 16384),
+            "host of the first rank": (45960, 40960, 40960, 40960, 44960),
+            "host of the others": (45960, 40960, 40960, 40960, 40960),
+            "page-locked": (21384, 16384, 16384, 16384, 20384),
         },
     ),
     (
@@ -245,9 +245,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (1000012230, 1000019260, 1000046500, 1000026916, 1000019260),
-            "host of the first rank": (62348, 57344, 57344, 59392, 64392),
-            "host of the others": (62348, 57344, 57344, 59392, 64392),
-            "page-locked": (24576, 24576, 24576, 24576, 24576),
+            "host of the first rank": (61344, 57344, 57344, 59392, 59364),
+            "host of the others": (61344, 57344, 57344, 59392, 59364),
+            "page-locked": (28576, 24576, 24576, 24576, 26576),
         },
     ),
     (
@@ -284,9 +284,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (48064, 45232, 82240, 65264, 45232),
-            "host of the first rank": (128608, 110592, 110592, 110592, 150620),
-            "host of the others": (128608, 110592, 110592, 110592, 135792),
-            "page-locked": (86016, 86016, 86016, 86016, 86016),
+            "host of the first rank": (120608, 110592, 110592, 110592, 118592),
+            "host of the others": (120608, 110592, 110592, 110592, 115600),
+            "page-locked": (96032, 86016, 86016, 86016, 94016),
         },
     ),
     (
@@ -371,9 +371,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (80128, 46232, 100248, 64664, 46232),
-            "host of the first rank": (71264, 53248, 53248, 55296, 93276),
-            "host of the others": (71264, 53248, 53248, 55296, 58292),
-            "page-locked": (24576, 24576, 24576, 24576, 24576),
+            "host of the first rank": (63264, 53248, 53248, 55296, 61248),
+            "host of the others": (63264, 53248, 53248, 55296, 53284),
+            "page-locked": (34592, 24576, 24576, 24576, 32576),
         },
     ),
     (
@@ -395,10 +395,10 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             },
         },
         {
-            "accelerator": (88000, 80096, 2000120096, 193968, 80096),
-            "host of the first rank": (419776, 368688, 368688, 380976, 488944),
-            "host of the others": (419776, 368688, 368688, 380976, 488944),
-            "page-locked": (204800, 241712, 241712, 241712, 241712),
+            "accelerator": (80000, 80096, 2000120096, 193968, 80096),
+            "host of the first rank": (411776, 368688, 368688, 380976, 376688),
+            "host of the others": (411776, 368688, 368688, 380976, 368944),
+            "page-locked": (284800, 241712, 241712, 241712, 249712),
         },
     ),
     (
@@ -422,9 +422,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (40032, 20016, 56032, 60048, 20016),
-            "host of the first rank": (231984, 167936, 167936, 167936, 187950),
-            "host of the others": (231984, 167936, 167936, 167936, 167936),
-            "page-locked": (45056, 45056, 45056, 45056, 45056),
+            "host of the first rank": (207968, 167936, 167936, 167936, 171936),
+            "host of the others": (207968, 167936, 167936, 167936, 167936),
+            "page-locked": (85088, 45056, 45056, 45056, 49056),
         },
     ),
 ]
