@@ -131,7 +131,7 @@ Tile select_tile(int32_t grad_dtype, int32_t published_dtype) {
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 7; }
+extern "C" int32_t dsext_adam_pass_version() { return 8; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;

@@ -21,11 +21,18 @@ After the last step, with that step's d and the values of `Publish`::
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-__all__ = ["DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish"]
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+
+if TYPE_CHECKING:
+    from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass
+
+__all__ = ["ADAM_STATE", "DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+
+ADAM_STATE = StateLayout("adam", (("m", "exp_avg"), ("v", "exp_avg_sq")), per_block=("block_means", "float32"))
 
 
 class Array(NamedTuple):
@@ -172,4 +179,7 @@ class Kernel(Protocol):
         """Run one pass; returns once memory holds the result."""
 
     def run_mean(self, mean_pass: MeanPass) -> None:
+        """Run one pass; returns once memory holds the result."""
+
+    def run_lion(self, lion_pass: "LionPass") -> None:
         """Run one pass; returns once memory holds the result."""
