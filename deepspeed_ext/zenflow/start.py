@@ -13,12 +13,13 @@ import torch
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 from deepspeed_ext.zenflow.kernels import prepare
+from deepspeed_ext.zenflow.optimizers.choose import hosted
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare, host_share_that_fits
-from deepspeed_ext.zenflow.step.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -51,7 +52,7 @@ def start_adam(
 
     Args:
         run: the settings of this run.
-        optimizer: the user's Adam or AdamW.
+        optimizer: the user's Adam, AdamW or Lion.
         masters: initial fp32 values, one 1-D tensor per partition; they are copied and may be freed afterwards.
         groups: index of the parameter group of each partition.
         weights: returns a partition's weights, 1-D, in the model's dtype; they are written in place.
@@ -64,7 +65,7 @@ def start_adam(
         weights_on_host: whether `weights` are on the host, and gradients are written to their slots before a step.
 
     Raises:
-        ConfigError: settings contradict each other, or the optimizer is not an Adam.
+        ConfigError: settings contradict each other, or the optimizer is another.
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the accelerator its share.
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
@@ -73,15 +74,15 @@ def start_adam(
     epoch = run.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
     agreed = (fields, epoch, list(groups), run.host_share, weights_on_host)
     require_same_plan("ZenFlow", agreed, ranks)
-    hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
+    kind, metrics = hosted(optimizer, config.rule), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
     settings: PredictiveSettings | SelectiveSettings
     if config.rule == "selective":
         settings = SelectiveSettings.of(config, run.steps_per_epoch, weights_on_host=weights_on_host)
     else:
-        settings = PredictiveSettings.of(config, weights_on_host=weights_on_host)
-    heads = _heads(run, [master.numel() for master in masters], settings.block_size, ranks)
-    _prepare_kernels(settings, weights(0), publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
+        settings = PredictiveSettings.of(config, weights_on_host=weights_on_host, layout=kind.layout)
+    heads = _heads(run, [master.numel() for master in masters], settings, ranks)
+    _prepare_kernels(kind, settings, weights(0), publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     link = WorkerLink(
         arena_specs(settings, [m.numel() for m in masters], publish_dtype, dtype_name(grad_dtype), heads),
         block_size=settings.block_size,
@@ -97,28 +98,30 @@ def start_adam(
     share = None
     if any(heads):
         device = weights(0).device
-        share = AcceleratorShare.on_all_ranks(masters, heads, link.arena, settings.block_size, device, ranks)
-    states = [_state(i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
+        share = AcceleratorShare.on_all_ranks(masters, heads, link.arena, settings.block_size, device, ranks, kind)
+    states = [_state(kind, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
     partitions = [_partition(i, state, holders[i], settings, link.arena, heads[i]) for i, state in enumerate(states)]
     for partition, master, head in zip(partitions, masters, heads, strict=True):
         partition.master.copy_(master[head:])
     rule: UpdateRule[Any]
     if isinstance(settings, SelectiveSettings):
-        rule = SelectiveRule(settings, partitions, link, ranks, hyperparameters, metrics)
+        rule = SelectiveRule(settings, partitions, link, ranks, kind, metrics)
     else:
-        rule = PredictiveRule(settings, partitions, link, ranks, metrics)
-    return OffloadedAdam(rule, partitions, states, share, link, optimizer, hyperparameters, ranks, metrics)
+        rule = PredictiveRule(settings, partitions, link, ranks, kind, metrics)
+    return OffloadedAdam(rule, partitions, states, share, link, optimizer, kind, ranks, metrics)
 
 
-def _heads(run: ZenFlowRun, numels: Sequence[int], block_size: int, ranks: RankGroup) -> list[int]:
+def _heads(run: ZenFlowRun, numels: Sequence[int], settings: RuleSettings, ranks: RankGroup) -> list[int]:
     """How many elements at the start of each partition step on the accelerator. A collective if that is measured."""
-    share = run.host_share
+    share, block_size = run.host_share, settings.block_size
     if share is None:
-        share = host_share_that_fits(numels, block_size, run.config.offload_reserve_fraction, ranks)
+        reserve = run.config.offload_reserve_fraction
+        share = host_share_that_fits(numels, block_size, reserve, ranks, settings.layout)
     return [accelerator_numel(numel, share, block_size) for numel in numels]
 
 
 def _prepare_kernels(
+    kind: HostedOptimizer,
     settings: PredictiveSettings | SelectiveSettings,
     weights: torch.Tensor,
     publish_dtype: str,
@@ -131,16 +134,18 @@ def _prepare_kernels(
     device, block_size = weights.device, settings.block_size
     calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {weights.dtype, grad_dtype})]
     if isinstance(settings, SelectiveSettings) or has_share:
-        calls.append(prepare.hot_steps(device, block_size, grad_dtype))
+        calls.append(kind.step_kernels(device, block_size, grad_dtype))
     if isinstance(settings, PredictiveSettings) and settings.overlapped:
-        published = getattr(torch, publish_dtype)
-        calls.append(prepare.estimates(device, block_size, weights.dtype, published, grad_dtype, settings.with_drift))
+        dtypes = weights.dtype, getattr(torch, publish_dtype), grad_dtype
+        calls.append(kind.estimate_kernels(device, block_size, *dtypes, settings.with_drift))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 
-def _state(index: int, group: int, arena: Arena, weights: Callable[[], torch.Tensor]) -> WholeState:
-    p, m, v = (arena.whole(kind, index) for kind in ("p", "m", "v"))
-    return WholeState(group, weights, p.requires_grad_(), m, v)
+def _state(
+    kind: HostedOptimizer, index: int, group: int, arena: Arena, weights: Callable[[], torch.Tensor]
+) -> WholeState:
+    p, *moments = (arena.whole(each, index) for each in kind.layout.kinds)
+    return WholeState(group, weights, p.requires_grad_(), dict(zip(kind.layout.names, moments, strict=True)))
 
 
 def _partition(
@@ -154,8 +159,7 @@ def _partition(
         holders,
         (lambda: state.weights()[head:]) if head else state.weights,
         master=arena.tensor("p", index),
-        exp_avg=arena.tensor("m", index),
-        exp_avg_sq=arena.tensor("v", index),
+        moments=tuple(arena.tensor(kind, index) for kind, _ in settings.layout.moments),
         published=arena.tensor("y", index),
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)],

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.partition import Partition

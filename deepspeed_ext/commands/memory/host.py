@@ -26,6 +26,7 @@ ARENA_KINDS = {
     "y": "published weights",
     "g": "gradient ring",
     "block_means": "block means",
+    "known": "signs and means",
     "updates": "update counts",
 }
 """Names of the arena's kinds of arrays in a report."""
@@ -97,7 +98,7 @@ class _Host:
             pages = plan_layout(arena_specs(rule, numels, publish_dtype, grad_dtype, there)).page_bytes()
             for key, size in pages.items():
                 nbytes[key.kind] += 0 if at_start and open_interval and key.slot else size * count
-        exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "block_means"}
+        exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "block_means", "known"}
         return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
 
     def laid_out(self) -> list[tuple[list[int], int]]:
@@ -190,7 +191,10 @@ class _Host:
         weight = self.model.itemsize
         whole = weight * self.model.params if self.first and not self.setup.partitions_weights else 0
         shown = self.numel - sum(run.numel * run.times for run in self.on_host())
-        module = [Part("copy of the module", whole), Part("shown state", 3 * FLOAT_BYTES * shown)]
+        module = [
+            Part("copy of the module", whole),
+            Part("shown state", len(self.setup.layout.kinds) * FLOAT_BYTES * shown),
+        ]
         if self.setup.on_accelerator:  # copied tensor by tensor
             return [module, [Part("copy of the state", FLOAT_BYTES * self.most)]]
         if self.setup.zenflow is None:

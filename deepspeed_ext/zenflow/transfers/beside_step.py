@@ -72,7 +72,7 @@ class LandingBuffer:
         self.gradient = buffer[buffer.numel() - numel * grad_dtype.itemsize :].view(grad_dtype)
         means = None
         if host.block_means is not None:
-            means = torch.empty_like(host.block_means, dtype=torch.float32, device=self._device)
+            means = torch.empty_like(host.block_means, dtype=host.block_means.dtype, device=self._device)
         self.results = Results(buffer[: numel * publish_dtype.itemsize].view(publish_dtype), means)
 
     def release(self) -> None:

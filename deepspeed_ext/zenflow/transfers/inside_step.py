@@ -28,7 +28,8 @@ class Results:
 
     Attributes:
         published: y, 1-D [n].
-        block_means: means of v, 1-D fp32 [ceil(n / block_size)]; None: the rule does not use them.
+        block_means: what the estimate is made from: means of v, 1-D fp32 [ceil(n / block_size)], or with Lion signs and
+            means of m, int32, one row per block; None: the rule does not use it.
     """
 
     published: torch.Tensor

@@ -58,7 +58,8 @@ class ArrayKey(NamedTuple):
     """Identifies an array by kind, partition and, for gradients, slot of the ring."""
 
     kind: str
-    """``p``, ``m``, ``v``, ``y``, ``g``, or the kind of the rule's per-block array (see `deepspeed_ext.zenflow`)."""
+    """``p``, a moment (``m``, ``v``), ``y``, ``g``, or the kind of the rule's per-block array (see
+    `deepspeed_ext.zenflow`)."""
     partition: int = 0
     slot: int = 0
 
@@ -138,6 +139,8 @@ def partition_specs(
     per_block: tuple[str, str, bool],
     lifts_weights: bool = True,
     before: int = 0,
+    states: Sequence[str] = ("p", "m", "v"),
+    per_block_width: int = 1,
 ) -> list[ArraySpec]:
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
 
@@ -152,12 +155,14 @@ def partition_specs(
         per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
         lifts_weights: whether y is copied to the accelerator.
         before: elements before them, of the same partition of ZeRO, that step on the accelerator.
+        states: kinds of p and of the optimizer's moments.
+        per_block_width: elements of the per-block array for one block.
     """
     blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
     return [
-        *(ArraySpec(name, "float32", numel, partition, before=before) for name in ("p", "m", "v")),
+        *(ArraySpec(name, "float32", numel, partition, before=before) for name in states),
         ArraySpec("y", publish_dtype, numel, partition, exchanged=lifts_weights),
-        ArraySpec(kind, dtype, blocks, partition, exchanged=exchanged),
+        ArraySpec(kind, dtype, blocks * per_block_width, partition, exchanged=exchanged),
         *(
             ArraySpec("g", grad_dtype, numel, partition, slot, touched=slot < touched_slots, exchanged=True)
             for slot in range(slots)

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArrayKey
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPublish, LionStep
 
 __all__ = [
     "ArenaTouch",
@@ -14,6 +15,7 @@ __all__ = [
     "Done",
     "Failed",
     "FilePart",
+    "LionPartitionPass",
     "MeanPartitionPass",
     "PartitionPass",
     "Ready",
@@ -72,7 +74,19 @@ class MeanPartitionPass:
     """As in `PartitionPass`."""
 
 
-WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass
+@dataclass(frozen=True)
+class LionPartitionPass:
+    """As `PartitionPass`, for Lion."""
+
+    partition: int
+    slots: tuple[int, ...]
+    steps: tuple[LionStep, ...]
+    publish: LionPublish
+    span: Span | None = None
+    """As in `PartitionPass`."""
+
+
+WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass | LionPartitionPass
 
 
 class FilePart(NamedTuple):

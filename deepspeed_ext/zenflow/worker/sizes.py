@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deepspeed_ext.zenflow.worker.arena import ArraySpec, partition_specs
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["RuleSettings", "accelerator_numel", "accelerator_share_bytes", "arena_specs", "gradient_dtype"]
 
@@ -38,6 +39,14 @@ class RuleSettings(Protocol):
         """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
 
     @property
+    def per_block_width(self) -> int:
+        """Elements of that array for one block."""
+
+    @property
+    def layout(self) -> StateLayout:
+        """The optimizer's state."""
+
+    @property
     def weights_on_host(self) -> bool:
         """Whether weights are on the host, so y stays there, and gradients are in the ring before their step."""
 
@@ -49,9 +58,11 @@ def accelerator_numel(numel: int, host_share: float, block_size: int) -> int:
     return min(wanted, numel // block_size * block_size)
 
 
-def accelerator_share_bytes(numel: int, block_size: int) -> int:
-    """Bytes of accelerator memory of `numel` elements that step there: p, m, v, and a count for each block."""
-    return 3 * DTYPE_BYTES["float32"] * numel + DTYPE_BYTES["int32"] * (numel // block_size)
+def accelerator_share_bytes(numel: int, block_size: int, layout: StateLayout = ADAM_STATE) -> int:
+    """Bytes of accelerator memory of `numel` elements that step there: p, the moments, and a count for each block if
+    the optimizer needs it."""
+    counts = DTYPE_BYTES["int32"] * (numel // block_size) if layout.counts_updates else 0
+    return len(layout.kinds) * DTYPE_BYTES["float32"] * numel + counts
 
 
 def arena_specs(
@@ -85,6 +96,8 @@ def arena_specs(
             per_block=settings.per_block,
             lifts_weights=not settings.weights_on_host,
             before=before,
+            states=settings.layout.kinds,
+            per_block_width=settings.per_block_width,
         )
     ]
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
@@ -104,6 +106,16 @@ class SelectiveSettings:
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
         return ring_of(self.longest_interval, self.lag or 0, self.weights_on_host)
+
+    @property
+    def layout(self) -> StateLayout:
+        """The optimizer's state: the rule knows Adam only."""
+        return ADAM_STATE
+
+    @property
+    def per_block_width(self) -> int:
+        """Elements of the per-block array for one block."""
+        return 1
 
     @property
     def per_block(self) -> tuple[str, str, bool]:

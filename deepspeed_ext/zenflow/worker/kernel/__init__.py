@@ -1,7 +1,8 @@
 """Computes the worker's exact steps over host memory.
 
-`adam_pass` and `lion_pass` are the contracts; `state_layout` says what an optimizer keeps. `reference` implements it with torch operations; `native` with a
-small C++ library that `library` finds. Importing this package imports neither torch nor DeepSpeed.
+`adam_pass` and `lion_pass` are the contracts; `state_layout` says what an optimizer keeps. `reference` implements the
+passes with torch operations; `native` with a small C++ library that `library` finds. Importing this package imports
+neither torch nor DeepSpeed.
 """
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, MeanPass, Publish

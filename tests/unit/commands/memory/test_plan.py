@@ -275,7 +275,7 @@ def test_an_open_interval_is_planned_up_to_the_next_selection(
     assert "1 to 4, counted as the longest" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "notes"), [("AdamW", 0), ("OneBitAdam", 0), ("Lion", 1)])
+@pytest.mark.parametrize(("name", "notes"), [("AdamW", 0), ("OneBitAdam", 0), ("Lion", 0), ("Lamb", 1)])
 def test_another_optimizer_is_counted_as_adam_with_a_note(
     name: str, notes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

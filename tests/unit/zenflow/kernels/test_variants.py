@@ -14,7 +14,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from deepspeed_ext.zenflow.kernels import definition, device, launch, prepare
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 
 BACKENDS = {"sm_90": make_backend(GPUTarget("cuda", 90, 32)), "gfx942": make_backend(GPUTarget("hip", "gfx942", 64))}
 

@@ -24,8 +24,8 @@ from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.rules.blocks import BlockSet
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.step import rule as rule_module
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.rule import UpdateRule

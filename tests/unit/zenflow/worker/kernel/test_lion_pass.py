@@ -1,4 +1,4 @@
-"""The worker's Lion pass: equals DeepSpeed's CPU Lion, does not depend on threads or pieces, and tells signs and means."""
+"""The worker's Lion pass: equals DeepSpeed's CPU Lion, does not depend on threads or pieces, tells signs and means."""
 
 from typing import Any
 

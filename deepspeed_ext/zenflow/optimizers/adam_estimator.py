@@ -166,6 +166,11 @@ class Estimator:
         estimator._block_size, estimator.inverse = block_size, inverse
         return estimator
 
+    @property
+    def kept(self) -> torch.Tensor:
+        """`inverse`."""
+        return self.inverse
+
     @torch.no_grad()
     def move(
         self,
