@@ -65,7 +65,7 @@ def define_predict_lion(
     rows = known.view(-1, LION_STATE.per_block_width(block_size))
     for part in Chunks(grad.numel(), block_size, grad.device, 1):
         of_part = rows[part.begin // block_size : -(-part.end // block_size)]
-        lean = (of_part[:, :1].view(torch.float32) * beta1).expand(-1, part.row)
+        lean = of_part[:, :1].view(torch.float32) * beta1
         x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
         x.add_(torch.where(_signs(of_part[:, 1:], part.row), -lean, lean))
         update = torch.full_like(x, -lr).masked_fill_(x < 0.0, lr)

@@ -24,6 +24,7 @@ from tests.support.zenflow import make_engine, masters_of, offload_config, train
 from tests.support.zenflow_runs import difference, with_and_without
 
 STAGES = [1, 2, 3]
+DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
 def lion_config(
@@ -71,6 +72,26 @@ def test_overlapped_training_stays_close_to_zero_offload(stage: int) -> None:
         assert actual.losses != expected.losses
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [2, 3])
+def test_copies_beside_the_step_carry_the_same_bits(stage: int) -> None:
+    """Odd partitions of several blocks, with the signs and means in rows of their own."""
+    found = [
+        run_ranks(1, losses_of, lion_config(stage, hide_transfers=hidden), 12, device="accelerator")[0]
+        for hidden in (True, False)
+    ]
+    assert_same(found[0], found[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_accelerator_trains_as_the_host_does(stage: int) -> None:
+    """Sums of matrix products round in another order on a GPU: 12 steps differ by less than a thousandth."""
+    config = lion_config(stage, torch.float32)
+    (expected,), (found,) = (run_ranks(1, losses_of, config, 12, device=device) for device in ("cpu", "accelerator"))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 def with_own_optimizer(config: dict[str, Any]) -> list[float]:
     """The losses of a run whose optimizer the user has built."""
     config = {key: value for key, value in config.items() if key != "optimizer"}
@@ -116,10 +137,12 @@ def test_overflows_of_fp16_skip_the_steps_that_zero_offload_skips(stage: int) ->
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_resume_is_exact_at_every_step(stage: int, tmp_path: Path) -> None:
+def test_resume_is_exact_at_every_step(stage: int, device: str, tmp_path: Path) -> None:
     """From synchronous and overlapped steps."""
-    assert failed_resumes(2, lion_config(stage, full_warm_up_rounds=2), 1, 4, str(tmp_path)) == []
+    ranks = 2 if device == "cpu" else 1
+    assert failed_resumes(ranks, lion_config(stage, full_warm_up_rounds=2), 1, 4, str(tmp_path), device) == []
 
 
 @pytest.mark.parametrize(
@@ -217,16 +240,20 @@ def test_without_overlap_any_ratio_is_close_to_zero_offload(stage: int, ratio: f
         assert difference(expected, actual) < 1e-2
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_resume_with_a_share_on_the_accelerator_is_exact(stage: int, tmp_path: Path) -> None:
-    assert failed_resumes(2, with_ratio(lion_config(stage), 0.4), 2, 3, str(tmp_path)) == []
+def test_resume_with_a_share_on_the_accelerator_is_exact(stage: int, device: str, tmp_path: Path) -> None:
+    ranks = 2 if device == "cpu" else 1
+    assert failed_resumes(ranks, with_ratio(lion_config(stage), 0.4), 2, 3, str(tmp_path), device) == []
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_weights_on_the_host_train_as_those_on_the_accelerator(overlap: bool) -> None:
+def test_weights_on_the_host_train_as_those_on_the_accelerator(overlap: bool, device: str) -> None:
     config = lion_config(3, overlap_step=overlap)
-    expected = run_ranks(2, losses_of, config, 8)
-    assert_same(expected, run_ranks(2, losses_of, on_host(copy.deepcopy(config)), 8))
+    ranks = 2 if device == "cpu" else 1
+    expected = run_ranks(ranks, losses_of, config, 8, device=device)
+    assert_same(expected, run_ranks(ranks, losses_of, on_host(copy.deepcopy(config)), 8, device=device))
 
 
 def refusal(config: dict[str, Any]) -> str:
