@@ -226,6 +226,19 @@ def test_adam_does_not_load_what_lion_saved(tmp_path: Path) -> None:
     assert "that of Lion, this run's optimizer is Adam" in told
 
 
+def refused_load(run: Run, folder: str) -> str:
+    try:
+        resume(run, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_adam_does_not_load_what_other_ranks_of_lion_saved(tmp_path: Path) -> None:
+    folder, _ = saved_by(Run(2, 2, "predictive", "lion"), tmp_path)
+    assert "of another optimizer" in run_ranks(1, refused_load, Run(1, 1, "predictive"), folder)[0]
+
+
 # -- other settings ---------------------------------------------------------------------------------------------------
 
 
