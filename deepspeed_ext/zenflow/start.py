@@ -156,7 +156,7 @@ def _partition(
         master=arena.tensor("p", index),
         exp_avg=arena.tensor("m", index),
         exp_avg_sq=arena.tensor("v", index),
-        published=arena.tensor("y", index),
+        publish_dtype=arena.tensor("y", index).dtype,
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)],
     )

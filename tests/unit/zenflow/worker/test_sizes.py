@@ -34,4 +34,7 @@ def test_while_the_interval_is_open_one_slot_is_touched(interval: int | None, sl
         assert {(spec.dtype, spec.numel) for spec in ring} == {("float32", numel)}
         assert sum(spec.touched for spec in ring) == touched
     assert {spec.dtype for spec in specs if spec.kind == "y"} == {"bfloat16"}
+    assert {spec.replaced_by for spec in arena_specs(settings, [100], "bfloat16", "bfloat16") if spec.kind == "g"} == {
+        "bfloat16"
+    }
     assert [spec.numel for spec in specs if spec.kind == "block_means"] == [4, 2]

@@ -17,7 +17,7 @@ def sample_of(numel: int, most_blocks: int, seed: int = 1, index: int = 0) -> tu
     state = tuple(torch.arange(numel, dtype=torch.float32) + 1000 * number for number in range(3))
     partition: Any = SimpleNamespace(master=state[0], state=state, index=index)
     last: Any = None
-    return Sample.take(partition, BLOCK, last, most_blocks, seed), state[0]
+    return Sample.take(partition, torch.arange(numel).bfloat16(), BLOCK, last, most_blocks, seed), state[0]
 
 
 @pytest.mark.parametrize("numel", [1, 3])
