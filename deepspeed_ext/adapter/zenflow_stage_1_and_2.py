@@ -130,7 +130,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
         """The flat gradient, if DeepSpeed need not build one: DeepSpeed's own, or one laid out in the ring slot.
 
-        DeepSpeed asks for it once it knows that the step will be applied.
+        DeepSpeed asks for it once it knows that the step will be applied. The slot is free once the step has begun.
         """
         self._begin_once()
         flat = super()._get_preflattened_grad_partition(group_idx)
@@ -140,12 +140,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return flat
 
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
-        """Lay out a group's gradient in its ring slot; None if the slot is not on the gradients' device, holds only a
-        part of it, or is not free yet."""
-        adam = self.zenflow_adam
-        slot, end = adam.coming_slot(group_idx), 0
-        is_elsewhere = slot.device != torch.device(self.device)
-        if is_elsewhere or slot.numel() != self._masters[group_idx].numel() or not adam.is_coming_slot_free(group_idx):
+        """Lay out a group's gradient in its ring slot; None if the slot is not on the gradients' device, or holds
+        only a part of it."""
+        slot, end = self.zenflow_adam.coming_slot(group_idx), 0
+        if slot.device != torch.device(self.device) or slot.numel() != self._masters[group_idx].numel():
             return None
         for grad in self.averaged_gradients[group_idx]:
             begin, end = end, end + grad.numel()

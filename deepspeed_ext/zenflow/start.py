@@ -75,11 +75,12 @@ def start_adam(
     require_same_plan("ZenFlow", agreed, ranks)
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
+    on_host = {"weights_on_host": weights_on_host, "grads_on_host": weights(0).device.type == "cpu"}
     settings: PredictiveSettings | SelectiveSettings
     if config.rule == "selective":
-        settings = SelectiveSettings.of(config, run.steps_per_epoch, weights_on_host=weights_on_host)
+        settings = SelectiveSettings.of(config, run.steps_per_epoch, **on_host)
     else:
-        settings = PredictiveSettings.of(config, weights_on_host=weights_on_host)
+        settings = PredictiveSettings.of(config, **on_host)
     heads = _heads(run, [master.numel() for master in masters], settings.block_size, ranks)
     _prepare_kernels(settings, weights(0), publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     link = WorkerLink(

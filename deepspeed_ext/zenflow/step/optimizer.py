@@ -190,13 +190,8 @@ class OffloadedAdam:
 
     def coming_slot(self, index: int) -> torch.Tensor:
         """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. After
-        `begin_step` it is free, or holds y from which this step computes the weights (see `is_coming_slot_free`)."""
+        `begin_step` it is free, but on an accelerator that is not the CPU the step may still read y there."""
         return self.partitions[index].ring[self.rule.schedule.coming]
-
-    def is_coming_slot_free(self, index: int) -> bool:
-        """Whether a partition's gradient may be written to its slot before `step_partition`. Valid after
-        `begin_step`."""
-        return not self.link.transfers.holds_unread(index, self.coming_slot(index))
 
     @property
     def _current_plan(self) -> StepPlan:

@@ -70,7 +70,6 @@ class Transfers:
         self._block_size = block_size
         self._waiting = waiting
         self._slots = [0] * len(results)  # of each partition: where its newest y is
-        self._unread: set[int] = set()  # partitions whose newest y was not read
         self._read: dict[int, list[tuple[Span, Any]]] = {}  # by partition: parts of y, and events after their reading
         has_copies = not (weights_on_host or accelerator.is_synchronized_device())
         self._down: Any = accelerator.Stream() if has_copies else None
@@ -127,7 +126,6 @@ class Transfers:
     def _note_slots(self, tasks: Sequence[WorkerTask]) -> None:
         for task in tasks:
             self._slots[task.partition] = task.y_slot
-            self._unread.add(task.partition)
 
     def _host_results(self, index: int) -> Results:
         """The arrays of the arena with a partition's newest results."""
@@ -164,7 +162,6 @@ class Transfers:
             if self._down is not None:
                 read.append((part, self.ready()))
         self._read[index] = read
-        self._unread.discard(index)
 
     def block_means(self, index: int) -> torch.Tensor:
         """A partition's block means, for work on the current stream; on the host or on the accelerator."""
@@ -173,10 +170,6 @@ class Transfers:
         means = self._host_results(index).block_means
         assert means is not None, "only rules with block means read them"
         return means
-
-    def holds_unread(self, index: int, slot: torch.Tensor) -> bool:
-        """Whether a partition's newest y is in the place of this slot and was not read."""
-        return index in self._unread and self._host_results(index).published.data_ptr() == slot.data_ptr()
 
     def release(self) -> None:
         """Free the accelerator memory that is held between steps. Nothing may be in flight."""

@@ -84,6 +84,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
             fills_early=settings.weights_on_host,
+            fills_before_y=settings.grads_on_host,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
