@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +27,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "selective, inside": RULES["selective"] | {"hide_transfers": False},
     "selective, beside": RULES["selective"] | {"hide_transfers": True},
 }
+ON_HOST: dict[str, dict[str, Any]] = {
+    "interval 1, weights on the host": {"update_interval": 1},
+    "interval 3, weights on the host": {"update_interval": 3},
+    "selective, weights on the host": RULES["selective"],
+}
+EVENTS = ("nothing", "look", "wait", "load", "new engine", "offload")
 
 
 def arena_bytes(config: dict[str, Any]) -> tuple[int, int, int]:
@@ -49,17 +56,15 @@ def test_a_run_holds_these_host_bytes_per_parameter(hidden: bool, interval: int,
     assert 0 <= found - int(numel * expected) <= arrays * PAGE
 
 
-def train_with_events(order: str | None, seed: int | None, config: dict[str, Any]) -> Outcome:
-    """Train; before some steps look at the exact weights, wait, offload, save, or load into the same or a new engine.
-    Without a seed nothing comes between the steps."""
-    if order is not None:
-        from tests.support.simulated_accelerator import simulation
+def train_with_events(seed: int, config: dict[str, Any], events: Sequence[str]) -> Outcome:
+    """Train, on the simulated accelerator; before each step comes one of the events."""
+    from tests.support.simulated_accelerator import simulation
 
-        simulation.configure(order, seed or 0)  # type: ignore[arg-type]
+    simulation.configure("seeded", seed)
     engine, drawn, losses = make_engine(config), random.Random(seed), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         for batch in batches(STEPS, dist.get_rank()):
-            event = drawn.choice(["nothing", "look", "wait", "offload", "load", "new engine"]) if seed else "nothing"
+            event = drawn.choice(events)
             if event == "look":
                 with engine.optimizer.exact_weights():
                     weights_of(engine)
@@ -77,9 +82,15 @@ def train_with_events(order: str | None, seed: int | None, config: dict[str, Any
             losses += train(engine, [batch])
     outcome = Outcome(losses, weights_of(engine), full_masters_of(engine))
     engine.destroy()
-    if order is not None:
-        simulation.configure("held")
+    simulation.configure("held")
     return outcome
+
+
+def disturbed_and_not(pool: str, seed: int, config: dict[str, Any], events: Sequence[str]) -> tuple[Any, Any]:
+    expected, found = (
+        run_ranks(1, train_with_events, seed, config, each, device="sim", pool=pool) for each in (("nothing",), events)
+    )
+    return expected, found
 
 
 @pytest.mark.sampled(4)
@@ -88,8 +99,13 @@ def train_with_events(order: str | None, seed: int | None, config: dict[str, Any
 @pytest.mark.parametrize("stage", [2, 3])
 def test_whatever_comes_between_steps_changes_nothing(stage: int, way: str, seed: int) -> None:
     config = zenflow_config(stage, lr=1e-2, **WAYS[way])
-    pool = f"events, stage {stage}"
-    expected, found = (
-        run_ranks(1, train_with_events, "seeded", each, config, device="sim", pool=pool) for each in (None, seed)
-    )
-    assert_same(expected, found, f"{way}, seed {seed}")
+    assert_same(*disturbed_and_not(f"events, stage {stage}", seed, config, EVENTS), way)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("way", ON_HOST)
+def test_whatever_comes_between_steps_changes_nothing_with_weights_on_the_host(way: str, seed: int) -> None:
+    config = zenflow_config(3, lr=1e-2, **ON_HOST[way])
+    config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    assert_same(*disturbed_and_not("events, stage 3", seed, config, EVENTS[:-1]), way)
