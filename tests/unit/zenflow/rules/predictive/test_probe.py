@@ -43,6 +43,13 @@ def test_whole_blocks_are_drawn_from_all_parts_of_the_partition(numel: int, most
         assert sample.v.tolist() == [2000.0 + element for element in elements]
 
 
+@pytest.mark.parametrize("numel", [3, 400])
+def test_the_newest_gradient_is_kept_because_y_replaces_it(numel: int) -> None:
+    sample, _ = sample_of(numel, 8)
+    assert sample.newest.dtype is torch.bfloat16
+    assert torch.equal(sample.newest, sample.of(torch.arange(numel).bfloat16()))
+
+
 def test_seeds_and_partitions_draw_other_blocks() -> None:
     drawn = [tuple(sample_of(4000, 8, seed, index)[0].blocks.tolist()) for seed in range(4) for index in range(4)]
     assert len(set(drawn)) == len(drawn)
