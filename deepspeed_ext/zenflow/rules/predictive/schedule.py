@@ -115,7 +115,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         return max(self._warm_up_steps, self.state.interval or MEASURED_STEPS + 1)
 
     def ring_at(self, interval: int | None) -> int:
-        return ring_of(interval, *self._fills) if self._overlap and interval is not None else 1
+        return ring_of(interval or 1, *self._fills) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
         """Describe the coming step."""

@@ -57,6 +57,11 @@ class PredictiveSettings:
         return ring_of(self.longest_interval, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
 
     @property
+    def least_slots(self) -> int:
+        """Slots in use while the interval is open: those of interval 1."""
+        return ring_of(1, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
+
+    @property
     def per_block(self) -> tuple[str, str, bool]:
         """The per-block array: means of v, which are copied to the accelerator if the weights are there."""
         return ("block_means", "float32", not self.weights_on_host)

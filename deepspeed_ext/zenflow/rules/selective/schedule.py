@@ -75,7 +75,7 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         return self._settings.lag or 1
 
     def ring_at(self, interval: int | None) -> int:
-        return 1 if interval is None else self._settings.ring_at(interval)
+        return self._settings.least_slots if interval is None else self._settings.ring_at(interval)
 
     def plan(self) -> SelectivePlan:
         """Describe the coming step."""

@@ -120,6 +120,11 @@ class SelectiveSettings:
         return ring_of(interval, self.lag or 0, self.weights_on_host, self.grads_on_host)
 
     @property
+    def least_slots(self) -> int:
+        """Slots in use while the interval is open: those of interval 1."""
+        return ring_of(1, min(self.lag or 0, 1), self.weights_on_host, self.grads_on_host)
+
+    @property
     def per_block(self) -> tuple[str, str, bool]:
         """The per-block array: update counts, which stay on the host."""
         return ("updates", "int32", False)
