@@ -75,11 +75,12 @@ def start_adam(
     require_same_plan("ZenFlow", agreed, ranks)
     hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
+    on_host = {"weights_on_host": weights_on_host, "grads_on_host": weights(0).device.type == "cpu"}
     settings: PredictiveSettings | SelectiveSettings
     if config.rule == "selective":
-        settings = SelectiveSettings.of(config, run.steps_per_epoch, weights_on_host=weights_on_host)
+        settings = SelectiveSettings.of(config, run.steps_per_epoch, **on_host)
     else:
-        settings = PredictiveSettings.of(config, weights_on_host=weights_on_host)
+        settings = PredictiveSettings.of(config, **on_host)
     heads = _heads(run, [master.numel() for master in masters], settings.block_size, ranks)
     parts = [weights(index) for index in range(len(masters))]
     _prepare_kernels(settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
@@ -162,7 +163,7 @@ def _partition(
         master=arena.tensor("p", index),
         exp_avg=arena.tensor("m", index),
         exp_avg_sq=arena.tensor("v", index),
-        published=arena.tensor("y", index),
+        publish_dtype=arena.tensor("y", index).dtype,
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)],
     )

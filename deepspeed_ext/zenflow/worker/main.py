@@ -165,7 +165,8 @@ def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPa
 
 def _arrays(work: WorkerTask, arena: Arena) -> list[Array]:
     """p, m, v, y and the gradients of the task's span."""
-    arrays = [arena.array(kind, work.partition) for kind in ("p", "m", "v", "y")]
+    arrays = [arena.array(kind, work.partition) for kind in ("p", "m", "v")]
+    arrays += [arena.array("y", work.partition, work.y_slot)]
     arrays += [arena.array("g", work.partition, slot) for slot in work.slots]
     return arrays if work.span is None else [array.part(*work.span) for array in arrays]
 

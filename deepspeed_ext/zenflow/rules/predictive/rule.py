@@ -84,6 +84,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
             fills_early=settings.weights_on_host,
+            fills_before_y=settings.grads_on_host,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
@@ -107,7 +108,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             assert state.last is not None, "the schedule begins with a synchronous step"
             blocks = blocks_per_sample(self.block_size, len(self._partitions))
             seed = self.schedule.state.steps
-            state.sample = Sample.take(partition, self.block_size, state.last, blocks, seed)
+            state.sample = Sample.take(partition, grad, self.block_size, state.last, blocks, seed)
         if plan.source is WeightSource.EXACT:
             if state.drift is not None:
                 state.drift.zero_()
@@ -123,9 +124,11 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             move = move_coefficient(step, position, self._interval)
             state.estimator.move(weights, state.drift, grad, step.grad_scale, move, drift)
             return
-        published = self._link.transfers.results(partition.index).published
-        state.estimator.predict(weights, published, state.drift, grad, step.grad_scale, drift)
-        self._metrics.bytes_up += published.nbytes
+        for span, published in self._link.transfers.published(partition.index):
+            part = slice(*span)
+            drifted = None if state.drift is None else state.drift[part]
+            state.estimator.of(*span).predict(weights[part], published, drifted, grad[part], step.grad_scale, drift)
+            self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()
 
@@ -176,7 +179,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         passes = []
         for index, state in enumerate(self.states):
             assert state.last is not None, "publishing again needs a first step"
-            passes.append(PartitionPass(index, (), (), publish_ahead(state.last, self._interval)))
+            publish = publish_ahead(state.last, self._interval)
+            passes.append(PartitionPass(index, (), (), publish, again=self.schedule.handed_over))
         self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def _read_results(self) -> None:
@@ -186,8 +190,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._link.phase = UpdatePhase.READ
         for partition, state in zip(self._partitions, self.states, strict=True):
             assert state.last is not None, "a result has arrived, so gradients were handed over"
-            means = self._link.transfers.results(partition.index).block_means
-            assert means is not None
+            means = self._link.transfers.block_means(partition.index)
             means = means.to(partition.device, copy=True, non_blocking=True)
             state.estimator = Estimator.after(state.last, means, self.block_size)
 

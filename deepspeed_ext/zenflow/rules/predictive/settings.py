@@ -27,10 +27,15 @@ class PredictiveSettings:
     """0: no guard."""
     weights_on_host: bool = False
     """Weights are on the host, and gradients are in the ring before their step begins (``offload_param``)."""
+    grads_on_host: bool = False
+    """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
+    accelerator)."""
 
     @classmethod
-    def of(cls, config: ZenFlowConfig, *, weights_on_host: bool = False) -> PredictiveSettings:
-        """Read the settings from a section; `weights_on_host` as the attribute."""
+    def of(
+        cls, config: ZenFlowConfig, *, weights_on_host: bool = False, grads_on_host: bool = False
+    ) -> PredictiveSettings:
+        """Read the settings from a section; `weights_on_host` and `grads_on_host` as the attributes."""
         return cls(
             update_interval=config.update_interval,
             overlapped=config.overlapped,
@@ -38,6 +43,7 @@ class PredictiveSettings:
             block_size=config.block_size,
             prediction_error_factor=config.prediction_error_factor,
             weights_on_host=weights_on_host,
+            grads_on_host=grads_on_host,
         )
 
     @property
@@ -48,7 +54,12 @@ class PredictiveSettings:
     @property
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
-        return ring_of(self.longest_interval, self.weights_on_host) if self.overlapped else 1
+        return ring_of(self.longest_interval, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
+
+    @property
+    def least_slots(self) -> int:
+        """Slots in use while the interval is open: those of interval 1."""
+        return ring_of(1, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
