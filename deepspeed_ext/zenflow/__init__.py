@@ -14,8 +14,9 @@ moments  m, v  fp32 [n]         arena "m", "v"  the moments; Lion has no v: work
 gradient g     see below, [n]   arena "g"       reduced gradient of one optimizer step, before unscaling and
                                                 clipping, in one slot of the gradient ring: trainer -> worker
 factor   c     float            command         unscale and clip factor of that gradient: trainer -> worker
-published y    model's or fp32  arena "y"       p after the update. For a prediction, p extrapolated to the
-               [n]                              point where the estimate starts: worker -> trainer
+published y    model's or fp32  arena "y", in   p after the update. For a prediction, p extrapolated to the
+               [n]              place of the    point where the estimate starts: worker -> trainer
+                                newest g
 per block      [ceil(n / b)]    arena           one entry per block; each rule has its own array (below)
 =============  ===============  ==============  ==============================================================
 

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
-from deepspeed_ext.zenflow.kernels import prepare
+from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.choose import hosted
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
@@ -76,13 +76,15 @@ def start_adam(
     require_same_plan("ZenFlow", agreed, ranks)
     kind, metrics = hosted(optimizer, config.rule), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(weights(0).dtype)
+    on_host = {"weights_on_host": weights_on_host, "grads_on_host": weights(0).device.type == "cpu"}
     settings: PredictiveSettings | SelectiveSettings
     if config.rule == "selective":
-        settings = SelectiveSettings.of(config, run.steps_per_epoch, weights_on_host=weights_on_host)
+        settings = SelectiveSettings.of(config, run.steps_per_epoch, **on_host)
     else:
-        settings = PredictiveSettings.of(config, weights_on_host=weights_on_host, layout=kind.layout)
+        settings = PredictiveSettings.of(config, layout=kind.layout, **on_host)
     heads = _heads(run, [master.numel() for master in masters], settings, ranks)
-    _prepare_kernels(kind, settings, weights(0), publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
+    parts = [weights(index) for index in range(len(masters))]
+    _prepare_kernels(kind, settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     link = WorkerLink(
         arena_specs(settings, [m.numel() for m in masters], publish_dtype, dtype_name(grad_dtype), heads),
         block_size=settings.block_size,
@@ -123,21 +125,26 @@ def _heads(run: ZenFlowRun, numels: Sequence[int], settings: RuleSettings, ranks
 def _prepare_kernels(
     kind: HostedOptimizer,
     settings: PredictiveSettings | SelectiveSettings,
-    weights: torch.Tensor,
+    weights: Sequence[torch.Tensor],
     publish_dtype: str,
     grad_dtype: torch.dtype,
     has_share: bool,
     *,
     warns: bool,
 ) -> None:
-    """Compile the kernels that steps will launch, so that no step compiles or needs memory for it."""
-    device, block_size = weights.device, settings.block_size
-    calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {weights.dtype, grad_dtype})]
+    """Compile the kernels that steps will launch, so that no step compiles or needs memory for it.
+
+    A partition's gradient and results are at least as aligned as its weights: they have arrays of their own, or lie
+    in one as the weights do.
+    """
+    device, dtype, block_size = weights[0].device, weights[0].dtype, settings.block_size
+    calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {dtype, grad_dtype})]
+    alignments = {launch.is_aligned(block_size, [part]) for part in weights}
     if isinstance(settings, SelectiveSettings) or has_share:
-        calls.append(kind.step_kernels(device, block_size, grad_dtype))
+        calls.append(kind.step_kernels(device, block_size, grad_dtype, alignments if has_share else {True}))
     if isinstance(settings, PredictiveSettings) and settings.overlapped:
-        dtypes = weights.dtype, getattr(torch, publish_dtype), grad_dtype
-        calls.append(kind.estimate_kernels(device, block_size, *dtypes, settings.with_drift))
+        dtypes = dtype, getattr(torch, publish_dtype), grad_dtype
+        calls.append(kind.estimate_kernels(device, block_size, *dtypes, settings.with_drift, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 
@@ -160,7 +167,7 @@ def _partition(
         (lambda: state.weights()[head:]) if head else state.weights,
         master=arena.tensor("p", index),
         moments=tuple(arena.tensor(kind, index) for kind, _ in settings.layout.moments),
-        published=arena.tensor("y", index),
+        publish_dtype=arena.tensor("y", index).dtype,
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)],
     )

@@ -3,6 +3,9 @@ line are chosen."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("cosmic_ray")
@@ -98,3 +101,9 @@ def test_no_mutant_gets_more_than_its_time() -> None:
         30,
         30,
     ]
+
+
+def test_what_forks_share_leaves_the_package_to_their_copies() -> None:
+    """torch imports the entry points of installed packages, and this package has one."""
+    code = "import sys; from tests.mutations.forks import import_once; import_once(); assert 'deepspeed' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)

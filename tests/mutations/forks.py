@@ -44,14 +44,17 @@ MOST_BYTES = 6 << 30
 """Of memory that a process of a fork may allocate: some mutants never stop. Not of one with the simulated accelerator,
 which reserves addresses."""
 PR_SET_PDEATHSIG = 1
+BACKENDS_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def import_once() -> None:
     """Import what the forks need; this process must stay without other threads."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_WARM_POOL": "0"}
+    os.environ[BACKENDS_AUTOLOAD] = "0"  # with them torch would import the original of this package
     for name in IMPORTED:
         with suppress(ImportError):
             importlib.import_module(name)
+    del os.environ[BACKENDS_AUTOLOAD]
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))

@@ -34,9 +34,10 @@ def require_same_groups(saved: SavedCheckpoint, target: Target) -> None:
             "were saved"
         )
     if any(("eps" in one) != ("eps" in other) for one, other in zip(there, here, strict=False)):
+        saved_names, names = (sorted(set(groups[0]) - {"params"}) for groups in (there, here))
         raise CheckpointError(
-            f"the checkpoint is of another optimizer, with the hyperparameters {sorted(set(there[0]) - {'params'})} and "
-            f"not {sorted(here[0])}: resume with the optimizer that wrote it, or load only the weights"
+            f"the checkpoint is of another optimizer: hyperparameters {saved_names}, this run's has {names}: "
+            "resume with the optimizer that wrote it, or load only the weights"
         )
 
 

@@ -97,7 +97,7 @@ class _Host:
             there = [self.setup.stepped_there(numel) for numel in numels]
             pages = plan_layout(arena_specs(rule, numels, publish_dtype, grad_dtype, there)).page_bytes()
             for key, size in pages.items():
-                nbytes[key.kind] += 0 if at_start and open_interval and key.slot else size * count
+                nbytes[key.kind] += 0 if at_start and open_interval and key.slot >= rule.least_slots else size * count
         exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "block_means", "known"}
         return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
 

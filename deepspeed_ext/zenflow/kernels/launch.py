@@ -26,6 +26,7 @@ __all__ = [
     "Variant",
     "give_up",
     "hot_step",
+    "is_aligned",
     "missing",
     "move",
     "norms",
@@ -45,6 +46,8 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
 _TILE_NUMEL = {"predict": 2048, "predict_lion": 2048, "move": 2048, "hot_step": 1024}
+_UNALIGNED_TILE_NUMEL = 512
+"""A thread loads its elements of an unaligned tile one by one: more of them only take registers and time to compile."""
 NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
 NORM_SUM = {"TILE": 256}
 
@@ -106,11 +109,11 @@ def serves(block_size: int, *arrays: torch.Tensor | None) -> bool:
 def shape_constants(kernel: str, block_size: int, aligned: bool) -> dict[str, Any]:
     """The constants of an elementwise kernel for a block size."""
     columns = 1 << (block_size - 1).bit_length()
-    rows = max(1, _TILE_NUMEL[kernel] // columns)
+    rows = max(1, (_TILE_NUMEL[kernel] if aligned else _UNALIGNED_TILE_NUMEL) // columns)
     return {"BLOCK": block_size, "COLUMNS": columns, "ROWS": rows, "ALIGNED": aligned}
 
 
-def _is_aligned(block_size: int, arrays: Sequence[torch.Tensor]) -> bool:
+def is_aligned(block_size: int, arrays: Sequence[torch.Tensor]) -> bool:
     """Whether every row of `arrays` begins at a multiple of 16 bytes."""
     return all(a.data_ptr() % _ALIGNMENT == 0 and block_size * a.itemsize % _ALIGNMENT == 0 for a in arrays)
 
@@ -146,7 +149,7 @@ def run_on_blocks(
     n = arrays[0].numel()
     if n == 0:
         return
-    constants = shape_constants(kernel, block_size, _is_aligned(block_size, arrays)) | constants
+    constants = shape_constants(kernel, block_size, is_aligned(block_size, arrays)) | constants
     programs = max(1, -(-(n // block_size) // constants["ROWS"]))
     _run(kernel, [*arrays, *per_block], [n, *numbers], programs, constants, written)
 

@@ -6,7 +6,7 @@ nor on which of them runs. The step of what stays on the accelerator is torch op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -103,12 +103,13 @@ def estimates(
     published: torch.dtype,
     grad: torch.dtype,
     drifts: Sequence[bool],
+    alignments: Iterable[bool],
 ) -> Iterator[Callable[[], None]]:
-    """Calls of `predict_lion`, aligned and unaligned; arguments as for `prepare.estimates`."""
+    """Calls of `predict_lion`; arguments as for `prepare.estimates`."""
     assert not any(drifts), "the settings allow no interval with earlier gradients"
     blocks = -(-_PREPARED_NUMEL // block_size)
     known = torch.zeros(blocks * LION_STATE.per_block_width(block_size), dtype=torch.int32, device=device)
-    for first in (0, 1):  # the second is unaligned
+    for first in sorted({0 if aligned else 1 for aligned in alignments}):
         w, y, g = (
             torch.zeros(_PREPARED_NUMEL + first, dtype=dtype, device=device)[first:]
             for dtype in (weights, published, grad)

@@ -57,17 +57,19 @@ def estimates(
     published: torch.dtype,
     grad: torch.dtype,
     drifts: Sequence[bool],
+    alignments: Iterable[bool],
 ) -> Iterator[Callable[[], None]]:
-    """Calls of `predict` and, with D, of `move`; aligned and unaligned.
+    """Calls of `predict` and, with D, of `move`.
 
     Args:
         device: where the weights are.
         block_size: elements per block.
         weights, published, grad: dtypes of the weights, of y and of the gradients handed over.
         drifts: whether to call with D; may hold both values.
+        alignments: whether to call with aligned arrays (`launch.is_aligned`); may hold both values.
     """
     inverse = torch.ones(-(-_NUMEL // block_size), dtype=torch.float32, device=device)
-    for first in (0, 1):  # the second is unaligned
+    for first in _firsts(alignments):
         w, y, d, g = (
             torch.zeros(_NUMEL + first, dtype=dtype, device=device)[first:]
             for dtype in (weights, published, weights, grad)
@@ -79,19 +81,28 @@ def estimates(
                 yield lambda w=w, d=d, g=g: launch.move(w, d, g, inverse, 1.0, 0.0, 0.0, block_size)  # type: ignore[misc]
 
 
-def hot_steps(device: torch.device, block_size: int, grad: torch.dtype) -> Iterator[Callable[[], None]]:
-    """Calls of `hot_step`; only aligned, because its arrays are allocated for it.
+def hot_steps(
+    device: torch.device, block_size: int, grad: torch.dtype, alignments: Iterable[bool]
+) -> Iterator[Callable[[], None]]:
+    """Calls of `hot_step`.
 
     Args:
         device: where the weights are.
         block_size: elements per block.
         grad: dtype of the gradients.
+        alignments: whether to call with aligned gradients; may hold both values. The other arrays are allocated for it.
     """
     blocks = max(1, _NUMEL // block_size)
     p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
-    grads = torch.zeros(blocks, block_size, dtype=grad, device=device)
     updates = torch.ones(blocks, dtype=torch.int32, device=device)
-    yield lambda: launch.hot_step(p, m, v, grads, updates, _CONSTANTS)
+    for first in _firsts(alignments):
+        grads = torch.zeros(blocks * block_size + first, dtype=grad, device=device)[first:].view_as(p)
+        yield lambda grads=grads: launch.hot_step(p, m, v, grads, updates, _CONSTANTS)  # type: ignore[misc]
+
+
+def _firsts(alignments: Iterable[bool]) -> list[int]:
+    """The first elements of arrays that are aligned, or not, if all elements before them are one array with them."""
+    return sorted({0 if aligned else 1 for aligned in alignments})
 
 
 def norms(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Callable[[], object]]:

@@ -79,9 +79,15 @@ class HostedAdam(HostedOptimizer):
         return publish_ahead(last, interval)
 
     def task(
-        self, partition: int, slots: tuple[int, ...], steps: Sequence[AdamStep], publish: Publish
+        self,
+        partition: int,
+        slots: tuple[int, ...],
+        steps: Sequence[AdamStep],
+        publish: Publish,
+        *,
+        again: int | None = None,
     ) -> PartitionPass:
-        return PartitionPass(partition, slots, tuple(steps), publish)
+        return PartitionPass(partition, slots, tuple(steps), publish, again=again)
 
     def publish(
         self, publish: Publish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
@@ -134,8 +140,10 @@ class HostedAdam(HostedOptimizer):
         p, m, v = state
         kernels.hot_step(p, m, v, grad, counts.fill_(step.step), kernels.HotConstants.of(step))
 
-    def step_kernels(self, device: torch.device, block_size: int, grad: torch.dtype) -> Iterable[Callable[[], object]]:
-        return prepare.hot_steps(device, block_size, grad)
+    def step_kernels(
+        self, device: torch.device, block_size: int, grad: torch.dtype, alignments: Iterable[bool]
+    ) -> Iterable[Callable[[], object]]:
+        return prepare.hot_steps(device, block_size, grad, alignments)
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:

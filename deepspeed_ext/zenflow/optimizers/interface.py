@@ -26,6 +26,9 @@ class Estimate(Protocol):
     def kept(self) -> torch.Tensor:
         """All of it: one tensor on the accelerator."""
 
+    def of(self, begin: int, end: int) -> Estimate:
+        """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
+
 
 class HostedOptimizer(ABC):
     """The user's optimizer, as ZenFlow runs it.
@@ -79,8 +82,11 @@ class HostedOptimizer(ABC):
         """How to publish y when the next result is `interval` steps away; `last` is the newest update."""
 
     @abstractmethod
-    def task(self, partition: int, slots: tuple[int, ...], steps: Sequence[Any], publish: Any) -> WorkerTask:
-        """The worker's task: one step per gradient, then publish as `exact` or `ahead` say."""
+    def task(
+        self, partition: int, slots: tuple[int, ...], steps: Sequence[Any], publish: Any, *, again: int | None = None
+    ) -> WorkerTask:
+        """The worker's task: one step per gradient, then publish as `exact` or `ahead` say; `again` as in
+        `PartitionPass`."""
 
     @abstractmethod
     def publish(
@@ -162,6 +168,7 @@ class HostedOptimizer(ABC):
         published: torch.dtype,
         grad: torch.dtype,
         drifts: Sequence[bool],
+        alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
         """Calls that compile the device kernels of `predict` and `move`; see `kernels.prepare.estimates`."""
         return ()
@@ -179,6 +186,8 @@ class HostedOptimizer(ABC):
             step: the update's constants.
         """
 
-    def step_kernels(self, device: torch.device, block_size: int, grad: torch.dtype) -> Iterable[Callable[[], object]]:
-        """Calls that compile the device kernels of `step_rows`."""
+    def step_kernels(
+        self, device: torch.device, block_size: int, grad: torch.dtype, alignments: Iterable[bool]
+    ) -> Iterable[Callable[[], object]]:
+        """Calls that compile the device kernels of `step_rows`; see `kernels.prepare.hot_steps`."""
         return ()

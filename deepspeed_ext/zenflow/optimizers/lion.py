@@ -42,6 +42,12 @@ class SignsAndMeans:
     kept: torch.Tensor
     block_size: int
 
+    def of(self, begin: int, end: int) -> SignsAndMeans:
+        """What it knows of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
+        width = LION_STATE.per_block_width(self.block_size)
+        blocks = slice(begin // self.block_size * width, -(-end // self.block_size) * width)
+        return SignsAndMeans(self.kept[blocks], self.block_size)
+
 
 class HostedLion(HostedOptimizer):
     """The user's DeepSpeedCPULion or FusedLion."""
@@ -76,9 +82,15 @@ class HostedLion(HostedOptimizer):
         return LionPublish(last.decay)
 
     def task(
-        self, partition: int, slots: tuple[int, ...], steps: Sequence[LionStep], publish: LionPublish
+        self,
+        partition: int,
+        slots: tuple[int, ...],
+        steps: Sequence[LionStep],
+        publish: LionPublish,
+        *,
+        again: int | None = None,
     ) -> LionPartitionPass:
-        return LionPartitionPass(partition, slots, tuple(steps), publish)
+        return LionPartitionPass(partition, slots, tuple(steps), publish, again=again)
 
     def publish(
         self, publish: LionPublish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor

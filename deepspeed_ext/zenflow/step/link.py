@@ -110,10 +110,12 @@ class WorkerLink:
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
                 results = _results(self.arena, block_size)
             hides = False if weights_on_host else hide_transfers
-            buffers = allocate_landing_buffers(hides, results, self.arena.tensor("g").dtype, ranks)
+            buffers = allocate_landing_buffers(
+                hides, [each for each, *_ in results], self.arena.tensor("g").dtype, ranks
+            )
             with together(ranks, WorkerError):
                 if buffers is None:
-                    self.transfers = Transfers(self.process, results, metrics.waiting, weights_on_host)
+                    self.transfers = Transfers(self.process, results, block_size, metrics.waiting, weights_on_host)
                 else:
                     self.transfers = HiddenTransfers(
                         self.process, results, buffers, block_size, timeout_seconds, metrics.waiting
@@ -266,12 +268,15 @@ def _end_copies(process: OptimizerProcess, transfers: Transfers, page_locks: Pag
         )
 
 
-def _results(arena: Arena, block_size: int) -> list[Results]:
-    """The arrays that the worker writes for the trainer, for each partition in order."""
+def _results(arena: Arena, block_size: int) -> list[list[Results]]:
+    """The arrays that the worker writes for the trainer, for each partition in order, for each slot of its ring."""
     keys = [array.spec.key for array in arena.layout.arrays]
-    partitions = [key.partition for key in keys if key.kind == "y"]
     means = {key.partition: _by_block(arena, key, block_size) for key in keys if key.kind in ("block_means", "known")}
-    return [Results(arena.tensor("y", index), means.get(index)) for index in partitions]
+    found: dict[int, list[Results]] = {}
+    for _, partition, slot in (key for key in keys if key.kind == "g"):
+        results = Results(arena.tensor("y", partition, slot), means.get(partition))
+        found.setdefault(partition, []).append(results)
+    return list(found.values())
 
 
 def _by_block(arena: Arena, key: ArrayKey, block_size: int) -> torch.Tensor:

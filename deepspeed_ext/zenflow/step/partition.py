@@ -50,9 +50,9 @@ class Partition:
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator; they are written in place.
         master, moments: p, and m and v or m alone, in the arena, 1-D fp32 [n]; owned by the worker while an update is
             in flight.
-        published: y in the arena, 1-D [n], in the model's dtype or fp32.
+        publish_dtype: dtype of y, the model's or fp32.
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
-        ring: slots of the gradient ring in the arena, each 1-D [n].
+        ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient that went into it.
         collected: constants of the gradients that have not been handed over, oldest first, made by
             `HostedOptimizer.step`.
     """
@@ -63,7 +63,7 @@ class Partition:
     weights: Callable[[], torch.Tensor]
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
-    published: torch.Tensor
+    publish_dtype: torch.dtype
     per_block: torch.Tensor
     ring: list[torch.Tensor]
     collected: list[Any] = field(default_factory=list)

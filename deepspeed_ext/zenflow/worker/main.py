@@ -176,7 +176,8 @@ def _lion_pass(work: LionPartitionPass, arena: Arena, block_size: int) -> LionPa
 
 def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
     """p, the moments, y and the gradients of the task's span."""
-    arrays = [arena.array(kind, work.partition) for kind in (*state.kinds, "y")]
+    arrays = [arena.array(kind, work.partition) for kind in state.kinds]
+    arrays += [arena.array("y", work.partition, work.y_slot)]
     arrays += [arena.array("g", work.partition, slot) for slot in work.slots]
     return arrays if work.span is None else [array.part(*work.span) for array in arrays]
 

@@ -59,6 +59,13 @@ class PartitionPass:
     publish: Publish
     span: Span | None = None
     """The part to process; None: all of it. Parts may be processed in any order, with the same result."""
+    again: int | None = None
+    """Without gradients: the slot whose place y takes. Its gradient is lost, so it must have been handed over."""
+
+    @property
+    def y_slot(self) -> int:
+        """The slot whose place y takes: that of the newest gradient."""
+        return _newest(self.slots, self.again)
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,18 @@ class MeanPartitionPass:
     step: AdamStep
     span: Span | None = None
     """As in `PartitionPass`."""
+    again: int | None = None
+    """As in `PartitionPass`."""
+
+    @property
+    def y_slot(self) -> int:
+        """As in `PartitionPass`."""
+        return _newest(self.slots, self.again)
+
+
+def _newest(slots: tuple[int, ...], again: int | None) -> int:
+    assert bool(slots) is (again is None), "y has one place"
+    return slots[-1] if again is None else again
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,13 @@ class LionPartitionPass:
     publish: LionPublish
     span: Span | None = None
     """As in `PartitionPass`."""
+    again: int | None = None
+    """As in `PartitionPass`."""
+
+    @property
+    def y_slot(self) -> int:
+        """As in `PartitionPass`."""
+        return _newest(self.slots, self.again)
 
 
 WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass | LionPartitionPass

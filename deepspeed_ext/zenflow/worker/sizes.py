@@ -35,6 +35,10 @@ class RuleSettings(Protocol):
         """Slots of the gradient ring at `longest_interval`."""
 
     @property
+    def least_slots(self) -> int:
+        """Slots in use while the interval is open: as many as interval 1 needs, so that it always fits."""
+
+    @property
     def per_block(self) -> tuple[str, str, bool]:
         """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
 
@@ -72,7 +76,7 @@ def arena_specs(
     grad_dtype: str,
     on_accelerator: Sequence[int] = (),
 ) -> list[ArraySpec]:
-    """The arrays of all partitions. While the interval is open, only the first slot's memory is touched at start.
+    """The arrays of all partitions. While the interval is open, only `least_slots` slots are touched at start.
 
     Args:
         settings: settings of the rule.
@@ -92,7 +96,7 @@ def arena_specs(
             publish_dtype=publish_dtype,
             grad_dtype=grad_dtype,
             slots=settings.slots,
-            touched_slots=1 if settings.update_interval is None else settings.slots,
+            touched_slots=settings.least_slots if settings.update_interval is None else settings.slots,
             per_block=settings.per_block,
             lifts_weights=not settings.weights_on_host,
             before=before,

@@ -169,3 +169,62 @@ def test_a_folder_without_a_model_file_is_no_checkpoint(tmp_path: Path) -> None:
         folder.require_loadable()
     (tmp_path / "tag" / "mp_rank_00_model_states.pt").touch()
     folder.require_loadable()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "mp_rank_00_model_states.pt"])
+def test_a_folder_that_appears_during_a_save_is_replaced_unless_it_holds_a_save(name: str, tmp_path: Path) -> None:
+    """A save of plain DeepSpeed has no marker; a person's folder has neither marker nor model."""
+    ours = begun(tmp_path, "t", "new")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / name).write_text("theirs")
+    if name == "notes.txt":
+        ours.swap()
+        ours.end()
+        assert ours.state().saved == "new"
+        assert (tmp_path / "t" / name).read_text() == "theirs"
+    else:
+        with pytest.raises(CheckpointError, match="another job has saved under"):
+            ours.swap()
+        assert (tmp_path / "t" / name).read_text() == "theirs"
+
+
+@pytest.mark.parametrize("is_completed", [True, False])
+def test_a_swap_that_cannot_be_finished_is_an_error_unless_another_job_finished_it(
+    is_completed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tmp_path, "t", "new")
+    saved(tmp_path, "t", "older")
+    os.rename(tmp_path / "t", tmp_path / "t.dsext-replaced.new")
+
+    def fail(source: str, target: str) -> None:
+        if is_completed:
+            os.rename(source, target)
+        raise OSError(5, "Input/output error", source)
+
+    monkeypatch.setattr(_files, "rename", fail)
+    ours = CheckpointFolder(str(tmp_path), "t")
+    if is_completed:
+        ours.finish_swap()
+        assert ours.state().saved == "new"
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            ours.finish_swap()
+
+
+@pytest.mark.usefixtures("of_another_job")
+def test_a_save_removes_what_an_earlier_one_of_its_tag_has_replaced(tmp_path: Path) -> None:
+    """The earlier one has swapped and has not ended."""
+    saved(tmp_path, "t", "older")
+    begun(tmp_path, "t", "new").swap()
+    assert names(tmp_path) == ["t", "t.dsext-replaced.new"]
+    saved(tmp_path, "t", "newest")
+    assert names(tmp_path) == ["t"]
+
+
+@pytest.mark.usefixtures("of_another_job")
+def test_what_another_job_has_just_replaced_is_left_to_it(tmp_path: Path) -> None:
+    """It has swapped and has not ended, and its process lives."""
+    saved(tmp_path, "theirs", "older")
+    begun(tmp_path, "theirs", "new").swap()
+    saved(tmp_path, "ours", "b")
+    assert names(tmp_path) == ["ours", "theirs", "theirs.dsext-replaced.new"]

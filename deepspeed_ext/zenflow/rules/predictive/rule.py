@@ -80,6 +80,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
             fills_early=settings.weights_on_host,
+            fills_before_y=settings.grads_on_host,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
@@ -103,7 +104,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             assert state.last is not None, "the schedule begins with a synchronous step"
             blocks = blocks_per_sample(self.block_size, len(self._partitions))
             seed = self.schedule.state.steps
-            state.sample = Sample.take(partition, self._kind, self.block_size, state.last, blocks, seed)
+            state.sample = Sample.take(partition, grad, self._kind, self.block_size, state.last, blocks, seed)
         if plan.source is WeightSource.EXACT:
             if state.drift is not None:
                 state.drift.zero_()
@@ -117,9 +118,12 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
                 state.drift = torch.zeros_like(weights, device=grad.device)
             self._kind.move(state.estimator, weights, state.drift, grad, step, position, self._interval)
             return
-        published = self._link.transfers.results(partition.index).published
-        self._kind.predict(state.estimator, weights, published, state.drift, grad, step, position, self._interval)
-        self._metrics.bytes_up += published.nbytes
+        for span, published in self._link.transfers.published(partition.index):
+            part = slice(*span)
+            drifted = None if state.drift is None else state.drift[part]
+            estimator = state.estimator.of(*span)
+            self._kind.predict(estimator, weights[part], published, drifted, grad[part], step, position, self._interval)
+            self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()
 
@@ -170,7 +174,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         passes = []
         for index, state in enumerate(self.states):
             assert state.last is not None, "publishing again needs a first step"
-            passes.append(self._kind.task(index, (), (), self._kind.ahead(state.last, self._interval)))
+            publish = self._kind.ahead(state.last, self._interval)
+            passes.append(self._kind.task(index, (), (), publish, again=self.schedule.handed_over))
         self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def _read_results(self) -> None:
@@ -180,8 +185,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._link.phase = UpdatePhase.READ
         for partition, state in zip(self._partitions, self.states, strict=True):
             assert state.last is not None, "a result has arrived, so gradients were handed over"
-            means = self._link.transfers.results(partition.index).block_means
-            assert means is not None
+            means = self._link.transfers.block_means(partition.index)
             means = means.to(partition.device, copy=True, non_blocking=True).view(-1)
             state.estimator = self._kind.estimate(state.last, means, self.block_size)
 

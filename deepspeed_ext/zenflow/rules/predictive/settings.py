@@ -30,14 +30,22 @@ class PredictiveSettings:
     """0: no guard."""
     weights_on_host: bool = False
     """Weights are on the host, and gradients are in the ring before their step begins (``offload_param``)."""
+    grads_on_host: bool = False
+    """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
+    accelerator)."""
     layout: StateLayout = ADAM_STATE
     """The optimizer's state."""
 
     @classmethod
     def of(
-        cls, config: ZenFlowConfig, *, weights_on_host: bool = False, layout: StateLayout = ADAM_STATE
+        cls,
+        config: ZenFlowConfig,
+        *,
+        weights_on_host: bool = False,
+        grads_on_host: bool = False,
+        layout: StateLayout = ADAM_STATE,
     ) -> PredictiveSettings:
-        """Read the settings from a section; `weights_on_host` and `layout` as the attributes.
+        """Read the settings from a section; the other arguments as the attributes.
 
         Raises:
             ConfigError: overlapped steps have an interval for which the optimizer has no estimate.
@@ -58,6 +66,7 @@ class PredictiveSettings:
             block_size=config.block_size,
             prediction_error_factor=config.prediction_error_factor,
             weights_on_host=weights_on_host,
+            grads_on_host=grads_on_host,
             layout=layout,
         )
 
@@ -69,7 +78,12 @@ class PredictiveSettings:
     @property
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
-        return ring_of(self.longest_interval, self.weights_on_host) if self.overlapped else 1
+        return ring_of(self.longest_interval, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
+
+    @property
+    def least_slots(self) -> int:
+        """Slots in use while the interval is open: those of interval 1."""
+        return ring_of(1, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
 
     @property
     def per_block(self) -> tuple[str, str, bool]:

@@ -233,7 +233,9 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                     rows.copy_(hot.blocks.take(array))
         if self.schedule.state.steps_in_flight is not None:
             unused = [self._kind.step(partition.group, 1, 1.0) for partition in self._partitions]
-            tasks = [MeanPartitionPass(index, (), (), step) for index, step in enumerate(unused)]
+            tasks = [
+                MeanPartitionPass(i, (), (), step, again=self.schedule.handed_over) for i, step in enumerate(unused)
+            ]
             self._link.depart(tasks, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def restart(self, updates: int | None) -> None:

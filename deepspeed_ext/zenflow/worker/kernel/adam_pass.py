@@ -109,7 +109,8 @@ class AdamPass:
 
     ``p``, ``m``, ``v`` (fp32 [n]) are read and written. ``published`` ([n], any floating dtype) and ``block_means``
     (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one dtype) are read, one per step. A pass
-    without steps recomputes ``published`` and ``block_means``.
+    without steps recomputes ``published`` and ``block_means``. ``published`` may be the memory of the last one of
+    ``grads``, if both have the same item size; otherwise no two arrays overlap.
     """
 
     p: Array
@@ -148,7 +149,7 @@ class MeanPass:
     v: Array
     """Like p and m: fp32 [n], read and written."""
     grads: tuple[Array, ...]
-    """[n] each, all of one dtype, read."""
+    """[n] each, all of one dtype, read. ``published`` may be the memory of the last one, as in `AdamPass`."""
     scales: tuple[float, ...]
     """The step's gradient is ``sum_k scales[k] grads[k]``, summed in fp32."""
     step: AdamStep

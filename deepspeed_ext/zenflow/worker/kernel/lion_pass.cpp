@@ -76,7 +76,6 @@ INLINE void tile(const LionPass &a, int64_t first, int64_t last) {
     using Published = typename Element<Y>::type;
     float *__restrict p = a.p;
     float *__restrict m = a.m;
-    Published *__restrict published = static_cast<Published *>(a.published);
     const uint32_t zero = a.zero;
     for (int32_t k = 0; k < a.steps_count; ++k) {
         const LionStep s = a.steps[k];
@@ -88,8 +87,11 @@ INLINE void tile(const LionPass &a, int64_t first, int64_t last) {
             m[i] = mi;
         }
     }
-    const float factor = a.p_factor;
-    for (int64_t i = first; i < last; ++i) published[i] = Element<Y>::store(factor * p[i]);
+    {  // y may take the place of a gradient, so its pointer lives only here
+        const float factor = a.p_factor;
+        Published *__restrict published = static_cast<Published *>(a.published);
+        for (int64_t i = first; i < last; ++i) published[i] = Element<Y>::store(factor * p[i]);
+    }
     const int64_t words = (a.block_size + kWordBits - 1) / kWordBits;
     for (int64_t begin = first; begin < last; begin += a.block_size) {
         const int64_t numel = begin + a.block_size < last ? a.block_size : last - begin;

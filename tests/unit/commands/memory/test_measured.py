@@ -39,7 +39,7 @@ def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> N
     config = memory_config(stage, way, sub_group_size=PARAMS // 8)
     plan = planned(config, 2)
     arena = sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN] if part.kind in ARENA_KINDS.values())
-    for rank in run_ranks(2, measure, config):
+    for rank in run_ranks(2, measure, config, device="sim", pool="memory plan 2"):
         assert rank.arena == arena
         assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
 

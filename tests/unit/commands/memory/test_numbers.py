@@ -245,9 +245,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (1000012230, 1000019260, 1000046500, 1000026916, 1000019260),
-            "host of the first rank": (62348, 57344, 57344, 59392, 64392),
-            "host of the others": (62348, 57344, 57344, 59392, 64392),
-            "page-locked": (24576, 24576, 24576, 24576, 24576),
+            "host of the first rank": (54156, 49152, 49152, 51200, 56200),
+            "host of the others": (54156, 49152, 49152, 51200, 56200),
+            "page-locked": (16384, 16384, 16384, 16384, 16384),
         },
     ),
     (
@@ -284,9 +284,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (48064, 45232, 82240, 65264, 45232),
-            "host of the first rank": (128608, 110592, 110592, 110592, 150620),
-            "host of the others": (128608, 110592, 110592, 110592, 135792),
-            "page-locked": (86016, 86016, 86016, 86016, 86016),
+            "host of the first rank": (120416, 102400, 102400, 102400, 142428),
+            "host of the others": (120416, 102400, 102400, 102400, 127600),
+            "page-locked": (77824, 77824, 77824, 77824, 77824),
         },
     ),
     (
@@ -371,9 +371,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (80128, 46232, 100248, 64664, 46232),
-            "host of the first rank": (71264, 53248, 53248, 55296, 93276),
-            "host of the others": (71264, 53248, 53248, 55296, 58292),
-            "page-locked": (24576, 24576, 24576, 24576, 24576),
+            "host of the first rank": (63072, 45056, 45056, 47104, 85084),
+            "host of the others": (63072, 45056, 45056, 47104, 50100),
+            "page-locked": (16384, 16384, 16384, 16384, 16384),
         },
     ),
     (
@@ -396,9 +396,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (88000, 80096, 2000120096, 193968, 80096),
-            "host of the first rank": (419776, 368688, 368688, 380976, 488944),
-            "host of the others": (419776, 368688, 368688, 380976, 488944),
-            "page-locked": (204800, 241712, 241712, 241712, 241712),
+            "host of the first rank": (378816, 327728, 327728, 340016, 447984),
+            "host of the others": (378816, 327728, 327728, 340016, 447984),
+            "page-locked": (163840, 200752, 200752, 200752, 200752),
         },
     ),
     (
@@ -422,9 +422,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (40032, 20016, 56032, 60048, 20016),
-            "host of the first rank": (231984, 167936, 167936, 167936, 187950),
-            "host of the others": (231984, 167936, 167936, 167936, 167936),
-            "page-locked": (45056, 45056, 45056, 45056, 45056),
+            "host of the first rank": (211504, 147456, 147456, 147456, 167470),
+            "host of the others": (211504, 147456, 147456, 147456, 147456),
+            "page-locked": (24576, 24576, 24576, 24576, 24576),
         },
     ),
 ]

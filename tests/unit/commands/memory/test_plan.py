@@ -367,10 +367,10 @@ def test_the_report_says_whether_a_run_fits(capsys: pytest.CaptureFixture[str]) 
     command = ["plan", "--memory", "--params", "7e9", "--ranks", "8", "--config", str(ROOT / "configs/zenflow.json")]
     cli.main([*command, "--accelerator-gib", "80", "--host-gib", "1000"])
     roomy = capsys.readouterr().out.splitlines()
-    assert roomy[-1].startswith("It fits, before activations: 53.92 GiB are left on the accelerator, 853.")
+    assert roomy[-1].startswith("It fits, before activations: 53.92 GiB are left on the accelerator, 866.")
     cli.main([*command, "--accelerator-gib", "24", "--host-gib", "200.5"])
     tight = capsys.readouterr().out.splitlines()
-    assert tight[-1].startswith("It does not fit, before activations: 2.08 GiB are missing on the accelerator, 54.")
+    assert tight[-1].startswith("It does not fit, before activations: 2.08 GiB are missing on the accelerator, 67.")
     fits = {line.rpartition("   ")[2] for line in tight if line.startswith(("1, ", "2, ", "3, "))}
     assert fits == {"yes", "no: accelerator", "no: accelerator, host"}
     cli.main([*command, "--host-gib", "here", "--json"])

@@ -73,8 +73,8 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(r
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     prepared = [
         *prepare.norms(cpu, [bf16]),
-        *prepare.estimates(cpu, 32, bf16, bf16, bf16, [True]),
-        *prepare.hot_steps(cpu, 32, bf16),
+        *prepare.estimates(cpu, 32, bf16, bf16, bf16, [True], [True, False]),
+        *prepare.hot_steps(cpu, 32, bf16, [True]),
     ]
     prepare.prepare(cpu, 32, prepared, warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
@@ -106,7 +106,7 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(r
 
 def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    prepare.prepare(cpu, 32, lion.estimates(cpu, 32, bf16, bf16, bf16, [False]), warns=True)
+    prepare.prepare(cpu, 32, lion.estimates(cpu, 32, bf16, bf16, bf16, [False], [True, False]), warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
     assert [len(keys) for keys in expected.values()] == [2, 2], "aligned and not"
     for numel, first in [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]:

@@ -78,7 +78,7 @@ def closed_with_results_on_their_way(numel: int) -> None:
     results = [Results(accelerator.pin_memory(torch.ones(numel)), None)]  # locked, but not by `PageLocks`
     buffers = allocate_landing_buffers(True, results, torch.float32, RankGroup.alone())
     assert buffers is not None
-    transfers = HiddenTransfers(process, results, buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
+    transfers = HiddenTransfers(process, [results], buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
     transfers.take(0, torch.ones(numel, device=device), torch.zeros(numel), transfers.ready())
     transfers.depart([], publishes=True)
     transfers._courier.wait()
@@ -133,7 +133,7 @@ def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, fl
     train(engine, [rows] * 2)
     adam = engine.optimizer.zenflow_adam
     if dist.get_rank() == 0:
-        publish = PartitionPass(0, (), (), Publish.exact(1.0, 1e-8))
+        publish = PartitionPass(0, (), (), Publish.exact(1.0, 1e-8), again=0)
         for _ in range(10_000):
             adam.link.process.submit([publish])
     begin = time.monotonic()

@@ -17,7 +17,7 @@ def sample_of(numel: int, most_blocks: int, seed: int = 1, index: int = 0) -> tu
     state = tuple(torch.arange(numel, dtype=torch.float32) + 1000 * number for number in range(3))
     partition: Any = SimpleNamespace(master=state[0], state=state, index=index)
     none: Any = None
-    return Sample.take(partition, none, BLOCK, none, most_blocks, seed), state[0]
+    return Sample.take(partition, torch.arange(numel).bfloat16(), none, BLOCK, none, most_blocks, seed), state[0]
 
 
 @pytest.mark.parametrize("numel", [1, 3])
@@ -41,6 +41,13 @@ def test_whole_blocks_are_drawn_from_all_parts_of_the_partition(numel: int, most
         elements = [block * BLOCK + inside for block in blocks for inside in range(BLOCK)]
         assert sample.state[0].tolist() == elements
         assert sample.state[2].tolist() == [2000.0 + element for element in elements]
+
+
+@pytest.mark.parametrize("numel", [3, 400])
+def test_the_newest_gradient_is_kept_because_y_replaces_it(numel: int) -> None:
+    sample, _ = sample_of(numel, 8)
+    assert sample.newest.dtype is torch.bfloat16
+    assert torch.equal(sample.newest, sample.of(torch.arange(numel).bfloat16()))
 
 
 def test_seeds_and_partitions_draw_other_blocks() -> None:

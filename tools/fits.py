@@ -1,0 +1,381 @@
+"""Writes docs/fits.md from the plan of memory: the largest model of each way to offload, and what a step hides.
+
+    python -m tools.fits
+
+Nothing is measured. Bytes and seconds come from `deepspeed_ext.commands.memory`, as `deepspeed-ext plan --memory`
+prints them; here are only the machines, the shapes of the models, and what is left free.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deepspeed_ext.commands.memory.fit import ways
+from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.plan import plan_memory
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
+from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
+from deepspeed_ext.config import FlattenTier
+from deepspeed_ext.flatten.plan import TIERS
+from studies.time_model import inputs, upstream
+
+__all__ = ["PAGE", "Shape", "activation_bytes", "largest", "markdown"]
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "fits.md"
+
+GIB = 1 << 30
+STAGES: tuple[Stage, ...] = (2, 3)
+GPU_GIB = (24, 40, 80, 141)
+GPUS = (1, 2, 4, 8)
+HOST_GIB = (64, 128, 256, 512, 1024, 2048)
+
+HEAD, VOCABULARY, TOKENS = 128, 32768, 4096
+GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 8 * GIB, GIB // 2
+"""Bytes that stay free: of a GPU, of a host, and of a host for each of its ranks."""
+
+SIZES = (1, 3, 7, 13, 32, 70)
+"""Billions of parameters in the tables of time."""
+_MACHINES = inputs.read().machines
+LINKS = {
+    "PCIe 4": (_MACHINES["8 x A100"], 8, "8 x A100, two sockets with 8 channels of DDR4-3200 each"),
+    "PCIe 5": (_MACHINES["8 x H200"], 8, "8 x H100 or H200, two sockets with 8 channels of DDR5-4800 each"),
+    "NVLink-C2C": (_MACHINES["1 x GH200"], 1, "GH200, each GPU with its own host"),
+}
+"""Link -> speeds, GPUs of a host, and what such a machine is."""
+
+ZERO_OFFLOAD, ZENFLOW, OURS = "ZeRO-Offload", "DeepSpeed-ZenFlow", "ZenFlow exact"
+SMALL = ("ZeRO-Offload, weights on host", "ZenFlow exact, copies in the step", "ZenFlow weights on host")
+"""Ways that take less of a GPU, at stage 3."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder as Llama's: heads of 128, as many layers as heads, 12 d^2 parameters in each, and an embedding
+    and an output matrix of 32,768 rows.
+
+    Attributes:
+        width: d.
+    """
+
+    width: int
+
+    @property
+    def layers(self) -> int:
+        return round(self.width / HEAD)
+
+    @property
+    def params(self) -> int:
+        return 12 * self.layers * self.width**2 + 2 * VOCABULARY * self.width
+
+    @property
+    def model(self) -> Model:
+        return Model(self.params, max(VOCABULARY * self.width, 8 * self.width**2 // 3), "bfloat16")
+
+
+SHAPES = tuple(Shape(width) for width in range(512, 24577, 64))
+"""From 0.08 to 900 billion parameters."""
+
+
+def activation_bytes(shape: Shape) -> int:
+    """Bytes of activations of one sequence, if each layer's input is kept and everything else recomputed: the inputs,
+    and the larger of one layer at work (18 values per token and width, and as many gradients) and the logits (16-bit,
+    fp32 and the gradient)."""
+    kept = 2 * shape.layers * TOKENS * shape.width
+    layer, logits = 2 * 2 * 18 * TOKENS * shape.width, (2 + 4 + 4) * TOKENS * VOCABULARY
+    return kept + max(layer, logits)
+
+
+def setup_of(name: str, stage: Stage) -> Setup:
+    """The run of that name."""
+    if name == ZENFLOW:
+        return upstream.setup(stage)
+    return next(setup for found, setup in ways() if found == name and setup.stage == stage)
+
+
+@functools.cache
+def needed(name: str, stage: Stage, gpus: int, tier: FlattenTier | None, shape: Shape) -> tuple[int, int]:
+    """Bytes of a GPU, with activations in forward and backward, and bytes of a host with all GPUs; both with what stays
+    free."""
+    ranks, setup = Ranks(gpus, gpus), replace(setup_of(name, stage), flatten_tier=tier)
+    plan = plan_memory(shape.model, ranks, setup)
+    backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD) + activation_bytes(shape)
+    device, host = max(plan.peak(Place.ACCELERATOR), backward), plan.host_peak()
+    if name == ZENFLOW:
+        device += upstream.device_extra(shape.model, ranks, stage)
+        host += gpus * upstream.host_extra(shape.model, ranks, stage)
+    return device + GPU_RESERVE, host + HOST_RESERVE + gpus * RANK_RESERVE
+
+
+@functools.cache
+def largest(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> Shape | None:
+    """The largest model that fits one host with `gpus` GPUs; None: not even the smallest shape. Flattening takes the
+    tier with which most fits."""
+
+    def fitting(tier: FlattenTier | None) -> int:
+        def gpu(shape: Shape) -> bool:
+            return needed(name, stage, gpus, tier, shape)[0] <= gpu_gib * GIB
+
+        def host(shape: Shape) -> bool:
+            return needed(name, stage, gpus, tier, shape)[1] <= host_gib * GIB
+
+        return min(_first_not(gpu), _first_not(host))
+
+    count = max(fitting(tier) for tier in (TIERS if stage < 3 else (None,)))
+    return SHAPES[count - 1] if count else None
+
+
+def _first_not(fits: Callable[[Shape], bool]) -> int:
+    """How many of `SHAPES`, from the smallest on, fit; needs grow with the shape."""
+    low, high = 0, len(SHAPES)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if fits(SHAPES[middle]) else (low, middle)
+    return low
+
+
+def _billions(shape: Shape | None) -> str:
+    if shape is None:
+        return "-"
+    billions = shape.params / 1e9
+    return f"{billions:.1f}" if billions < 10 else f"{billions:.0f}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _memory_table(gpu_gib: int) -> str:
+    rows = []
+    for stage in STAGES:
+        for gpus in GPUS:
+            cells = [_cell(stage, gpus, gpu_gib, host) for host in HOST_GIB]
+            rows.append([str(stage), str(gpus), *cells])
+    return _table(["stage", "GPUs", *(f"{host:,} GB" for host in HOST_GIB)], rows)
+
+
+def _cell(stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> str:
+    """Three numbers; ours is bold where it is the largest."""
+    found = [largest(name, stage, gpus, gpu_gib, host_gib) for name in (ZERO_OFFLOAD, ZENFLOW, OURS)]
+    texts, sizes = [_billions(shape) for shape in found], [shape.params if shape else 0 for shape in found]
+    if sizes[2] > max(sizes[:2]):
+        texts[2] = f"**{texts[2]}**"
+    return " / ".join(texts)
+
+
+def _small_table() -> str:
+    rows = []
+    for gpu_gib in GPU_GIB:
+        for gpus in (1, 8):
+            cells = [[largest(name, 3, gpus, gpu_gib, host) for name in SMALL] for host in HOST_GIB]
+            rows.append([f"{gpu_gib} GB", str(gpus), *(" / ".join(map(_billions, cell)) for cell in cells)])
+    return _table(["GPU", "GPUs", *(f"{host:,} GB" for host in HOST_GIB)], rows)
+
+
+def _bytes_table() -> str:
+    """Bytes per parameter, with the phase that has the most."""
+    model, ranks = Model(7 * 10**9, 10**8, "bfloat16"), Ranks(8, 8)
+    rows = []
+    for stage in STAGES:
+        for name in (ZERO_OFFLOAD, ZENFLOW, OURS):
+            plan = plan_memory(model, ranks, replace(setup_of(name, stage), flatten_tier=TIERS[-1]))
+            extra = ranks.count * upstream.host_extra(model, ranks, stage) if name == ZENFLOW else 0
+            device = upstream.device_extra(model, ranks, stage) if name == ZENFLOW else 0
+            most = max(Phase, key=plan.on_host)
+            there = max((plan.nbytes(Place.ACCELERATOR, phase), phase.value) for phase in Phase)[1]
+            numbers = (
+                plan.on_host(Phase.BETWEEN) + extra,
+                plan.host_peak() + extra,
+                plan.peak(Place.ACCELERATOR) + device,
+            )
+            held, peak, gpu = (f"{nbytes / model.params:.1f}" for nbytes in numbers)
+            rows.append([str(stage), name, held, f"{peak} ({most.value})", f"{gpu} ({there})"])
+    head = ["stage", "way", "host, between steps", "host, at its peak", "GPU, at its peak"]
+    return _table(head, rows)
+
+
+def _ratios(rival: str) -> list[float]:
+    """The size of our largest model over that of a rival's, for every machine on which both have one."""
+    found = []
+    for stage in STAGES:
+        for gpus in GPUS:
+            for gpu_gib in GPU_GIB:
+                for host in HOST_GIB:
+                    ours, theirs = (largest(name, stage, gpus, gpu_gib, host) for name in (OURS, rival))
+                    if ours and theirs:
+                        found.append(ours.params / theirs.params)
+    return found
+
+
+def _verdict() -> str:
+    texts = []
+    for rival in (ZERO_OFFLOAD, ZENFLOW):
+        ratios = _ratios(rival)
+        more, less = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
+        texts.append(
+            f"larger than {rival}'s in {more}, as large in {len(ratios) - more - less} and smaller in {less} "
+            f"(median {statistics.median(ratios):.2f} times its size, {min(ratios):.2f} to {max(ratios):.2f})"
+        )
+    cases = len(STAGES) * len(GPUS) * len(GPU_GIB) * len(HOST_GIB)
+    counts = [f"{_tokens(link, 8):,} on {link}" for link in LINKS]
+    return (
+        f"**In {cases} cases (a machine and a stage) our largest model is {texts[0]}; it is {texts[1]}. "
+        f"With 8 GPUs ours hides the whole optimizer from these tokens per GPU and step on: {', '.join(counts)}. "
+        f"{ZERO_OFFLOAD} and {ZENFLOW} expose a part of it in every step.**\n"
+    )
+
+
+def _seconds(name: str, model: Model, ranks: Ranks, machine: Machine, stage: Stage = 3) -> StepTime:
+    if name == ZENFLOW:
+        return upstream.step(model, ranks, stage, machine)
+    return step_time(model, ranks, setup_of(name, stage), machine)
+
+
+def _tokens(link: str, gpus: int, way: str = OURS) -> int:
+    machine, per_host, _ = LINKS[link]
+    model = Model(7 * 10**9, 10**8, "bfloat16")
+    return _seconds(way, model, Ranks(gpus, min(gpus, per_host)), machine).tokens(model.params, machine)
+
+
+def _tokens_table() -> str:
+    names = {"every step": OURS, "interval 2": "ZenFlow interval 2", "selective, interval 4": "ZenFlow selective"}
+    rows = []
+    for link in LINKS:
+        for gpus in GPUS:
+            cells = [f"{_tokens(link, gpus, way):,}" for way in names.values()]
+            rows.append([link, str(gpus), *cells])
+    return _table(["link", "GPUs", *names], rows)
+
+
+def _time_rows(link: str) -> Iterator[list[str]]:
+    machine, per_host, _ = LINKS[link]
+    ranks = Ranks(8, per_host)
+    for billions in SIZES:
+        model = Model(billions * 10**9, 10**8, "bfloat16")
+        ours, offload, zenflow = (_seconds(name, model, ranks, machine) for name in (OURS, ZERO_OFFLOAD, ZENFLOW))
+        needs = f"{ours.tokens(model.params, machine):,}"
+        yield [link, str(billions), f"{ours.beside:.2f}", needs, f"{offload.exposed:.2f}", f"{zenflow.exposed:.2f}"]
+
+
+def _time_table() -> str:
+    head = [
+        "link",
+        "billions",
+        "ours hides, s",
+        "from tokens",
+        "ZeRO-Offload exposes, s",
+        f"{ZENFLOW} exposes, s",
+    ]
+    return _table(head, [row for link in LINKS for row in _time_rows(link)])
+
+
+def _shapes() -> str:
+    chosen = [min(SHAPES, key=lambda shape: abs(shape.params - billions * 1e9)) for billions in SIZES]
+    rows = [[f"{s.params / 1e9:.1f}", str(s.width), str(s.layers), f"{activation_bytes(s) / GIB:.1f}"] for s in chosen]
+    return _table(["billions", "width", "layers", "activations, GiB"], rows)
+
+
+def _machines() -> str:
+    rows = [
+        [link, says, f"{machine.link / 1e9:g}", f"{machine.host / 1e9:.0f}", f"{machine.flops / 1e12:g}"]
+        for link, (machine, _, says) in LINKS.items()
+    ]
+    return _table(["link", "machine", "link, GB/s each way", "host memory, GB/s", "TFLOP/s of a GPU"], rows)
+
+
+INTRODUCTION = """# What fits, and what is hidden
+
+<!-- Written by `make docs` from tools/fits.py and the plan of memory; edit those. -->
+
+**Computed, not measured.** The numbers are those of [`deepspeed-ext plan --memory`](memory.md), whose bytes are
+[within 2 %](lab/memory_plan.md) of runs on a simulated accelerator. Times are bytes over assumed speeds:
+published steps of others took [up to five times as long](lab/time_model.md).
+
+"""
+MEMORY = """
+## Why
+
+Bytes per parameter, of 7 billion on 8 GPUs of one host, and in brackets the phase of a run that needs the most. The
+host's are those of all ranks, the GPU's those of one, without activations. A run fits only if its peak does.
+"DeepSpeed-ZenFlow" is DeepSpeed's own, overlapped; "ZenFlow exact" is ours at interval 1 with hidden transfers.
+
+"""
+LARGEST = """
+With one GPU ours needs several times as much of it as ZeRO-Offload: a whole gradient stays there until the optimizer
+has it, and hidden transfers need a landing buffer. Both are divided by the number of GPUs.
+
+## Largest model
+
+Billions of parameters of the largest dense model on one host: ZeRO-Offload / DeepSpeed-ZenFlow / ours, in bf16 and of
+DeepSpeed 0.19.8. **Bold**: ours is the largest of the three. A number that stays the same to the right is limited by
+the GPU. `-`: not even 0.08 billion.
+
+"""
+SMALL_TEXT = """
+### Ways that take less of a GPU
+
+At stage 3: ZeRO-Offload with weights on the host / ours with copies in the step / ours with weights on the host.
+Weights are on the host with `offload_param`; copies are in the step with `"hide_transfers": false`, which a run also
+chooses by itself if a tenth of a GPU would not stay free.
+
+"""
+TIME = """
+## What is hidden
+
+Tokens per GPU and optimizer step from which ours exposes nothing of the optimizer. They are the same for every dense
+model, because transfers, the pass, forward and backward all grow with its parameters. With experts, multiply by all
+parameters over those that a token uses. The host's memory decides at interval 1: on PCIe all GPUs share it, so more
+GPUs change nothing; with NVLink-C2C every GPU brings a host. With half of the assumed speed of the host it takes twice
+the tokens; most published runs reached [9 to 76 %](lab/time_model.md#what-explains-the-bad-rows) of it.
+
+"""
+SECONDS = """
+What a step of 8 GPUs hides or exposes, in seconds. ZeRO-Offload exposes AdamW and the weights' way up.
+DeepSpeed-ZenFlow exposes the unscaling of gradients and a copy of fp32 weights, once in its interval of 4 micro-steps;
+it updates most weights late.
+
+"""
+ASSUMED = """
+## Assumptions
+
+- **Models**: Llama's shape. Heads of 128, as many layers as heads, 12 d^2 parameters per layer, embedding and output of
+  32,768 rows; widths in steps of 64. One parameter group, AdamW, nothing frozen.
+- **Activations**: one sequence of 4,096 tokens per GPU and micro-step. The inputs of layers are kept and the rest is
+  recomputed, without an attention matrix (FlashAttention). They count in forward and backward. Longer sequences and
+  larger micro-batches come on top.
+- **Free**: 2 GiB of each GPU for its context, collectives and fragmentation; 8 GiB of the host, and half a GiB of it
+  for each rank.
+- **GB** are GiB, as makers write memory. The whole run counts: start-up, steps and the save of a checkpoint.
+- **Start-up** at stage 2 takes the [flatten tier](flattening.md) with which most fits, for all three. DeepSpeed by
+  itself has fewer, and may need more.
+- **DeepSpeed-ZenFlow** was read in its source: ZeRO-Offload with gradient accumulation, and 16 bytes per parameter more
+  on the host. That is 36 at stage 2, where 36.4 were [measured](lab/zenflow_step.md#memory).
+
+"""
+SPEEDS = """
+Those of the [time model](lab/time_model.md#inputs): links as others have measured them, host memory at 80 % of its
+peak, GPUs at half of their dense 16-bit peak.
+
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    parts = [INTRODUCTION, _verdict(), MEMORY, _bytes_table(), LARGEST]
+    for gpu_gib in GPU_GIB:
+        parts += [f"### GPUs of {gpu_gib} GB\n\n", _memory_table(gpu_gib), "\n"]
+    parts[-1:] = [SMALL_TEXT, _small_table(), TIME, _tokens_table(), SECONDS, _time_table()]
+    parts += [ASSUMED, _shapes(), SPEEDS, _machines()]
+    return "".join(parts)
+
+
+def main() -> None:
+    PAGE.write_text(markdown())
+
+
+if __name__ == "__main__":
+    main()
