@@ -106,7 +106,7 @@ def touched_before_locked(config: dict[str, Any]) -> list[str]:
         wait_for(process, number)
         order.append("touched")
 
-    slots = [ArrayKey("g", 0, slot) for slot in range(2)]
+    slots = [ArrayKey("g", 0, slot) for slot in (0, 2)]  # at the start the CPU's ring has two slots, of three
     link.arena.tensor(*slots[1]).fill_(3.0)
     with (
         patch.object(OptimizerProcess, "submit", submitted),
@@ -123,7 +123,7 @@ def touched_before_locked(config: dict[str, Any]) -> list[str]:
 def test_the_worker_touches_memory_before_it_is_locked() -> None:
     """Else it would lie on the trainer's memory node; what it holds stays."""
     found = run_ranks(1, touched_before_locked, zenflow_config(2))
-    assert found == [["touch g 1", "touched", "lock 2", "lock 2"]]
+    assert found == [["touch g 2", "touched", "lock 2", "lock 2"]]
 
 
 def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, float]:
