@@ -98,8 +98,8 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}}
 def test_the_arena_of_lion_is_planned_to_the_byte() -> None:
     config = memory_config(2, "predictive, interval 1") | LION
     plan = planned(config, 1)
-    (rank,) = run_ranks(1, measure, config)
-    assert rank.arena >= PARAMS * 12
+    (rank,) = run_ranks(1, measure, config, device="sim")
+    assert rank.arena >= PARAMS * 10
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
 
