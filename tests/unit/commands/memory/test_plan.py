@@ -153,10 +153,27 @@ def test_neighbours_differ_from_the_run_in_one_thing_and_are_no_repetition() -> 
     found = neighbours(setup)
     assert found[0] == setup
     assert len(set(found)) == len(found) == 1 + 2 + 2 + 3
+    assert replace(setup, zenflow=None) in found, "plain ZeRO"
     for other in found[1:]:
         same_run = (other.offload, other.zenflow) == (setup.offload, setup.zenflow)
         assert same_run != (other.stage == setup.stage)
         assert replace(other, stage=2, offload=False, pins=False, zenflow=setup.zenflow) == setup
+
+
+def test_two_micro_steps_accumulate_on_the_host_as_three_do() -> None:
+    host = {
+        count: [part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN]]
+        for count in (1, 2, 3)
+        for plan in [plan_memory(model_of(10**8), Ranks(2, 2), Setup(stage=2, offload=True, accumulation=count))]
+    }
+    assert host[2] == host[3]
+    assert sum(host[2]) == sum(host[1]) + 2 * 10**8 // 2, "a rank's half, in bf16"
+
+
+def test_weights_on_the_host_take_no_memory_of_the_accelerator() -> None:
+    setup = Setup(stage=3, offload_param=True, zenflow=ZenFlowConfig(update_interval=1))
+    parts = plan_memory(model_of(10**8), Ranks(2, 2), setup).parts[Place.ACCELERATOR, Phase.BETWEEN]
+    assert sum(part.nbytes for part in parts if part.kind == "weights") == 0
 
 
 def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -> None:
