@@ -229,4 +229,4 @@ def known_into(m: torch.Tensor, block: int, out: torch.Tensor) -> None:
     block_means_into(m.abs(), block, out[:, 0].view(torch.float32))
     padded = torch.nn.functional.pad(m.signbit(), (0, len(out) * block - m.numel())).view(len(out), block)
     words = torch.nn.functional.pad(padded, (0, -block % 32)).view(len(out), -1, 32).long()
-    out[:, 1:] = (words << torch.arange(32, device="cpu", dtype=torch.int64, device="cpu")).sum(2).to(torch.int32)
+    out[:, 1:] = (words << torch.arange(32, device="cpu", dtype=torch.int64)).sum(2).to(torch.int32)
