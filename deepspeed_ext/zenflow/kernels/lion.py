@@ -13,12 +13,12 @@ import torch
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.kernels.definition import Chunks, chunk_numel
+from deepspeed_ext.zenflow.kernels.prepare import PREPARED_NUMEL, first_elements
 from deepspeed_ext.zenflow.worker.kernel import LionStep
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
 __all__ = ["define_predict_lion", "estimates", "predict_lion", "step_lion"]
 
-_PREPARED_NUMEL = 1 << 16
 _WORD_BITS = 32
 
 
@@ -107,11 +107,11 @@ def estimates(
 ) -> Iterator[Callable[[], None]]:
     """Calls of `predict_lion`; arguments as for `prepare.estimates`."""
     assert not any(drifts), "the settings allow no interval with earlier gradients"
-    blocks = -(-_PREPARED_NUMEL // block_size)
+    blocks = -(-PREPARED_NUMEL // block_size)
     known = torch.zeros(blocks * LION_STATE.per_block_width(block_size), dtype=torch.int32, device=device)
-    for first in sorted({0 if aligned else 1 for aligned in alignments}):
+    for first in first_elements(alignments):
         w, y, g = (
-            torch.zeros(_PREPARED_NUMEL + first, dtype=dtype, device=device)[first:]
+            torch.zeros(PREPARED_NUMEL + first, dtype=dtype, device=device)[first:]
             for dtype in (weights, published, grad)
         )
         yield lambda w=w, y=y, g=g: predict_lion(w, y, g, known, 0.0, 0.9, 0.0, block_size)  # type: ignore[misc]
