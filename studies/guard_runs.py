@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.optimizers.adam import HostedAdam
 from deepspeed_ext.zenflow.rules.predictive.guard import CALM_PROBES, PROBE_EVERY
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -109,19 +110,19 @@ def broken(steps: int) -> None:
 def cost(repeats: int = 30) -> None:
     """Print the time of a probe, for partitions of several sizes and intervals; gradients in bf16."""
     torch.set_num_threads(1)
-    rows = []
+    rows, adam = [], HostedAdam(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
     for millions, interval in ((8, 1), (8, 4), (32, 1)):
         n = millions << 20
         p, m, v = (torch.rand(n) for _ in range(3))
-        weights, published, *ring = (torch.rand(n).bfloat16() for _ in range(2 + interval))
+        weights, *ring = (torch.rand(n).bfloat16() for _ in range(1 + interval))
         partition = Partition(
-            0, 0, RankGroup.alone(), partial(torch.Tensor.detach, weights), p, m, v, published, v, ring
+            0, 0, RankGroup.alone(), partial(torch.Tensor.detach, weights), p, (m, v), torch.bfloat16, v, ring
         )
         steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(interval + 1))
         found = []
         for number in range(repeats):
             begin = time.perf_counter()
-            sample = Sample.take(partition, 32, steps[0], blocks_per_sample(32, 1), number)
+            sample = Sample.take(partition, ring[-1], adam, 32, steps[0], blocks_per_sample(32, 1), number)
             sample.slots, sample.steps = tuple(range(interval)), steps[1:]
             sample.errors()
             found.append((time.perf_counter() - begin) * 1e3)

@@ -90,6 +90,10 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "adam_w_mode": ASSIGNED,
     },
     "deepspeed.ops.adam.fused_adam:FusedAdam": {"adam_w_mode": ASSIGNED},
+    "deepspeed.ops.lion": {"DeepSpeedCPULion": EXISTS},
+    "deepspeed.ops.lion.cpu_lion:DeepSpeedCPULion": {
+        "__init__": "(self, model_params, lr, betas, weight_decay, fp32_optimizer_states)",
+    },
     "deepspeed.ops.op_builder.builder:OpBuilder": {"jit_load": "(self, verbose)", "name": ASSIGNED},
     "deepspeed.comm.torch": {"build_shm_op": "()"},
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {

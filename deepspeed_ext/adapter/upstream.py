@@ -21,6 +21,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops import adam as adam_module
+from deepspeed.ops import lion as lion_module
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
@@ -81,6 +82,7 @@ __all__ = [
     "ZeROOptimizer",
     "accelerator_branch_only",
     "adam_module",
+    "lion_module",
     "all_gather_of_partitions",
     "announced_builds",
     "check",

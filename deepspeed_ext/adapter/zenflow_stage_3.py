@@ -288,7 +288,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def _adopt_state(self) -> None:
         states = self.zenflow_adam.states
         super()._adopt_state()
-        self._clear_padding([[state.master.data, state.exp_avg, state.exp_avg_sq] for state in states])
+        self._clear_padding([list(state.arrays) for state in states])
         if (share := self.zenflow_adam.share) is not None:
             share.take()
 

@@ -334,9 +334,14 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             )
         if checkpoint.STATE_KEY not in state:
             return None
-        return read_saved_state(
-            state[checkpoint.STATE_KEY], [state.master.numel() for state in self.zenflow_adam.states]
-        )
+        numels = [state.master.numel() for state in self.zenflow_adam.states]
+        saved, layout = read_saved_state(state[checkpoint.STATE_KEY], numels), self.zenflow_adam.kind.layout
+        if saved.optimizer != layout.name:
+            raise CheckpointError(
+                f"the checkpoint's state is that of {saved.optimizer.capitalize()}, this run's optimizer is "
+                f"{layout.name.capitalize()}: resume with the optimizer that wrote it, or load only the weights"
+            )
+        return saved
 
     def _adopt_state(self) -> None:
         """Copy the moments and step count that DeepSpeed has loaded to the arena."""

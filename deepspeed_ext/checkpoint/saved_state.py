@@ -7,7 +7,7 @@ so a load either starts with values that fit or changes nothing.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -15,8 +15,19 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues, PredictiveSavedSchedule
-from deepspeed_ext.zenflow.rules.saved_values import GRADIENT_DTYPES, Count, Positive, SavedValues, misfit
+from deepspeed_ext.zenflow.rules.saved_values import (
+    GRADIENT_DTYPES,
+    Count,
+    LionStepValues,
+    Positive,
+    SavedValues,
+    StepValues,
+    misfit,
+)
 from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues, SelectiveSavedSchedule
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["VERSION", "SavedState", "read_saved_state"]
 
@@ -29,10 +40,17 @@ class _SavedState(SavedValues):
     """Always `VERSION`; `read_saved_state` has checked it."""
     kernel: str
     block_size: Positive
+    optimizer: Literal["adam", "lion"] = "adam"
+    """The name of the state's layout."""
     updates: Count
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
     weights: list[torch.Tensor] | None = None
     """The partitions in the model's dtype, which stage 3 saves nowhere else."""
+
+    @property
+    def layout(self) -> StateLayout:
+        """The state of the optimizer that saved it."""
+        return LION_STATE if self.optimizer == "lion" else ADAM_STATE
 
     @property
     def position(self) -> int:
@@ -46,10 +64,6 @@ class PredictiveSavedState(_SavedState):
     rule: Literal["predictive"]
     schedule: PredictiveSavedSchedule
     partitions: list[PredictivePartitionValues]
-
-    def has_means(self, index: int) -> bool:
-        """Whether a partition has the values derived from its block means."""
-        return self.partitions[index].inverse is not None
 
 
 class SelectiveSavedState(_SavedState):
@@ -115,8 +129,8 @@ def _mistakes(section: SavedState) -> list[str]:
         found += [
             f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, section.schedule.steps) if mistake
         ]
-        if isinstance(section, PredictiveSavedState) and section.schedule.is_ahead and not section.has_means(index):
-            found.append(f"partition {index}: no block means, which the coming step needs")
+        if isinstance(section, PredictiveSavedState):
+            found += [f"partition {index}: {mistake}" for mistake in _estimate_mistakes(section, index) if mistake]
         if len(partition.collected) != position:
             found.append(f"partition {index}: {len(partition.collected)} collected gradients, expected {position}")
     if section.weights is not None and len(section.weights) != len(section.partitions):
@@ -124,6 +138,19 @@ def _mistakes(section: SavedState) -> list[str]:
     for index, (weights, partition) in enumerate(zip(section.weights or (), section.partitions, strict=False)):
         found.append(misfit(weights, partition.numel, GRADIENT_DTYPES, f"weights {index}"))
     return [mistake for mistake in found if mistake]
+
+
+def _estimate_mistakes(section: PredictiveSavedState, index: int) -> Iterator[str]:
+    """What is wrong with a partition's estimate and the newest constants; empty strings for checks that passed."""
+    layout, partition = section.layout, section.partitions[index]
+    if partition.inverse is not None:
+        numel = -(-partition.on_host // section.block_size) * layout.per_block_width(section.block_size)
+        yield misfit(partition.inverse, numel, (getattr(torch, layout.per_block[1]),), "inverse")
+    elif section.schedule.is_ahead:
+        yield "no block means, which the coming step needs"
+    kind = LionStepValues if section.optimizer == "lion" else StepValues
+    if not all(isinstance(step, kind) for step in (partition.last, *partition.collected) if step is not None):
+        yield f"constants of another optimizer than {section.optimizer}"
 
 
 def _told(error: ValidationError) -> str:

@@ -2,7 +2,8 @@
 
 `torch.save` can leave out the bytes (`torch.serialization.skip_data`). The file then has its full size, with a hole for
 each storage. Once the holes are filled, `torch.load` reads it like any other file. So nothing is copied on the host:
-neither its own tensors nor those of an accelerator, which pass through one small chunk.
+neither its own tensors nor those of an accelerator, which pass through one small chunk. `fill_holes` also writes the
+CRC of what it fills in, so that the file passes any test of zip files.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,11 @@ __all__ = ["Hole", "SkeletonError", "fill_holes", "write_skeleton"]
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Header of a member of a zip file: 26 bytes, the length of its name, the length of its extra field."""
+_DIRECTORY_ENTRY = struct.Struct("<16x4x8xHHH12x")
+"""Entry of a zip file's directory: a CRC behind 16 bytes, the length of its name, its extra field and its comment."""
+_DESCRIPTOR = b"PK\x07\x08"
+"""What follows a member's bytes if its CRC comes next."""
+_CRC = struct.Struct("<I")
 _PROTOCOL = 2
 """Of pickle, as in `torch.save`."""
 
@@ -42,10 +49,12 @@ class Hole:
     Attributes:
         values: the bytes, uint8 [nbytes]: a storage of the host, or what a tensor of an accelerator holds.
         offset: bytes from the beginning of the file.
+        crc_offsets: where the CRC of the bytes belongs.
     """
 
     values: torch.Tensor
     offset: int
+    crc_offsets: tuple[int, ...] = ()
 
 
 def write_skeleton(content: Any, path: str) -> list[Hole]:
@@ -90,29 +99,38 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(content, path, pickle_module=SimpleNamespace(Pickler=Recorder, __name__=pickle.__name__))
     found = _records(path)
-    if [storage.nbytes() for storage in storages.values()] != [nbytes for nbytes, _ in found]:
+    if [storage.nbytes() for storage in storages.values()] != [record.nbytes for record in found]:
         raise SkeletonError(f"{path} has {len(found)} storages, found {len(storages)}: they do not match in size")
     return [
-        Hole(sources[key] if key in sources else _bytes_of(storage), offset)
-        for (key, storage), (nbytes, offset) in zip(storages.items(), found, strict=True)
-        if nbytes
+        Hole(sources[key] if key in sources else _bytes_of(storage), record.offset, record.crc_offsets)
+        for (key, storage), record in zip(storages.items(), found, strict=True)
+        if record.nbytes
     ]
 
 
 def fill_holes(path: str, holes: Sequence[Hole]) -> None:
-    """Write the bytes of `holes` to their file."""
+    """Write the bytes of `holes` and their CRCs to their file."""
     most = max((hole.values.nbytes for hole in holes if hole.values.device.type != "cpu"), default=0)
     chunk = host_empty(min(STAGING_CHUNK_BYTES, most), torch.uint8, pin=True) if most else None
     with files.opened(path, os.O_WRONLY) as descriptor:
         for hole in holes:
-            if hole.values.device.type == "cpu":
-                files.write_memory(descriptor, hole.values.data_ptr(), hole.values.nbytes, hole.offset)
-                continue
+            offset, crc = hole.offset, 0
+            for part in _on_host(hole.values, chunk):
+                memory = files.memory_at(part.data_ptr(), part.nbytes)
+                files.write(descriptor, memory, offset)
+                offset, crc = offset + part.nbytes, zlib.crc32(memory, crc)
+            for place in hole.crc_offsets:
+                files.write(descriptor, memoryview(_CRC.pack(crc)), place)
+
+
+def _on_host(values: torch.Tensor, chunk: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """The parts of `values` on the host, in order; those of an accelerator in `chunk`, each until the next."""
+    for part in values.split(STAGING_CHUNK_BYTES):
+        if part.device.type == "cpu":
+            yield part
+        else:
             assert chunk is not None
-            for begin in range(0, hole.values.nbytes, chunk.nbytes):
-                part = chunk[: min(chunk.nbytes, hole.values.nbytes - begin)]
-                part.copy_(hole.values[begin : begin + part.nbytes])
-                files.write_memory(descriptor, part.data_ptr(), part.nbytes, hole.offset + begin)
+            yield chunk[: part.nbytes].copy_(part)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -129,15 +147,29 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
-def _records(path: str) -> list[tuple[int, int]]:
-    """Size and offset of each storage in a file of `torch.save`, in the order of their numbers."""
-    found: dict[int, tuple[int, int]] = {}
+@dataclass(frozen=True)
+class _Record:
+    nbytes: int
+    offset: int
+    crc_offsets: tuple[int, ...]
+
+
+def _records(path: str) -> list[_Record]:
+    """The storages in a file of `torch.save`, in the order of their numbers."""
+    found: dict[int, _Record] = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        entry = archive.start_dir
         for member in archive.infolist():
+            crc_offsets = [entry + 16]
+            file.seek(entry)
+            entry += _DIRECTORY_ENTRY.size + sum(_DIRECTORY_ENTRY.unpack(file.read(_DIRECTORY_ENTRY.size)))
             _, _, name = member.filename.partition("/")
             if name.startswith("data/"):
                 file.seek(member.header_offset)
                 header = file.read(_LOCAL_HEADER.size)
                 offset = member.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-                found[int(name.removeprefix("data/"))] = (member.file_size, offset)
+                file.seek(offset + member.file_size)
+                if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
+                    crc_offsets.append(file.tell())
+                found[int(name.removeprefix("data/"))] = _Record(member.file_size, offset, tuple(crc_offsets))
     return [found[number] for number in sorted(found)]

@@ -20,6 +20,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam, has_room_for
 from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
 __all__ = ["STATE_KEY", "adopt_optimizer_state", "host_copy", "restore", "state_of"]
 
@@ -52,6 +53,7 @@ def _shown(adam: OffloadedAdam) -> dict[str, Any]:
         "block_size": adam.rule.block_size,
         "schedule": adam.rule.schedule.state_dict(),
         "updates": adam.updates,
+        **({} if adam.kind.layout is ADAM_STATE else {"optimizer": adam.kind.layout.name}),
         "partitions": [
             {
                 "numel": state.master.numel(),
@@ -79,7 +81,7 @@ def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer)
     updates = set()
     for ours in adam.states:
         state = optimizer.state.get(ours.master, {})
-        for name, target in (("exp_avg", ours.exp_avg), ("exp_avg_sq", ours.exp_avg_sq)):
+        for name, target in ours.moments.items():
             loaded = state.get(name)
             if loaded is None:
                 target.zero_()
@@ -113,7 +115,7 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
     rule = adam.rule
     if changed := _changed_setting(adam, saved) or _unaffordable_interval(adam, saved.schedule.interval):
         for state, values in zip(adam.states, saved.partitions, strict=True):
-            values.catch_up((state.master.detach(), state.exp_avg, state.exp_avg_sq), saved.block_size)
+            values.catch_up(state.arrays, saved.block_size)
         adam.masters_changed(saved.updates if saved.position else None)
         logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
         return False

@@ -212,7 +212,7 @@ def check_host_memory() -> Check:
         detail += f", control group limit {total / GIB:.1f} GiB"
         if total < machine // 2:
             return _warning(
-                "host memory", detail, "offloading needs 16 to 28 bytes per parameter: raise the limit if that is more"
+                "host memory", detail, "offloading needs 14 to 26 bytes per parameter: raise the limit if that is more"
             )
     return _ok("host memory", detail)
 

@@ -42,7 +42,7 @@ class ZenFlowConfig(ConfigSection):
     """
 
     update_rule: RuleName | None = None
-    """``predictive``: exact Adam or AdamW on the host for every step; the weights on the accelerator include an
+    """``predictive``: exact Adam, AdamW or Lion on the host for every step; the weights on the accelerator include an
     estimate of the update in flight. ``selective``: ZenFlow as published. Not given: ``selective`` if ``topk_ratio``
     or a ``select_*`` field is given, otherwise ``predictive``."""
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 
 __all__ = [
     "is_temporary",
+    "memory_at",
     "opened",
     "remove_tree",
     "rename",
     "replace_file",
     "sync_file",
     "sync_folder",
-    "write_memory",
+    "write",
 ]
 
 _TEMPORARY = ".dsext-tmp"
@@ -42,9 +43,13 @@ def opened(path: str, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write_memory(descriptor: int, address: int, nbytes: int, offset: int) -> None:
-    """Write `nbytes` bytes of memory at `address` to a file, `offset` bytes behind its beginning."""
-    memory = memoryview((ctypes.c_char * nbytes).from_address(address)) if nbytes else memoryview(b"")
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """The `nbytes` bytes of memory at `address`, for reading."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
+
+
+def write(descriptor: int, memory: memoryview, offset: int) -> None:
+    """Write all bytes of `memory` to a file, `offset` bytes behind its beginning."""
     while memory:
         written = os.pwrite(descriptor, memory, offset)
         memory, offset = memory[written:], offset + written

@@ -1,4 +1,4 @@
-"""Runs Adam in a separate optimizer process that overlaps with the accelerator.
+r"""Runs Adam or Lion in a separate optimizer process that overlaps with the accelerator.
 
 Glossary. Sizes are in elements of one partition with ``n`` elements; b is the block size. What the trainer
 and the worker share lies in one arena per rank (`worker.arena`), under the kind given in quotes.
@@ -9,13 +9,14 @@ name           dtype, shape     location        meaning, writer -> reader
 partition      -                -               this rank's flat slice of a parameter group (stages 1 and 2)
                                                 or sub-group (stage 3), in the natural row-major order
 weights  W     model's, [n]     accelerator     what the model computes with: trainer -> model
-master   p     fp32 [n]         arena "p"       the weights that Adam updates: worker -> checkpoint
-moments  m, v  fp32 [n]         arena "m", "v"  Adam's moments: worker -> checkpoint
+master   p     fp32 [n]         arena "p"       the weights that are updated: worker -> checkpoint
+moments  m, v  fp32 [n]         arena "m", "v"  the moments; Lion has no v: worker -> checkpoint
 gradient g     see below, [n]   arena "g"       reduced gradient of one optimizer step, before unscaling and
                                                 clipping, in one slot of the gradient ring: trainer -> worker
 factor   c     float            command         unscale and clip factor of that gradient: trainer -> worker
-published y    model's or fp32  arena "y"       p after the update. For a prediction, p extrapolated to the
-               [n]                              point where the estimate starts: worker -> trainer
+published y    model's or fp32  arena "y", in   p after the update. For a prediction, p extrapolated to the
+               [n]              place of the    point where the estimate starts: worker -> trainer
+                                newest g
 per block      [ceil(n / b)]    arena           one entry per block; each rule has its own array (below)
 =============  ===============  ==============  ==============================================================
 
@@ -26,6 +27,9 @@ The predictive rule adds:
 
 =============  ===============  =====================  =======================================================
 block means    fp32 [blocks]    arena "block_means"    mean of v over each block: worker -> trainer
+known          int32            arena "known"          with Lion, in place of the means: for each block the mean
+               [blocks, 1 + w]                         of |m| and a sign bit of each m, in w words: worker ->
+                                                       trainer
 drift    D     model's, [n]     accelerator            effect of the gradients in flight; only at intervals
                                                        above 1: trainer -> trainer
 =============  ===============  =====================  =======================================================
@@ -40,14 +44,15 @@ updates        int32 [blocks]   arena "updates"        updates of each block so 
 =============  ===============  =====================  =======================================================
 
 *Block*: a run of b contiguous elements of a partition; the last one may be shorter. *Optimizer step*: a boundary of the
-user's gradient accumulation, not a micro-step. *Update*: one Adam update of p, m and v. *Interval* S: optimizer steps
+user's gradient accumulation, not a micro-step. *Update*: one update of p and the moments. *Interval* S: optimizer steps
 whose gradients are handed over together. *Hand over*: give the worker an interval's gradients, which lie in the slots
 of the ring. *In flight*: handed over, with the result not applied yet.
 
 Modules: in `step`, `optimizer` collects gradients, hands them over and waits; `rule` is the interface of an update
-rule; `schedule` says what each step does, `partition` describes the data, and `metrics` measures. `rules` holds the two
-rules, `predictive` and `selective`. `transfers` copies between accelerator and host, and `kernels` holds the arithmetic
-on the accelerator. `worker` holds the optimizer process, the shared memory and the connection; `worker.kernel` the
-arithmetic over host memory. `start` builds all of this from the config, which `step.supported` checks.
-`deepspeed_ext.checkpoint` saves, checks and restores the state.
+rule; `schedule` says what each step does, `partition` describes the data, and `metrics` measures. `optimizers` holds
+what depends on the user's optimizer: a file for Adam and one for Lion. `rules` holds the two rules, `predictive` and
+`selective`. `transfers` copies between accelerator and host, and `kernels` holds the arithmetic on the accelerator.
+`worker` holds the optimizer process, the shared memory and the connection; `worker.kernel` the arithmetic over host
+memory. `start` builds all of this from the config, which `step.supported` checks. `deepspeed_ext.checkpoint` saves,
+checks and restores the state.
 """

@@ -14,12 +14,13 @@ from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_thread
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 from deepspeed_ext.zenflow.kernels import launch, prepare
+from deepspeed_ext.zenflow.optimizers.choose import hosted
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare, host_share_that_fits
-from deepspeed_ext.zenflow.step.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -51,7 +52,7 @@ def start_adam(
 
     Args:
         run: the settings of this run.
-        optimizer: the user's Adam or AdamW.
+        optimizer: the user's Adam, AdamW or Lion.
         groups: index of the parameter group of each partition.
         weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p. They are written in
             place.
@@ -64,7 +65,7 @@ def start_adam(
         weights_on_host: whether `weights` are on the host, and gradients are written to their slots before a step.
 
     Raises:
-        ConfigError: settings contradict each other, or the optimizer is not an Adam.
+        ConfigError: settings contradict each other, or the optimizer is another.
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the accelerator its share.
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
@@ -74,15 +75,16 @@ def start_adam(
     epoch = run.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
     agreed = (fields, epoch, list(groups), run.host_share, weights_on_host)
     require_same_plan("ZenFlow", agreed, ranks)
-    hyperparameters, metrics = AdamHyperparameters(optimizer), Metrics()
+    kind, metrics = hosted(optimizer, config.rule), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(parts[0].dtype)
+    on_host = {"weights_on_host": weights_on_host, "grads_on_host": parts[0].device.type == "cpu"}
     settings: PredictiveSettings | SelectiveSettings
     if config.rule == "selective":
-        settings = SelectiveSettings.of(config, run.steps_per_epoch, weights_on_host=weights_on_host)
+        settings = SelectiveSettings.of(config, run.steps_per_epoch, **on_host)
     else:
-        settings = PredictiveSettings.of(config, weights_on_host=weights_on_host)
-    heads = _heads(run, numels, settings.block_size, ranks)
-    _prepare_kernels(settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
+        settings = PredictiveSettings.of(config, layout=kind.layout, **on_host)
+    heads = _heads(run, numels, settings, ranks)
+    _prepare_kernels(kind, settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     link = WorkerLink(
         arena_specs(settings, numels, publish_dtype, dtype_name(grad_dtype), heads),
         block_size=settings.block_size,
@@ -97,17 +99,19 @@ def start_adam(
     undo.callback(link.abandon)
     share = None
     if any(heads):
-        share = AcceleratorShare.on_all_ranks(parts, heads, link.arena, settings.block_size, parts[0].device, ranks)
-    states = [_state(i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
+        share = AcceleratorShare.on_all_ranks(
+            parts, heads, link.arena, settings.block_size, parts[0].device, ranks, kind
+        )
+    states = [_state(kind, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
     partitions = [_partition(i, state, holders[i], settings, link.arena, heads[i]) for i, state in enumerate(states)]
     for partition, part, head in zip(partitions, parts, heads, strict=True):
         _copy_to_host(part[head:], partition.master)
     rule: UpdateRule[Any]
     if isinstance(settings, SelectiveSettings):
-        rule = SelectiveRule(settings, partitions, link, ranks, hyperparameters, metrics)
+        rule = SelectiveRule(settings, partitions, link, ranks, kind, metrics)
     else:
-        rule = PredictiveRule(settings, partitions, link, ranks, metrics)
-    return OffloadedAdam(rule, partitions, states, share, link, optimizer, hyperparameters, ranks, metrics)
+        rule = PredictiveRule(settings, partitions, link, ranks, kind, metrics)
+    return OffloadedAdam(rule, partitions, states, share, link, optimizer, kind, ranks, metrics)
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
@@ -118,15 +122,17 @@ def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
         Staging(weights.dtype, pin=True).to_host(weights, master)
 
 
-def _heads(run: ZenFlowRun, numels: Sequence[int], block_size: int, ranks: RankGroup) -> list[int]:
+def _heads(run: ZenFlowRun, numels: Sequence[int], settings: RuleSettings, ranks: RankGroup) -> list[int]:
     """How many elements at the start of each partition step on the accelerator. A collective if that is measured."""
-    share = run.host_share
+    share, block_size = run.host_share, settings.block_size
     if share is None:
-        share = host_share_that_fits(numels, block_size, run.config.offload_reserve_fraction, ranks)
+        reserve = run.config.offload_reserve_fraction
+        share = host_share_that_fits(numels, block_size, reserve, ranks, settings.layout)
     return [accelerator_numel(numel, share, block_size) for numel in numels]
 
 
 def _prepare_kernels(
+    kind: HostedOptimizer,
     settings: PredictiveSettings | SelectiveSettings,
     weights: Sequence[torch.Tensor],
     publish_dtype: str,
@@ -144,16 +150,18 @@ def _prepare_kernels(
     calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {dtype, grad_dtype})]
     alignments = {launch.is_aligned(block_size, [part]) for part in weights}
     if isinstance(settings, SelectiveSettings) or has_share:
-        calls.append(prepare.hot_steps(device, block_size, grad_dtype, alignments if has_share else {True}))
+        calls.append(kind.step_kernels(device, block_size, grad_dtype, alignments if has_share else {True}))
     if isinstance(settings, PredictiveSettings) and settings.overlapped:
-        dtypes = (dtype, getattr(torch, publish_dtype), grad_dtype)
-        calls.append(prepare.estimates(device, block_size, *dtypes, settings.with_drift, alignments))
+        dtypes = dtype, getattr(torch, publish_dtype), grad_dtype
+        calls.append(kind.estimate_kernels(device, block_size, *dtypes, settings.with_drift, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 
-def _state(index: int, group: int, arena: Arena, weights: Callable[[], torch.Tensor]) -> WholeState:
-    p, m, v = (arena.whole(kind, index) for kind in ("p", "m", "v"))
-    return WholeState(group, weights, p.requires_grad_(), m, v)
+def _state(
+    kind: HostedOptimizer, index: int, group: int, arena: Arena, weights: Callable[[], torch.Tensor]
+) -> WholeState:
+    p, *moments = (arena.whole(each, index) for each in kind.layout.kinds)
+    return WholeState(group, weights, p.requires_grad_(), dict(zip(kind.layout.names, moments, strict=True)))
 
 
 def _partition(
@@ -167,9 +175,8 @@ def _partition(
         holders,
         (lambda: state.weights()[head:]) if head else state.weights,
         master=arena.tensor("p", index),
-        exp_avg=arena.tensor("m", index),
-        exp_avg_sq=arena.tensor("v", index),
-        published=arena.tensor("y", index),
+        moments=tuple(arena.tensor(kind, index) for kind, _ in settings.layout.moments),
+        publish_dtype=arena.tensor("y", index).dtype,
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)],
     )

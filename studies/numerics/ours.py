@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_ext.zenflow.rules.predictive.estimator import (
+from deepspeed_ext.zenflow.optimizers.adam_estimator import (
     Estimator,
     drift_coefficient,
     move_coefficient,

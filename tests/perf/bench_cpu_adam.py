@@ -112,7 +112,8 @@ def _pass_arena(numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout]) 
 
 
 def _pass_runner(kernel: Kernel, arena: Arena, steps: int) -> Callable[[], None]:
-    p, m, v, published, means = (arena.array(kind) for kind in ("p", "m", "v", "y", "block_means"))
+    p, m, v, means = (arena.array(kind) for kind in ("p", "m", "v", "block_means"))
+    published = arena.array("y", slot=steps - 1)
     grads = tuple(arena.array("g", slot=slot) for slot in range(steps))
     adam = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + k, 0.5) for k in range(steps))
     publish = Publish(0.99, 1e-3, 0.0, 0.0, adam[-1].bias_correction2_sqrt, 1e-8)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from deepspeed_ext.zenflow.kernels import host
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from tests.perf import report
 
 OPERATIONS, NATIVE = "torch operations", "native"

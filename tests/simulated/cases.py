@@ -65,6 +65,7 @@ class Case:
         """Fields of the ``zenflow`` section."""
         return {
             "predictive, interval 1": {"update_interval": 1},
+            "predictive, interval 1, copies inside": {"update_interval": 1, "hide_transfers": False},
             "predictive, copies inside": RULES["predictive"] | {"hide_transfers": False},
             "predictive, accumulation": {"update_interval": 1},
             "selective, copies inside": RULES["selective"] | {"hide_transfers": False},
@@ -99,6 +100,7 @@ class Case:
 WAYS = (
     *RULES,
     "predictive, interval 1",
+    "predictive, interval 1, copies inside",
     "predictive, copies inside",
     "predictive, accumulation",
     "selective, copies inside",
@@ -108,7 +110,7 @@ WAYS = (
 ON_HOST = ("predictive, offload_param", "accumulation, offload_param", "selective, offload_param")
 CASES = [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))]
 CASES += [Case(3, way, ranks, clip) for way, ranks, clip in product(ON_HOST, (1, 2), (0.0, 1.0))]
-STRIDE = 35
+STRIDE = 37
 assert math.gcd(STRIDE, len(CASES)) == 1, "else some cases never have a turn"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["ACCEPTED", "REFUSED_UNTRIED", "ROWS", "Outcome", "Row", "merged"]
@@ -61,6 +61,7 @@ class Row:
         named: of a refusal: what the error contains.
         resumes: whether the test also saves the run, and resumes it.
         alone: whether the ranks need processes of their own, because DeepSpeed keeps it for the process.
+        rules: ZenFlow's update rules that have it.
         instead: if the setting is replaced: the changes with which ZeRO-Offload does the same.
         model, optimizer, before: names in `tests.support.drop_in_runs`, of the model, of an optimizer that the user
             passes, and of what is done before training.
@@ -74,6 +75,7 @@ class Row:
     named: str = ""
     resumes: bool = False
     alone: bool = False
+    rules: tuple[str, ...] = ("predictive", "selective")
     instead: Mapping[str, Any] | None = None
     model: str = "plain"
     optimizer: str = ""
@@ -294,7 +296,12 @@ ROWS = (
     _optimizer("Adam", params={"adam_w_mode": False}),
     _optimizer("AdamW", params={"torch_adam": True}),
     _optimizer("AdamW", params={"bias_correction": False}),
-    _optimizer("Lion", REFUSED, "not built", named="Lion"),
+    _optimizer("Lion", WORKS, "8 bytes of state per parameter", resumes=True, rules=("predictive",)),
+    replace(
+        _optimizer("Lion", REFUSED, "that rule steps its blocks as Adam does", named="DeepSpeedCPULion"),
+        setting='optimizer.type: "Lion", zenflow.update_rule: "selective"',
+        rules=("selective",),
+    ),
     _optimizer("Muon", REFUSED_UNTRIED, "not built", named="Muon", also=_ALL_REDUCED),
     _optimizer("Adagrad", REFUSED, "the optimizer process computes Adam's update", named="Adagrad"),
     _optimizer("SGD", REFUSED, "the optimizer process computes Adam's update", named="SGD"),

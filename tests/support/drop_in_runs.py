@@ -140,7 +140,7 @@ def tried(row: Row, stage: int, folder: str) -> dict[str, Any]:
     with patch.object(CUDAQuantizer, "quantizer_cuda_module", Quantizer() if row.before == "quantizer" else None):
         found: dict[str, Any] = {}
         without = replace(row, changes=row.changes if row.instead is None else row.instead)
-        for rule in (None, *RULES):
+        for rule in (None, *row.rules):
             if rule is None and row.outcome == REFUSED_UNTRIED:
                 found["offload"] = ""
                 continue

@@ -21,7 +21,8 @@ from unittest.mock import patch
 
 import torch
 
-from deepspeed_ext.zenflow.kernels import definition, device, host, launch
+from deepspeed_ext.zenflow.kernels import definition, device, host, launch, lion
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38)
 READ = (torch.float32, torch.bfloat16, torch.float16)
@@ -100,6 +101,18 @@ class Case:
         )
         return self.both(lambda p, m, v: launch.hot_step(p, m, v, grad, updates, constants), [p, m, v.abs_()])
 
+    def predict_lion(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        published, grad = (self.array(self.random.choice(READ)) for _ in range(2))
+        rows, width = -(-self.n // self.block), LION_STATE.per_block_width(self.block)
+        generator = torch.Generator().manual_seed(self.random.getrandbits(32))
+        known = torch.randint(-(1 << 31), 1 << 31, (rows, width), dtype=torch.int32, generator=generator)
+        known[:, 0] = self.array(torch.float32, rows).abs().view(torch.int32)
+        weight, beta1, lr = self.number(), self.random.choice([0.0, 0.9]), self.number()
+        weights = self.array(self.random.choice(STORED))
+        return self.both(
+            lambda w: lion.predict_lion(w, published, grad, known.view(-1), weight, beta1, lr, self.block), [weights]
+        )
+
     def norms(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sums in another order: equal but for the last bits of fp64."""
         dtype, sizes = self.random.choice(READ), [self.n, 1, 1 << 15, (1 << 15) + self.random.randint(1, 99)]
@@ -123,7 +136,13 @@ def main(cases: int, seed: int) -> None:
     patch.object(torch, "sqrt", rounded_sqrt).start()
     for number in range(seed, seed + cases):
         case = Case.invent(number)
-        for kernel in (case.predict, case.move, case.hot_step, *([case.norms] if number % 8 == 0 else [])):
+        for kernel in (
+            case.predict,
+            case.move,
+            case.hot_step,
+            case.predict_lion,
+            *([case.norms] if number % 8 == 0 else []),
+        ):
             for found, wanted in kernel():
                 if not torch.equal(found.nan_to_num(7e3), wanted.nan_to_num(7e3)) or not torch.equal(
                     found.signbit() & ~found.isnan(), wanted.signbit() & ~wanted.isnan()

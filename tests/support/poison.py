@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -45,10 +45,11 @@ def delay() -> None:
 def late_and_poisoned() -> Iterator[dict[str, int]]:
     """Let every copy's source be late and every copy's target hold NaN before; correct code notices nothing.
 
-    Down: a gradient is NaN until a long chain on its stream has ended, and so is the place it is copied to. Up: what
-    the worker published, and its block means, turn into NaN when the next submission begins, by when they must have
-    been read, while the reads themselves are held up by a long chain; the weights they go to are NaN before. Hot state
-    is stepped behind such a chain.
+    Down: a gradient is NaN until a long chain on its stream has ended, and so is the place it is copied to, unless the
+    newest y is there, which the accelerator may still read. Up: what the worker published, and its block means, turn
+    into NaN when the next submission begins, by when they must have been read, while the reads themselves are held up
+    by a long chain; the weights they go to are NaN before. It is y of the submission before that turns into NaN, unless
+    a gradient has taken its place. Hot state is stepped behind such a chain.
 
     Yields:
         How often each kind of copy was poisoned.
@@ -70,6 +71,7 @@ class _Poison:
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("gradients", "published", "block means", "hot state"), 0)
         self._arenas: dict[OptimizerProcess, Arena] = {}
+        self._published: dict[tuple[Any, ...], int] = {}  # by process, partition and span: the slot of its y
 
     def step_partition(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(adam: OffloadedAdam, index: int, grad: torch.Tensor, grad_scale: float) -> None:
@@ -78,7 +80,8 @@ class _Poison:
             if grad.data_ptr() != slot.data_ptr():
                 self.counts["gradients"] += 1
                 produced = grad.clone()
-                slot.fill_(float("nan"))
+                if adam.link.transfers._host_results(index).published.data_ptr() != slot.data_ptr():
+                    slot.fill_(float("nan"))
                 grad.fill_(float("nan"))
                 delay()
                 grad.copy_(produced)
@@ -112,7 +115,7 @@ class _Poison:
     def submit(self, original: Callable[..., int]) -> Callable[..., int]:
         def method(process: OptimizerProcess, tasks: Sequence[WorkerTask]) -> int:
             for task in tasks:  # all that the worker wrote there before must have been read
-                self._poison_results(self._arenas[process], task)
+                self._poison_results(process, task)
             return original(process, tasks)
 
         return method
@@ -125,9 +128,16 @@ class _Poison:
 
         return method
 
-    def _poison_results(self, arena: Arena, task: WorkerTask) -> None:
-        for kind, counted in (("y", "published"), ("block_means", "block means")):
-            if (key := ArrayKey(kind, task.partition)) in arena.layout.by_key():
+    def _poison_results(self, process: OptimizerProcess, task: WorkerTask) -> None:
+        arena, here = self._arenas[process], (process, task.partition, task.span)
+        before, self._published[here] = self._published.get(here), task.y_slot
+        keys = [("block means", ArrayKey("block_means", task.partition))]
+        if before in task.slots:
+            self.counts["published"] += 1  # the gradient is as good as NaN
+        elif before is not None:
+            keys.append(("published", ArrayKey("y", task.partition, before)))
+        for counted, key in keys:
+            if key in arena.layout.by_key():
                 array = arena.tensor(*key)
                 if task.span is not None:
                     blocks = arena.tensor("p", task.partition).numel() / array.numel()
@@ -156,7 +166,7 @@ def synchronous() -> Iterator[None]:
             (Transfers, "depart"),
             (HiddenTransfers, "take"),
             (HiddenTransfers, "depart"),
-            (HiddenTransfers, "results"),
+            (HiddenTransfers, "_landed"),
             (Estimator, "predict"),
             (Estimator, "move"),
             (UpdateRule, "_take_published"),

@@ -15,6 +15,7 @@ from tests.support.compare import allow_fp16
 from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
+from tests.support.state_access import moments_of
 from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
 
 STEPS = 4
@@ -54,6 +55,9 @@ class Run(NamedTuple):
                 del config["zero_optimization"]["offload_optimizer"]
         if self.setting == "uncorrected":  # whose first updates are several times as large
             config["optimizer"]["params"] = {"lr": 3e-4, "weight_decay": 0.1, "bias_correction": False}
+        if self.setting == "lion":
+            config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
+            config["zero_optimization"].get("zenflow", {}).pop("update_interval", None)
         if self.setting in ZERO_FIELDS:
             config["zero_optimization"][self.setting] = ZERO_FIELDS[self.setting]
         return config
@@ -101,7 +105,7 @@ def state_of(engine: Any) -> dict[str, Any]:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            states = [safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
+            states = [safe_get_full_optimizer_state(parameter, key) for key in moments_of(engine)]
             found[name] = [each.float().cpu().clone() for each in (safe_get_full_fp32_param(parameter), *states)]
     steps = {int(state["step"]) for state in engine.optimizer.optimizer.state.values()}
     return {**found, "step": sorted(steps)}

@@ -21,16 +21,23 @@ _SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 
 
 def require_same_groups(saved: SavedCheckpoint, target: Target) -> None:
-    """Check, before anything is written, that the optimizer has as many parameter groups as the checkpoint.
+    """Check, before anything is written, that the optimizer has as many parameter groups as the checkpoint, and is of
+    the same kind: of those that ZenFlow runs, Adam has an epsilon and Lion has none.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: it has not, or is not.
     """
     there, here = saved.partitions(0).groups, target.hyperparameters
     if there and len(there) != len(here):
         raise CheckpointError(
             f"the checkpoint has {len(there)} parameter groups, the optimizer {len(here)}: resume with the groups that "
             "were saved"
+        )
+    if any(("eps" in one) != ("eps" in other) for one, other in zip(there, here, strict=False)):
+        saved_names, names = (sorted(set(groups[0]) - {"params"}) for groups in (there, here))
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: hyperparameters {saved_names}, this run's has {names}: "
+            "resume with the optimizer that wrote it, or load only the weights"
         )
 
 

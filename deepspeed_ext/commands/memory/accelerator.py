@@ -72,7 +72,7 @@ class _Accelerator:
         if self.setup.on_accelerator:
             aliased = not self.whole and self.weight == FLOAT_BYTES  # the weights are the masters
             held += [Part("master", 0 if aliased else FLOAT_BYTES * self.numel)]
-            held += [Part(moment, FLOAT_BYTES * self.numel) for moment in MOMENTS]
+            held += [Part(moment, FLOAT_BYTES * self.numel) for moment in MOMENTS[: len(self.setup.layout.moments)]]
         if not self.whole:
             if not (self.setup.offload or (self.on_host and self.setup.zenflow is not None)):
                 held.append(Part("gradients", self.accumulated * self.numel))
@@ -87,7 +87,7 @@ class _Accelerator:
         rule, kept = self.setup.rule, {"landing buffers": self.landing_buffers(), SHARE: 0}
         for run in self.partitions:
             there = self.setup.stepped_there(run.numel)
-            kept[SHARE] += accelerator_share_bytes(there, rule.block_size) * run.times
+            kept[SHARE] += accelerator_share_bytes(there, rule.block_size, rule.layout) * run.times
             for kind, nbytes in bytes_of(rule, run.numel - there, self.weight).kept.items():
                 kept[kind] = kept.get(kind, 0) + nbytes * run.times
         return [Part(kind, nbytes) for kind, nbytes in kept.items()]
@@ -100,7 +100,7 @@ class _Accelerator:
         for whole, count in self.partitions:
             numel = whole - self.setup.stepped_there(whole)
             specs = arena_specs(self.setup.rule, [numel], self.publish_dtype, self.grad_dtype)
-            means = sum(spec.nbytes for spec in specs if spec.kind == "block_means")
+            means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known"))
             nbytes += count * landing_bytes(numel, self.grad_dtype, self.publish_dtype, means)
         return nbytes
 
@@ -201,7 +201,7 @@ class _Accelerator:
         on_host, others = numel - there(numel), self.numel - numel
         step = bytes_of(self.setup.rule, on_host, self.weight, arrived_bytes=arrived, in_place=in_place).step
         waiting = bytes_of(self.setup.rule, others - there(others), self.weight).waiting  # of the other sub-groups
-        share = share_step_bytes(there(numel), self.setup.rule.block_size)
+        share = share_step_bytes(there(numel), self.setup.rule.block_size, self.setup.rule.layout)
         return [flat, Part("temporaries", max(step, share)), Part("new hot weights", waiting)]
 
     def exchange(self) -> list[Part]:

@@ -13,11 +13,13 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.step.supported import require_section
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
 __all__ = ["FileSettings", "read_config"]
 
 _SIZES = ("reduce_bucket_size", "sub_group_size", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
-_ADAMS = ("adam", "adamw")
+_ADAMS, _LION = ("adam", "adamw"), "lion"
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ def read_config(path: str, ranks: int) -> FileSettings:
 
 
 def _optimizer(config: Mapping[str, Any]) -> list[str]:
-    """A note if the config names an optimizer that is not an Adam."""
+    """A note if the config names an optimizer that is neither an Adam nor Lion."""
     name = str(section_of(config, "optimizer").get("type", "adam"))
-    return [] if "adam" in name.lower() else [f"the optimizer is {name}: two fp32 moments are counted, as for Adam"]
+    known = "adam" in name.lower() or name.lower() == _LION
+    return [] if known else [f"the optimizer is {name}: two fp32 moments are counted, as for Adam"]
 
 
 _LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", "bf16_optimizer_states")
@@ -83,7 +86,7 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
     offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
     zenflow = None if zero.zenflow is None else ZenFlowConfig(**zero.zenflow.model_dump(exclude_unset=True))
     optimizer = section_of(config, "optimizer")
-    own_adam = str(optimizer.get("type", "")).lower() in _ADAMS
+    name = str(optimizer.get("type", "")).lower()
     torch_adam = section_of(optimizer, "params").get("torch_adam") is True
     stage: Any = int(zero.stage)
     return Setup(
@@ -92,10 +95,11 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
         zenflow=zenflow,
         accumulation=_accumulation(config, ranks),
         accumulates_fp32=section_of(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
-        fused_adam=not torch_adam and (own_adam or offload),
+        fused_adam=not torch_adam and (name in (*_ADAMS, _LION) or offload),
         pins=offload and zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
         host_share=1.0 if zero.host_share is None else zero.host_share,
+        layout=LION_STATE if name == _LION else ADAM_STATE,
         overlap_comm=section["overlap_comm"] if isinstance(section.get("overlap_comm"), bool) else None,
         contiguous_gradients=zero.contiguous_gradients,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,

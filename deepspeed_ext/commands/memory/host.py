@@ -26,6 +26,7 @@ ARENA_KINDS = {
     "y": "published weights",
     "g": "gradient ring",
     "block_means": "block means",
+    "known": "signs and means",
     "updates": "update counts",
 }
 """Names of the arena's kinds of arrays in a report."""
@@ -96,8 +97,8 @@ class _Host:
             there = [self.setup.stepped_there(numel) for numel in numels]
             pages = plan_layout(arena_specs(rule, numels, publish_dtype, grad_dtype, there)).page_bytes()
             for key, size in pages.items():
-                nbytes[key.kind] += 0 if at_start and open_interval and key.slot else size * count
-        exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "block_means"}
+                nbytes[key.kind] += 0 if at_start and open_interval and key.slot >= rule.least_slots else size * count
+        exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "block_means", "known"}
         return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
 
     def laid_out(self) -> list[tuple[list[int], int]]:
@@ -193,7 +194,7 @@ class _Host:
         if self.setup.zenflow is None:
             return [[module]]
         shown = self.numel - sum(run.numel * run.times for run in self.on_host())
-        state = Part("shown state", 3 * FLOAT_BYTES * shown)
+        state = Part("shown state", len(self.setup.layout.kinds) * FLOAT_BYTES * shown)
         if self.setup.zenflow.async_save:  # what is not in the arena is copied, until it is written
             return [[state, module, *self.copied_section()]]
         largest_param = weight * self.model.largest if has_module else 0

@@ -61,7 +61,8 @@ def neighbours(setup: Setup) -> list[Setup]:
     found.append(replace(setup, offload=False, zenflow=None))
     if not setup.offload:
         found.append(replace(setup, offload=True, zenflow=None, pins=True, fused_adam=True))
-    found += [_with_zenflow(setup, interval) for interval in INTERVALS]
+    longest = setup.layout.longest_interval or max(INTERVALS)
+    found += [_with_zenflow(setup, interval) for interval in INTERVALS if interval <= longest]
     return list(dict.fromkeys(found))
 
 

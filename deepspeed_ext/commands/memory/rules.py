@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["RuleBytes", "bytes_of", "share_step_bytes"]
 
 _FLOAT_BYTES = 4
 _STATE_BYTES = 3 * _FLOAT_BYTES
 """Bytes per element of a hot block: p, m and v in fp32."""
-_COUNT_BYTES, _ID_BYTES = 4, 8
+_COUNT_BYTES, _ID_BYTES, _SIGN_BYTES = 4, 8, 1
 
 
 @dataclass(frozen=True)
@@ -65,27 +67,34 @@ def bytes_of(
     return _predictive(rule, numel, weights_bytes, arrived_bytes, in_place)
 
 
-def share_step_bytes(numel: int, block_size: int) -> int:
+def share_step_bytes(numel: int, block_size: int, layout: StateLayout = ADAM_STATE) -> int:
     """Temporaries on the accelerator while `numel` elements step there, if no kernel can run: two fp32 arrays of one
-    chunk, and three numbers per block."""
+    chunk, and three numbers per block. Lion has no kernel for it, and three fp32 arrays."""
     chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, block_size))
+    if not layout.counts_updates:
+        return 3 * _FLOAT_BYTES * chunk
     return 2 * _FLOAT_BYTES * chunk + 3 * _FLOAT_BYTES * (chunk // block_size)
 
 
 def _predictive(
     rule: PredictiveSettings, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool
 ) -> RuleBytes:
-    """Kept: 1 / d_b of each block, and D.
+    """Kept: 1 / d_b of each block, and D. With Lion, the signs and means of m.
 
     Temporaries of `Estimator.predict` by torch operations: the gradient in fp32 and, with D, also y in fp32, of one
-    chunk. A kernel needs none, but whether it can run is not known before the run.
+    chunk. With Lion one fp32 array more, and a byte for each sign. A kernel needs none, but whether it can run is not
+    known before the run.
     """
     if not rule.overlapped:
         return RuleBytes()
     drift = {"drift": numel * weights_bytes} if rule.drifts else {}
-    kept = {"derived denominators": _FLOAT_BYTES * -(-numel // rule.block_size), **drift}
+    remembered = "signs and means" if rule.layout.with_signs else "derived denominators"
+    kept = {remembered: _FLOAT_BYTES * -(-numel // rule.block_size) * rule.per_block_width, **drift}
     chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, rule.block_size))
     arrived, factor = 0 if in_place else chunk * arrived_bytes, _FLOAT_BYTES * -(-chunk // rule.block_size)
+    if rule.layout.with_signs:
+        step = chunk * (2 * _FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
+        return RuleBytes(kept, saved=tuple(kept.values()), step=step)
     step = (2 if rule.drifts else 1) * _FLOAT_BYTES * chunk + max(arrived, factor)
     return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 

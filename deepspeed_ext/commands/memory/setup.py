@@ -10,7 +10,8 @@ from deepspeed_ext.config import FlattenTier, ZenFlowConfig
 from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.sizes import accelerator_numel, gradient_dtype
 
 __all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage", "typical_largest"]
@@ -84,6 +85,7 @@ class Setup:
         pins: ``offload_optimizer.pin_memory``.
         offload_param: ``offload_param`` on the CPU.
         host_share: ``offload_optimizer.ratio``, with ZenFlow.
+        layout: the optimizer's state.
         others: fields of ``zero_optimization`` of the same names.
     """
 
@@ -96,6 +98,7 @@ class Setup:
     pins: bool = False
     offload_param: bool = False
     host_share: float = 1.0
+    layout: StateLayout = ADAM_STATE
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
@@ -141,10 +144,13 @@ class Setup:
         """Settings of ZenFlow's rule. If the interval is not set, the longest that measurement may choose is
         assumed."""
         assert self.zenflow is not None
-        kind = SelectiveSettings if self.zenflow.rule == "selective" else PredictiveSettings
-        longest = kind.of(self.zenflow).longest_interval
+        if self.zenflow.rule == "selective":
+            longest = SelectiveSettings.of(self.zenflow).longest_interval
+            section = self.zenflow.model_copy(update={"update_interval": longest})
+            return SelectiveSettings.of(section, weights_on_host=self.weights_on_host)
+        longest = PredictiveSettings.of(self.zenflow, layout=self.layout).longest_interval
         section = self.zenflow.model_copy(update={"update_interval": longest})
-        return kind.of(section, weights_on_host=self.weights_on_host)
+        return PredictiveSettings.of(section, weights_on_host=self.weights_on_host, layout=self.layout)
 
     def stepped_there(self, numel: int) -> int:
         """How many of a partition's `numel` elements step on the accelerator, with ZenFlow."""

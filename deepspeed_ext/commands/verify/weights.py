@@ -1,6 +1,6 @@
 """Compares the weights at the end of a check with their masters, their initial values and those of the other ranks.
 
-Under the predictive rule W is not p, but the result of `zenflow.rules.predictive.estimator`. The largest distance
+Under the predictive rule W is not p, but the result of `zenflow.optimizers.adam_estimator`. The largest distance
 between them, per element, follows from its formulas. With S the interval, K = CLAMP, and U lr the largest step of Adam:
 
 - the S gradients in flight: each moves W by at most K lr for each of 2 S updates, but decays, so together 2 S K lr. As

@@ -4,7 +4,7 @@ Large arrays are processed in chunks of whole blocks, so temporaries are small f
 also stay in a core's L2 cache. Each operation rounds once in fp32: no `lerp`, `addcmul`, `add` with a factor or
 division by a number, which round differently on different devices. A 16-bit result is rounded once, when it is stored.
 So results depend neither on the chunks nor on the number of threads, and equal those of the kernels bitwise. Symbols
-are those of `deepspeed_ext.zenflow.rules.predictive.estimator`.
+are those of `deepspeed_ext.zenflow.optimizers.adam_estimator`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 
-__all__ = ["CLAMP", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
+__all__ = ["CLAMP", "Chunks", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
 
 CLAMP = 4.5
 """Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element that dominates
@@ -33,7 +33,7 @@ def chunk_numel(device: torch.device, block_size: int) -> int:
     return chunk_of(_CHUNK_NUMEL.get(device.type, ACCELERATOR_CHUNK_NUMEL), block_size)
 
 
-class _Chunks:
+class Chunks:
     """The parts of 1-D arrays of n elements as rows of blocks, [rows, block_size]; a short last block is a separate
     part. All parts use the same memory for temporaries."""
 
@@ -93,7 +93,7 @@ def predict(
         coefficient: multiplier of q.
         block_size: elements per block.
     """
-    for part in _Chunks(grad.numel(), block_size, grad.device, 1 if drift is None else 2):
+    for part in Chunks(grad.numel(), block_size, grad.device, 1 if drift is None else 2):
         moved = part.normalized(grad, inverse, grad_scale).mul_(-coefficient)
         arrived = part.of(published).to(grad.device, non_blocking=True)
         if drift is not None:
@@ -115,7 +115,7 @@ def move(
 
     Args: as for `predict`.
     """
-    for part in _Chunks(grad.numel(), block_size, grad.device, 2):
+    for part in Chunks(grad.numel(), block_size, grad.device, 2):
         q = part.normalized(grad, inverse, grad_scale)
         moved = torch.mul(q, -weights_coefficient, out=part.temporary(1))
         part.of(weights).copy_(moved.add_(part.of(weights).to(q.device)))
@@ -203,7 +203,7 @@ def hot_step(
         constants: the step's numbers.
         block_size: elements per block.
     """
-    for part in _Chunks(grad.numel(), block_size, grad.device, 2):
+    for part in Chunks(grad.numel(), block_size, grad.device, 2):
         first, second = (
             c[part.begin // block_size : part.end // block_size, None] for c in (correction1, correction2_sqrt)
         )

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from deepspeed_ext.zenflow.kernels.definition import CLAMP
 
-__all__ = ["hot_step", "move", "norms", "predict", "sums_of_squares"]
+__all__ = ["hot_step", "move", "norms", "predict", "predict_lion", "sums_of_squares"]
 
 _CLAMP = tl.constexpr(CLAMP)
 
@@ -135,6 +135,53 @@ def move(
         last = whole * BLOCK + columns
         last_factor = tl.load(inverse + whole) * grad_scale
         _move(weights, drift, grad, last, last < n, last_factor, weights_coefficient, drift_coefficient, False)
+
+
+@triton.jit
+def _predict_lion(weights, published, grad, offsets, inside, bits, lean, grad_weight, lr, ALIGNED: tl.constexpr):
+    x = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * grad_weight
+    x += tl.where(bits != 0, -lean, lean)
+    arrived = tl.load(_at(published, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
+    predicted = arrived + tl.where(x < 0.0, lr, -lr)
+    tl.store(_at(weights, offsets, ALIGNED), predicted.to(weights.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["weights", "published", "grad", "known", "n", "grad_weight", "beta1", "lr"])
+def predict_lion(
+    weights,
+    published,
+    grad,
+    known,
+    n: tl.int64,
+    grad_weight: tl.float32,
+    beta1: tl.float32,
+    lr: tl.float32,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Weights from y, signs and means of m, and the newest gradient; see `kernels.lion`."""
+    width = 1 + (BLOCK + 31) // 32
+    whole = n // BLOCK
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    in_rows = rows[:, None] < whole
+    inside = in_rows
+    if COLUMNS != BLOCK:
+        inside = inside & (columns < BLOCK)
+    of_rows = known + rows[:, None] * width
+    lean = tl.load(of_rows, mask=in_rows, other=0).to(tl.float32, bitcast=True) * beta1
+    bits = tl.load(of_rows + 1 + columns // 32, mask=inside, other=0) >> (columns % 32) & 1
+    _predict_lion(
+        weights, published, grad, rows[:, None] * BLOCK + columns, inside, bits, lean, grad_weight, lr, ALIGNED
+    )
+    if (tl.program_id(0) == 0) & (n > whole * BLOCK):
+        last = whole * BLOCK + columns
+        of_last = known + whole * width
+        last_lean = tl.load(of_last).to(tl.float32, bitcast=True) * beta1
+        last_bits = tl.load(of_last + 1 + columns // 32, mask=last < n, other=0) >> (columns % 32) & 1
+        _predict_lion(weights, published, grad, last, last < n, last_bits, last_lean, grad_weight, lr, False)
 
 
 @triton.jit(

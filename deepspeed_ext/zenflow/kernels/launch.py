@@ -31,6 +31,7 @@ __all__ = [
     "move",
     "norms",
     "predict",
+    "run_on_blocks",
     "serves",
     "shape_constants",
     "variants",
@@ -44,7 +45,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
-_TILE_NUMEL = {"predict": 2048, "move": 2048, "hot_step": 1024}
+_TILE_NUMEL = {"predict": 2048, "predict_lion": 2048, "move": 2048, "hot_step": 1024}
 _UNALIGNED_TILE_NUMEL = 512
 """A thread loads its elements of an unaligned tile one by one: more of them only take registers and time to compile."""
 NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
@@ -135,7 +136,7 @@ def _run(
         torch.autograd.graph.increment_version(array)
 
 
-def _run_on_blocks(
+def run_on_blocks(
     kernel: str,
     arrays: Sequence[torch.Tensor],
     per_block: Sequence[torch.Tensor],
@@ -167,7 +168,7 @@ def predict(
     if serves(block_size, grad, weights, published, drift, inverse):
         arrays = [weights, published, published if drift is None else drift, grad]  # without drift it is not read
         numbers, constants = [grad_scale, coefficient], {"DRIFTS": drift is not None}
-        _run_on_blocks("predict", arrays, [inverse], numbers, block_size, constants, [weights])
+        run_on_blocks("predict", arrays, [inverse], numbers, block_size, constants, [weights])
         return
     run = host.predict if host.serves(inverse, grad, weights, published, drift) else definition.predict
     run(weights, published, drift, grad, inverse, grad_scale, coefficient, block_size)
@@ -186,7 +187,7 @@ def move(
     """See `definition.move`."""
     numbers = (grad_scale, weights_coefficient, drift_coefficient)
     if serves(block_size, grad, weights, drift, inverse):
-        _run_on_blocks("move", [weights, drift, grad], [inverse], numbers, block_size, {}, [weights, drift])
+        run_on_blocks("move", [weights, drift, grad], [inverse], numbers, block_size, {}, [weights, drift])
         return
     run = host.move if host.serves(inverse, grad, weights, drift) else definition.move
     run(weights, drift, grad, inverse, *numbers, block_size)
@@ -215,7 +216,7 @@ def hot_step(
         corrections = definition.bias_corrections(times, constants)
         arrays = [array.reshape(-1) if array is chunk[-1] else array.view(-1) for array in chunk]
         if served:
-            _run_on_blocks("hot_step", arrays, corrections, constants.of_kernel(), block_size, {}, arrays[:3])
+            run_on_blocks("hot_step", arrays, corrections, constants.of_kernel(), block_size, {}, arrays[:3])
         else:
             p1, m1, v1, g1 = arrays
             definition.hot_step(p1, m1, v1, g1, *corrections, constants, block_size)

@@ -12,9 +12,10 @@ from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.kernels.definition import HotConstants
 from deepspeed_ext.zenflow.transfers.device_sizes import LARGEST_KERNEL_BLOCK
 
-__all__ = ["estimates", "hot_steps", "norms", "prepare"]
+__all__ = ["PREPARED_NUMEL", "estimates", "first_elements", "hot_steps", "norms", "prepare"]
 
-_NUMEL = 1 << 16
+PREPARED_NUMEL = 1 << 16
+"""Elements of the arrays on which kernels are compiled."""
 _CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0, 0.9, 0.99)
 
 
@@ -68,10 +69,10 @@ def estimates(
         drifts: whether to call with D; may hold both values.
         alignments: whether to call with aligned arrays (`launch.is_aligned`); may hold both values.
     """
-    inverse = torch.ones(-(-_NUMEL // block_size), dtype=torch.float32, device=device)
-    for first in _firsts(alignments):
+    inverse = torch.ones(-(-PREPARED_NUMEL // block_size), dtype=torch.float32, device=device)
+    for first in first_elements(alignments):
         w, y, d, g = (
-            torch.zeros(_NUMEL + first, dtype=dtype, device=device)[first:]
+            torch.zeros(PREPARED_NUMEL + first, dtype=dtype, device=device)[first:]
             for dtype in (weights, published, weights, grad)
         )
         for drifting in drifts:
@@ -92,15 +93,15 @@ def hot_steps(
         grad: dtype of the gradients.
         alignments: whether to call with aligned gradients; may hold both values. The other arrays are allocated for it.
     """
-    blocks = max(1, _NUMEL // block_size)
+    blocks = max(1, PREPARED_NUMEL // block_size)
     p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
     updates = torch.ones(blocks, dtype=torch.int32, device=device)
-    for first in _firsts(alignments):
+    for first in first_elements(alignments):
         grads = torch.zeros(blocks * block_size + first, dtype=grad, device=device)[first:].view_as(p)
         yield lambda grads=grads: launch.hot_step(p, m, v, grads, updates, _CONSTANTS)  # type: ignore[misc]
 
 
-def _firsts(alignments: Iterable[bool]) -> list[int]:
+def first_elements(alignments: Iterable[bool]) -> list[int]:
     """The first elements of arrays that are aligned, or not, if all elements before them are one array with them."""
     return sorted({0 if aligned else 1 for aligned in alignments})
 
@@ -108,5 +109,5 @@ def _firsts(alignments: Iterable[bool]) -> list[int]:
 def norms(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Callable[[], object]]:
     """Calls of `norms` of gradients of each of `dtypes`."""
     for dtype in dtypes:
-        gradient = torch.zeros(_NUMEL, dtype=dtype, device=device)
+        gradient = torch.zeros(PREPARED_NUMEL, dtype=dtype, device=device)
         yield lambda gradient=gradient: launch.norms([gradient])  # type: ignore[misc]

@@ -6,6 +6,7 @@ shapes play no role: selecting blocks reaches the same loss as selecting columns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -153,7 +154,7 @@ class AdamBlocks:
 
 @torch.no_grad()
 def step_blocks(
-    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    state: Sequence[torch.Tensor],
     block_size: int,
     counts: torch.Tensor,
     without: torch.Tensor | None,

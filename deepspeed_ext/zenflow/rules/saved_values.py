@@ -10,12 +10,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
 
 __all__ = [
     "GRADIENT_DTYPES",
     "AdamState",
     "Count",
+    "LionStepValues",
     "PartitionValues",
     "Positive",
     "SavedSchedule",
@@ -28,8 +29,8 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Count = Annotated[NonNegativeInt, Field(lt=1 << 62)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
-AdamState = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""p, m, v."""
+AdamState = Sequence[torch.Tensor]
+"""p and the moments: m, v. Only Adam collects gradients, so with Lion there is nothing to apply."""
 Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
 
@@ -55,6 +56,21 @@ class StepValues(SavedValues):
     def make(self) -> AdamStep:
         """Build the `AdamStep`."""
         return AdamStep(**dict(self))
+
+
+class LionStepValues(SavedValues):
+    """A `LionStep` as plain values."""
+
+    lr: FiniteFloat
+    beta1: Fraction
+    beta2: Fraction
+    weight_decay: FiniteFloat
+    step: Positive
+    grad_scale: FiniteFloat
+
+    def make(self) -> LionStep:
+        """Build the `LionStep`."""
+        return LionStep(**dict(self))
 
 
 class SavedSchedule(SavedValues):
@@ -116,8 +132,7 @@ class PartitionValues(SavedValues, ABC):
         """`apply_collected` for a part of the whole partition, which begins at element `begin` of it, where a block
         begins."""
         skipped = max(0, self.on_accelerator - begin)
-        p, m, v = (array[skipped:] for array in state)
-        self.apply_collected((p, m, v), block_size, begin + skipped - self.on_accelerator)
+        self.apply_collected([array[skipped:] for array in state], block_size, begin + skipped - self.on_accelerator)
 
 
 def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:

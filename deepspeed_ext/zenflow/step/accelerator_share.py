@@ -1,9 +1,10 @@
-"""Steps a share of every partition on the accelerator: exact Adam, in the same step as the gradient.
+"""Steps a share of every partition on the accelerator: exactly, in the same step as the gradient.
 
 ``offload_optimizer.ratio`` is the share of the optimizer on the host. The first blocks of each partition, up to that
-share, have p, m and v in accelerator memory: 12 bytes per element there, and none on the host. They never wait for the
-worker, and the update rule does not see them. The host's arrays begin in front of the rule's part (see `Arena.whole`),
-so what DeepSpeed saves, loads and shows is the whole partition: `show` copies the share there, `take` copies it back.
+share, have p and the moments in accelerator memory: with Adam 12 bytes per element there, and none on the host. They
+never wait for the worker, and the update rule does not see them. The host's arrays begin in front of the rule's part
+(see `Arena.whole`), so what DeepSpeed saves, loads and shows is the whole partition: `show` copies the share there,
+`take` copies it back.
 
 Source of the idea: ZeRO-Offload++ (DeepSpeed's "Twin-Flow"), which moves whole sub-groups.
 """
@@ -21,14 +22,14 @@ from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, together
-from deepspeed_ext.zenflow import kernels
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout, StepConstants
 from deepspeed_ext.zenflow.worker.sizes import accelerator_numel, accelerator_share_bytes
 
 __all__ = ["AcceleratorShare", "host_share_that_fits"]
 
-_KINDS = ("p", "m", "v")
 _SMALLEST_STEP = 1 / 1024
 """Ranks agree on the share in units of this."""
 
@@ -38,7 +39,7 @@ class _Part:
     """The share of one partition: d elements, whole blocks.
 
     Attributes:
-        state: p, m, v; fp32 [blocks, block_size], accelerator.
+        state: p and the moments; fp32 [blocks, block_size], accelerator.
         shown: the same on the host, fp32 [d], in the arena.
     """
 
@@ -54,7 +55,8 @@ class AcceleratorShare:
         numels: elements of each partition, from its start, that step on the accelerator.
         arena: shows them.
         block_size: elements per block.
-        device: of p, m and v.
+        device: of p and the moments.
+        kind: the optimizer.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class AcceleratorShare:
         arena: Arena,
         block_size: int,
         device: torch.device,
+        kind: HostedOptimizer,
     ) -> None:
         self.numels = tuple(numels)
+        self._kind = kind
         self._arena = arena
         self._is_shown = False
         self._parts = []
@@ -73,9 +77,10 @@ class AcceleratorShare:
             blocks = numel // block_size
             like = partial(torch.zeros, blocks, block_size, dtype=torch.float32, device=device)
             p = like().copy_(part[:numel].view(blocks, block_size))
-            shown = tuple(arena.whole(kind, index)[:numel] for kind in _KINDS)
-            self._parts.append(_Part((p, like(), like()), shown))
-        most = max((numel // block_size for numel in numels), default=0)
+            shown = tuple(arena.whole(each, index)[:numel] for each in kind.layout.kinds)
+            self._parts.append(_Part((p, *(like() for _ in kind.layout.moments)), shown))
+        counted = numels if kind.layout.counts_updates else ()
+        most = max((numel // block_size for numel in counted), default=0)
         self._updates = torch.zeros(most, dtype=torch.int32, device=device)
 
     @classmethod
@@ -87,6 +92,7 @@ class AcceleratorShare:
         block_size: int,
         device: torch.device,
         ranks: RankGroup,
+        kind: HostedOptimizer,
     ) -> AcceleratorShare:
         """Allocate it on every rank. A collective.
 
@@ -94,10 +100,10 @@ class AcceleratorShare:
             OutOfMemoryError: on every rank, if the accelerator of any has no memory for it.
         """
         share = allocation.try_on_all_ranks(
-            "zenflow.accelerator_share", lambda: cls(weights, numels, arena, block_size, device), ranks
+            "zenflow.accelerator_share", lambda: cls(weights, numels, arena, block_size, device, kind), ranks
         )
         if share is None:
-            needed = sum(accelerator_share_bytes(numel, block_size) for numel in numels)
+            needed = sum(accelerator_share_bytes(numel, block_size, kind.layout) for numel in numels)
             raise OutOfMemoryError(
                 f"offload_optimizer.ratio keeps {needed:,} bytes of the optimizer on the accelerator of rank "
                 f'{ranks.rank}, and a rank has no memory for that: raise the ratio, or set it to "auto"'
@@ -105,7 +111,7 @@ class AcceleratorShare:
         return share
 
     @torch.no_grad()
-    def step(self, index: int, grad: torch.Tensor, step: AdamStep, weights: torch.Tensor) -> None:
+    def step(self, index: int, grad: torch.Tensor, step: StepConstants, weights: torch.Tensor) -> None:
         """Take one step of a partition's share, and write its weights.
 
         Args:
@@ -114,17 +120,18 @@ class AcceleratorShare:
             step: its constants.
             weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in place.
         """
-        p, m, v = self._parts[index].state
+        state = self._parts[index].state
+        p = state[0]
         if p.numel():
-            updates = self._updates[: len(p)].fill_(step.step)
-            kernels.hot_step(p, m, v, grad.view_as(p), updates, kernels.HotConstants.of(step))
+            self._kind.step_rows(state, grad.view_as(p), self._updates[: len(p)], step)
             weights.copy_(p.view(-1))
 
     # -- outside of a step ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def show(self) -> None:
-        """Copy p, m and v to the host. They take host memory there until `hide`. Nothing of the arena may be in use."""
+        """Copy p and the moments to the host, where they take memory until `hide`. Nothing of the arena may be in
+        use."""
         for part in self._parts:
             for shown, values in zip(part.shown, part.state, strict=True):
                 shown.copy_(values.view(-1))
@@ -132,7 +139,7 @@ class AcceleratorShare:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy p, m and v back, which may have been written on the host."""
+        """Copy p and the moments back, which may have been written on the host."""
         for part in self._parts:
             for shown, values in zip(part.shown, part.state, strict=True):
                 values.copy_(shown.view_as(values))
@@ -147,8 +154,8 @@ class AcceleratorShare:
         """Free the host memory of what is shown. The copies from there must have ended."""
         if self._is_shown:
             for index in range(len(self._parts)):
-                for kind in _KINDS:
-                    self._arena.release_before(kind, index)
+                for each in self._kind.layout.kinds:
+                    self._arena.release_before(each, index)
             self._is_shown = False
 
     def tensors(self, index: int) -> list[torch.Tensor]:
@@ -156,7 +163,13 @@ class AcceleratorShare:
         return [*self._parts[index].state, *([self._updates] if index == 0 else [])]
 
 
-def host_share_that_fits(numels: Sequence[int], block_size: int, reserve_fraction: float, ranks: RankGroup) -> float:
+def host_share_that_fits(
+    numels: Sequence[int],
+    block_size: int,
+    reserve_fraction: float,
+    ranks: RankGroup,
+    layout: StateLayout = ADAM_STATE,
+) -> float:
     """The smallest share on the host, so that the rest of every rank's optimizer fits into its accelerator. A
     collective.
 
@@ -165,6 +178,7 @@ def host_share_that_fits(numels: Sequence[int], block_size: int, reserve_fractio
         block_size: elements per block.
         reserve_fraction: of the accelerator's total memory, which stays free.
         ranks: the data-parallel ranks.
+        layout: the optimizer's state.
 
     Returns:
         The same on every rank, from 0 to 1; 1 if the accelerator is the CPU.
@@ -177,7 +191,9 @@ def host_share_that_fits(numels: Sequence[int], block_size: int, reserve_fractio
         room = free - round(total * reserve_fraction)
         whole = round(1 / _SMALLEST_STEP)
         fitting = [
-            u for u in range(whole + 1) if _bytes_at(1.0 - u * _SMALLEST_STEP, numels, block_size) <= max(0, room)
+            u
+            for u in range(whole + 1)
+            if _bytes_at(1.0 - u * _SMALLEST_STEP, numels, block_size, layout) <= max(0, room)
         ]
         units = max(fitting, default=0)
     share = 1.0 - ranks.minimum(units)[0] * _SMALLEST_STEP
@@ -189,7 +205,6 @@ def host_share_that_fits(numels: Sequence[int], block_size: int, reserve_fractio
     return share
 
 
-def _bytes_at(host_share: float, numels: Sequence[int], block_size: int) -> int:
-    return sum(
-        accelerator_share_bytes(accelerator_numel(numel, host_share, block_size), block_size) for numel in numels
-    )
+def _bytes_at(host_share: float, numels: Sequence[int], block_size: int, layout: StateLayout) -> int:
+    there = (accelerator_numel(numel, host_share, block_size) for numel in numels)
+    return sum(accelerator_share_bytes(numel, block_size, layout) for numel in there)

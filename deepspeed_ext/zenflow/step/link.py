@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, StateError, WorkerError
@@ -26,6 +27,9 @@ from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["UpdatePhase", "WorkerLink"]
 
@@ -104,12 +108,14 @@ class WorkerLink:
             with together(ranks, WorkerError):
                 self.arena = Arena.create(layout)
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
-                results = _results(self.arena)
+                results = _results(self.arena, block_size)
             hides = False if weights_on_host else hide_transfers
-            buffers = allocate_landing_buffers(hides, results, self.arena.tensor("g").dtype, ranks)
+            buffers = allocate_landing_buffers(
+                hides, [each for each, *_ in results], self.arena.tensor("g").dtype, ranks
+            )
             with together(ranks, WorkerError):
                 if buffers is None:
-                    self.transfers = Transfers(self.process, results, metrics.waiting, weights_on_host)
+                    self.transfers = Transfers(self.process, results, block_size, metrics.waiting, weights_on_host)
                 else:
                     self.transfers = HiddenTransfers(
                         self.process, results, buffers, block_size, timeout_seconds, metrics.waiting
@@ -262,12 +268,22 @@ def _end_copies(process: OptimizerProcess, transfers: Transfers, page_locks: Pag
         )
 
 
-def _results(arena: Arena) -> list[Results]:
-    """The arrays that the worker writes for the trainer, for each partition in order."""
+def _results(arena: Arena, block_size: int) -> list[list[Results]]:
+    """The arrays that the worker writes for the trainer, for each partition in order, for each slot of its ring."""
     keys = [array.spec.key for array in arena.layout.arrays]
-    partitions = [key.partition for key in keys if key.kind == "y"]
-    means = {key.partition: arena.tensor(*key) for key in keys if key.kind == "block_means"}
-    return [Results(arena.tensor("y", index), means.get(index)) for index in partitions]
+    means = {key.partition: _by_block(arena, key, block_size) for key in keys if key.kind in ("block_means", "known")}
+    found: dict[int, list[Results]] = {}
+    for _, partition, slot in (key for key in keys if key.kind == "g"):
+        results = Results(arena.tensor("y", partition, slot), means.get(partition))
+        found.setdefault(partition, []).append(results)
+    return list(found.values())
+
+
+def _by_block(arena: Arena, key: ArrayKey, block_size: int) -> torch.Tensor:
+    """A per-block array, one row per block if a block has several elements of it."""
+    array = arena.tensor(*key)
+    blocks = -(-arena.tensor("y", key.partition).numel() // block_size)
+    return array if array.numel() == blocks else array.view(blocks, -1)
 
 
 def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:

@@ -19,36 +19,36 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
-from deepspeed_ext.zenflow.step.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.worker.arena import ArrayKey
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = ["OffloadedAdam", "has_room_for"]
 
 
 class OffloadedAdam:
-    """Adam in a separate process. Built by `deepspeed_ext.zenflow.start.start_adam`.
+    """Adam or Lion in a separate process. Built by `deepspeed_ext.zenflow.start.start_adam`.
 
     Args:
         rule: the update rule, built on the same partitions and link.
         partitions: this rank's partitions, with p in place.
-        states: p, m and v of the same partitions, as DeepSpeed sees them.
+        states: p and the moments of the same partitions, as DeepSpeed sees them.
         share: steps the first elements of each on the accelerator; None: all of them are the rule's.
         link: connection to the worker.
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
-        hyperparameters: those of `optimizer`.
+        kind: what depends on which optimizer it is.
         ranks: the data-parallel ranks; each of them builds one of these, with partitions in the same order.
         metrics: receives the measurements.
 
     Attributes:
-        rule, partitions, states, share, link, ranks: the arguments.
+        rule, partitions, states, share, link, kind, ranks: the arguments.
         updates: optimizer steps whose gradients have been taken so far (t of the newest).
         plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
     """
@@ -61,7 +61,7 @@ class OffloadedAdam:
         share: AcceleratorShare | None,
         link: WorkerLink,
         optimizer: torch.optim.Optimizer,
-        hyperparameters: AdamHyperparameters,
+        kind: HostedOptimizer,
         ranks: RankGroup,
         metrics: Metrics,
     ) -> None:
@@ -73,7 +73,7 @@ class OffloadedAdam:
         self.ranks = ranks
         self.updates = 0
         self._optimizer = optimizer
-        self._hyperparameters = hyperparameters
+        self.kind = kind
         self._metrics = metrics
         self.plan: StepPlan | None = None
         self._parked: Parked | None = None
@@ -117,7 +117,7 @@ class OffloadedAdam:
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
             slot = self.coming_slot(index)
-            step = self._hyperparameters.step(partition.group, self.updates + 1, grad_scale)
+            step = self.kind.step(partition.group, self.updates + 1, grad_scale)
             if self.share is not None:
                 grad = self._step_share(self.share, index, grad, step)
             if grad.dtype != slot.dtype:
@@ -189,8 +189,8 @@ class OffloadedAdam:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def coming_slot(self, index: int) -> torch.Tensor:
-        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. Free after
-        `begin_step`."""
+        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. After
+        `begin_step` it is free, but on an accelerator that is not the CPU the step may still read y there."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property
@@ -256,9 +256,8 @@ class OffloadedAdam:
         for partition, state in zip(self.partitions, self.states, strict=True):
             updates = self.updates - (0 if self.rule.shows_collected else len(partition.collected))
             self._optimizer.state[state.master] = {
-                "step": self._hyperparameters.step_value(updates),
-                "exp_avg": state.exp_avg,
-                "exp_avg_sq": state.exp_avg_sq,
+                "step": self.kind.step_value(updates),
+                **state.moments,
             }
 
     def masters_changed(self, updates: int | None = None) -> None:
@@ -277,7 +276,7 @@ class OffloadedAdam:
 
     # -- the share on the accelerator ------------------------------------------------------------------------------
 
-    def _step_share(self, share: AcceleratorShare, index: int, grad: torch.Tensor, step: AdamStep) -> torch.Tensor:
+    def _step_share(self, share: AcceleratorShare, index: int, grad: torch.Tensor, step: StepConstants) -> torch.Tensor:
         """Step the share of a partition, and return the rest of its gradient."""
         numel = share.numels[index]
         share.step(index, grad[:numel], step, self.states[index].weights()[:numel])

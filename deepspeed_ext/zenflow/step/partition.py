@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
 
 __all__ = ["Partition", "WholeState"]
 
 
 @dataclass(frozen=True)
 class WholeState:
-    """p, m and v of a partition of ZeRO, with n elements, as DeepSpeed saves, loads and shows them. Some of its first
-    elements may step on the accelerator; the rest is the rule's `Partition`.
+    """p and the moments of a partition of ZeRO, with n elements, as DeepSpeed saves, loads and shows them. Some of its
+    first elements may step on the accelerator; the rest is the rule's `Partition`.
 
     Attributes:
         group: index of its parameter group.
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator.
-        master, exp_avg, exp_avg_sq: p, m, v in the arena, 1-D fp32 [n]; those of the elements on the accelerator only
-            while they are shown (see `AcceleratorShare`). `master` is a leaf that requires a gradient.
+        master: p in the arena, 1-D fp32 [n]; a leaf that requires a gradient. Elements on the accelerator are only
+            there while they are shown (see `AcceleratorShare`).
+        moments: m and v, or m alone, likewise, by their names in the optimizer's state.
     """
 
     group: int
     weights: Callable[[], torch.Tensor]
     master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    moments: Mapping[str, torch.Tensor]
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """p and the moments, without gradients."""
+        return (self.master.detach(), *self.moments.values())
 
 
 @dataclass
@@ -43,12 +48,13 @@ class Partition:
         ranks: the ranks among which its parameters are divided, in the order of their partitions; for experts, fewer
             than all.
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator; they are written in place.
-        master, exp_avg, exp_avg_sq: p, m, v in the arena, 1-D fp32 [n]; owned by the worker while an update is in
-            flight.
-        published: y in the arena, 1-D [n], in the model's dtype or fp32.
+        master, moments: p, and m and v or m alone, in the arena, 1-D fp32 [n]; owned by the worker while an update is
+            in flight.
+        publish_dtype: dtype of y, the model's or fp32.
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
-        ring: slots of the gradient ring in the arena, each 1-D [n].
-        collected: constants of the gradients that have not been handed over, oldest first.
+        ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient that went into it.
+        collected: constants of the gradients that have not been handed over, oldest first, made by
+            `HostedOptimizer.step`.
     """
 
     index: int
@@ -56,17 +62,16 @@ class Partition:
     ranks: RankGroup
     weights: Callable[[], torch.Tensor]
     master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    published: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
+    publish_dtype: torch.dtype
     per_block: torch.Tensor
     ring: list[torch.Tensor]
-    collected: list[AdamStep] = field(default_factory=list)
+    collected: list[Any] = field(default_factory=list)
 
     @property
-    def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """p, m, v."""
-        return self.master, self.exp_avg, self.exp_avg_sq
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """p and the moments."""
+        return self.master, *self.moments
 
     @property
     def device(self) -> torch.device:

@@ -166,9 +166,11 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     def _take_published(self, partition: Partition) -> None:
         """Copy a partition's published weights to its weights."""
-        published, weights = self._link.transfers.results(partition.index).published, partition.weights()
-        # A converting copy needs a temporary of the published dtype on the accelerator; copying in parts bounds it.
-        part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
-        for part, arrived in zip(weights.split(part_numel), published.split(part_numel), strict=True):
-            part.copy_(arrived, non_blocking=True)
-        self._metrics.bytes_up += published.nbytes
+        weights = partition.weights()
+        for span, published in self._link.transfers.published(partition.index):
+            # A converting copy needs a temporary of the published dtype on the accelerator; copying in parts bounds it.
+            part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
+            parts = weights[slice(*span)].split(part_numel)
+            for part, arrived in zip(parts, published.split(part_numel), strict=True):
+                part.copy_(arrived, non_blocking=True)
+            self._metrics.bytes_up += published.nbytes

@@ -97,6 +97,11 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         """Slot of the coming step's gradient; free once that step has waited."""
         return self.state.written % self.ring
 
+    @property
+    def handed_over(self) -> int:
+        """Slot of the newest gradient that was handed over; y is in its place until the slot's next gradient."""
+        return (self.state.written - self.state.position - 1) % self.ring
+
     def latest(self, count: int) -> tuple[int, ...]:
         """Slots of the last `count` gradients, oldest first."""
         return tuple((self.state.written - count + k) % self.ring for k in range(count))

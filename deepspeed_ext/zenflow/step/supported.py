@@ -1,33 +1,27 @@
 """Refuses every combination of settings that ZenFlow does not support.
 
-It checks three things, each as soon as it is known: the ``zero_optimization`` section, DeepSpeed's reading of the rest
-of the config, and the user's optimizer. Contradictions between fields of one section are found when it is read.
+It checks two things, each as soon as it is known: the ``zero_optimization`` section, and DeepSpeed's reading of the
+rest of the config. `zenflow.optimizers` checks the user's optimizer. Contradictions between fields of one section are
+found when it is read.
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 
 __all__ = [
-    "DEEPSPEED_ADAMS",
     "IDLE",
     "Refusal",
-    "require_adam",
     "require_compilable",
     "require_group_timeout",
     "require_publishable",
     "require_section",
     "require_shared_folder",
 ]
-
-DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 
 IDLE = {
     "zero_optimization.offload_optimizer.super_offload": "ZenFlow's optimizer process takes its place",
@@ -141,44 +135,6 @@ def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) 
             f"the process group's timeout of {group_timeout_seconds:g} s, after which the communication library ends "
             "the job: lower it, or raise the group's timeout (init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
         )
-
-
-def require_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Check the user's optimizer; return whether its groups decouple weight decay (AdamW) unless they say otherwise.
-
-    Raises:
-        ConfigError: it is neither Adam nor AdamW, or keeps state that the worker does not have.
-    """
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.AdamW):
-        decoupled = True
-    elif isinstance(optimizer, torch.optim.Adam):
-        decoupled = bool(optimizer.defaults.get("decoupled_weight_decay", False))
-    elif name in DEEPSPEED_ADAMS:
-        decoupled = bool(getattr(optimizer, "adam_w_mode", True))
-    else:
-        raise ConfigError(
-            f"zero_optimization.zenflow works with Adam and AdamW, but the optimizer is {name}: "
-            "use Adam or AdamW from torch.optim or DeepSpeed, or remove the zenflow section"
-        )
-    if name not in DEEPSPEED_ADAMS and not _steps_like_torch(type(optimizer)):
-        raise ConfigError(
-            f"zero_optimization.zenflow updates weights as torch's Adam and AdamW do, but {name} has a step() of its "
-            "own, which would never run: use Adam or AdamW, or remove the zenflow section"
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("amsgrad"):
-            raise ConfigError(
-                f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter group {index} of "
-                f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: set it to False"
-            )
-    return decoupled
-
-
-def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether `step` is that of torch's Adam or AdamW, below the wrappers that torch's profiler puts around it."""
-    ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
-    return inspect.unwrap(kind.step) in ours
 
 
 def _refuse(*refusals: Refusal) -> None:

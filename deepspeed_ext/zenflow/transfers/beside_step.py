@@ -47,6 +47,11 @@ class LandingBuffer:
     The gradient lies at the end and y at the start. So even if their sizes differ, y of a chunk overwrites only
     gradients of this and earlier chunks, which have been copied.
 
+    Args:
+        host: the arrays that the worker writes; their dtypes and sizes.
+        grad_dtype: dtype of the gradient.
+        device: the accelerator.
+
     Attributes:
         gradient: 1-D [n].
         results: `Results` on the accelerator.
@@ -72,18 +77,18 @@ class LandingBuffer:
         self.gradient = buffer[buffer.numel() - numel * grad_dtype.itemsize :].view(grad_dtype)
         means = None
         if host.block_means is not None:
-            means = torch.empty_like(host.block_means, dtype=torch.float32, device=self._device)
+            means = torch.empty_like(host.block_means, dtype=host.block_means.dtype, device=self._device)
         self.results = Results(buffer[: numel * publish_dtype.itemsize].view(publish_dtype), means)
 
     def release(self) -> None:
         """Free the memory. Until `allocate`, the buffer has neither gradient nor results."""
         del self.gradient, self.results
 
-    def bring_up(self) -> None:
+    def bring_up(self, newest: Results) -> None:
         """Copy the newest results from the arena to the buffer, on the current stream."""
-        self.results.published.copy_(self._host.published)
-        if self.results.block_means is not None and self._host.block_means is not None:
-            self.results.block_means.copy_(self._host.block_means)
+        self.results.published.copy_(newest.published)
+        if self.results.block_means is not None and newest.block_means is not None:
+            self.results.block_means.copy_(newest.block_means)
         self.landed.record()
 
 
@@ -143,33 +148,32 @@ def chunk_numel(numel: int, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of blocks of a partition, with its arrays on both sides."""
+    """A run of blocks of a partition."""
 
     span: Span
     blocks: Span
     buffer: LandingBuffer
-    host: Results
 
     @property
     def is_last(self) -> bool:
         """Whether no other chunk of the partition follows."""
-        return self.span.end == self.host.published.numel()
+        return self.span.end == self.buffer.results.published.numel()
 
     def start_down(self) -> None:
         """Start copying the gradient to its slot, on the current stream."""
         assert self.buffer.slot is not None
         self.buffer.slot[slice(*self.span)].copy_(self.buffer.gradient[slice(*self.span)], non_blocking=True)
 
-    def start_up(self, stream: Any) -> None:
-        """Start copying the results to the buffer.
+    def start_up(self, host: Results, stream: Any) -> None:
+        """Start copying the results to the buffer from `host`, the arena.
 
         The gradient has arrived, so all work launched before it is done and nothing still reads the buffer's older
         contents.
         """
         with get_accelerator().stream(stream):
             for target, source, part in (
-                (self.buffer.results.published, self.host.published, self.span),
-                (self.buffer.results.block_means, self.host.block_means, self.blocks),
+                (self.buffer.results.published, host.published, self.span),
+                (self.buffer.results.block_means, host.block_means, self.blocks),
             ):
                 if target is not None and source is not None:
                     target[slice(*part)].copy_(source[slice(*part)], non_blocking=True)
@@ -181,25 +185,23 @@ class HiddenTransfers(Transfers):
     """`Transfers` that run beside the next step.
 
     Args:
-        process, results, waiting: as for `Transfers`.
+        process, results, block_size, waiting: as for `Transfers`.
         buffers: of each partition in order, from `allocate_landing_buffers`.
-        block_size: elements per block.
         timeout_seconds: longest time without progress, before waiting is an error.
     """
 
     def __init__(
         self,
         process: OptimizerProcess,
-        results: Sequence[Results],
+        results: Sequence[Sequence[Results]],
         buffers: Sequence[LandingBuffer],
         block_size: int,
         timeout_seconds: float,
         waiting: Stopwatch,
     ) -> None:
-        super().__init__(process, results, waiting)
+        super().__init__(process, results, block_size, waiting)
         accelerator = get_accelerator()
-        self._block_size = block_size
-        self._chunk_numel = chunk_numel(sum(host.published.numel() for host in results), block_size)
+        self._chunk_numel = chunk_numel(sum(host.published.numel() for host, *_ in results), block_size)
         self._buffers = buffers
         self._sent: dict[int, list[tuple[Chunk, Any]]] = {}  # by partition: chunks not given to the courier yet
         self._up = accelerator.Stream()
@@ -228,13 +230,16 @@ class HiddenTransfers(Transfers):
 
     def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
         self.start()
+        self._note_slots(tasks)
         by_index, sent = {task.partition: task for task in tasks}, self._sent
         departed, parcels = streams.blocking_event(), []
         departed.record(get_accelerator().current_stream())
         for index in sorted(by_index.keys() | sent.keys()):
             for chunk, arrived in sent.pop(index, None) or [(chunk, departed) for chunk in self._chunks(index)]:
                 task = replace(by_index[index], span=chunk.span) if index in by_index else None
-                bring_up: Callable[[], None] | None = partial(self._start_up, chunk) if publishes else None
+                bring_up: Callable[[], None] | None = None
+                if publishes:
+                    bring_up = partial(self._start_up, chunk, self._host_results(index))
                 parcels.append(Parcel(arrived, task, bring_up))
         self._courier.send(parcels or [Parcel(departed, None, None)], self._process)
 
@@ -245,22 +250,32 @@ class HiddenTransfers(Transfers):
         arrived.record(self._down)
         return arrived
 
-    def _start_up(self, chunk: Chunk) -> None:
+    def _start_up(self, chunk: Chunk, host: Results) -> None:
         with self._upwards.measured(self._up):
-            chunk.start_up(self._up)
+            chunk.start_up(host, self._up)
 
     def _chunks(self, index: int) -> Iterator[Chunk]:
-        host, buffer, size = self._results[index], self._buffers[index], self._block_size
-        numel = host.published.numel()
+        buffer, size = self._buffers[index], self._block_size
+        numel = buffer.results.published.numel()
         for begin in range(0, numel, self._chunk_numel):
             end = min(begin + self._chunk_numel, numel)
-            yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), buffer, host)
+            yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), buffer)
 
     def wait(self, within: Patience | None = None) -> float:
         self._courier.wait(within)
         return super().wait(within)
 
-    def results(self, index: int) -> Results:
+    def published(self, index: int) -> Iterator[tuple[Span, torch.Tensor]]:
+        published = self._landed(index).published
+        yield Span(0, published.numel()), published
+
+    def block_means(self, index: int) -> torch.Tensor:
+        means = self._landed(index).block_means
+        assert means is not None, "only rules with block means read them"
+        return means
+
+    def _landed(self, index: int) -> Results:
+        """A partition's results on the accelerator, for work on the current stream."""
         buffer = self._buffers[index]
         with self._waiting.measured():
             get_accelerator().current_stream().wait_event(buffer.landed)
@@ -272,9 +287,9 @@ class HiddenTransfers(Transfers):
             buffer.release()
 
     def restore(self) -> None:
-        for buffer in self._buffers:
+        for index, buffer in enumerate(self._buffers):
             buffer.allocate()
-            buffer.bring_up()
+            buffer.bring_up(self._host_results(index))
 
     def copying_seconds(self) -> float:
         return sum(self._downwards.lap()) + sum(self._upwards.lap())

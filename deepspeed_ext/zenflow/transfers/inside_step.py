@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.channel import Patience
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["Results", "Transfers"]
@@ -28,7 +29,8 @@ class Results:
 
     Attributes:
         published: y, 1-D [n].
-        block_means: means of v, 1-D fp32 [ceil(n / block_size)]; None: the rule does not use them.
+        block_means: what the estimate is made from: means of v, 1-D fp32 [ceil(n / block_size)], or with Lion signs and
+            means of m, int32, one row per block; None: the rule does not use it.
     """
 
     published: torch.Tensor
@@ -41,12 +43,16 @@ class Transfers:
     On an accelerator without streams (the CPU), copies are done when the calls return. If weights are on the host,
     gradients are in their slots before they are taken, and nothing is copied.
 
-    A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` and `results` come before
-    the results are used, in this step or a later one.
+    A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` comes before `published` and
+    `block_means`, in this step or a later one.
+
+    y lies in a slot of the gradient ring. If the coming gradient goes to the same slot, y is read first: `take` copies
+    each part of a gradient after the part of y that was read before.
 
     Args:
         process: the worker.
-        results: the arrays of the arena that the worker writes, of each partition in order.
+        results: the arrays of the arena that the worker writes, of each partition in order, for each slot of its ring.
+        block_size: elements per block.
         waiting: runs while the accelerator waits for copies.
         weights_on_host: whether weights are on the host.
     """
@@ -54,14 +60,18 @@ class Transfers:
     def __init__(
         self,
         process: OptimizerProcess,
-        results: Sequence[Results],
+        results: Sequence[Sequence[Results]],
+        block_size: int,
         waiting: Stopwatch,
         weights_on_host: bool = False,
     ) -> None:
         accelerator = get_accelerator()
         self._process = process
         self._results = results
+        self._block_size = block_size
         self._waiting = waiting
+        self._slots = [0] * len(results)  # of each partition: where its newest y is
+        self._read: dict[int, list[tuple[Span, Any]]] = {}  # by partition: parts of y, and events after their reading
         has_copies = not (weights_on_host or accelerator.is_synchronized_device())
         self._down: Any = accelerator.Stream() if has_copies else None
         self._newest: Any = None  # recorded after the newest copy down
@@ -87,7 +97,10 @@ class Transfers:
             return
         self._down.wait_event(ready)
         with get_accelerator().stream(self._down):
-            slot.copy_(grad, non_blocking=True)
+            for part, read in self._read.pop(index, None) or [(Span(0, grad.numel()), None)]:
+                if read is not None:
+                    self._down.wait_event(read)
+                slot[slice(*part)].copy_(grad[slice(*part)], non_blocking=True)
             grad.record_stream(self._down)
             self._older, self._newest = self._newest, streams.blocking_event()
             self._newest.record(self._down)
@@ -104,11 +117,20 @@ class Transfers:
 
         Args:
             tasks: at most one per partition.
-            publishes: whether `results` will be called before the next gradients are taken.
+            publishes: whether `published` will be called before the next gradients are taken.
         """
         self._finish()
+        self._note_slots(tasks)
         if tasks:
             self._process.submit(tasks)
+
+    def _note_slots(self, tasks: Sequence[WorkerTask]) -> None:
+        for task in tasks:
+            self._slots[task.partition] = task.y_slot
+
+    def _host_results(self, index: int) -> Results:
+        """The arrays of the arena with a partition's newest results."""
+        return self._results[index][self._slots[index]]
 
     def wait(self, within: Patience | None = None) -> float:
         """Wait until everything that departed has arrived and is processed, and until work launched on the trainer's
@@ -122,11 +144,33 @@ class Transfers:
         """
         return self._process.wait(within=within).seconds
 
-    def results(self, index: int) -> Results:
-        """A partition's results, for work on the current stream; on the host or on the accelerator."""
+    def published(self, index: int) -> Iterator[tuple[Span, torch.Tensor]]:
+        """A partition's y in parts of whole blocks, in order, for work on the current stream. Launch the work on a part
+        before the next one is taken.
+
+        Yields:
+            The part's elements, and y of them; on the host or on the accelerator.
+        """
+        published = self._host_results(index).published
+        numel, size = published.numel(), published.numel()
+        if self._down is not None:  # copies of the next gradient follow part by part, in the other direction
+            self._reader = get_accelerator().current_stream()
+            size = chunk_of(ACCELERATOR_CHUNK_NUMEL, self._block_size)
+        read: list[tuple[Span, Any]] = []
+        for begin in range(0, numel, max(1, size)):
+            part = Span(begin, min(begin + size, numel))
+            yield part, published[slice(*part)]
+            if self._down is not None:
+                read.append((part, self.ready()))
+        self._read[index] = read
+
+    def block_means(self, index: int) -> torch.Tensor:
+        """A partition's block means, for work on the current stream; on the host or on the accelerator."""
         if self._down is not None:
             self._reader = get_accelerator().current_stream()
-        return self._results[index]
+        means = self._host_results(index).block_means
+        assert means is not None, "only rules with block means read them"
+        return means
 
     def release(self) -> None:
         """Free the accelerator memory that is held between steps. Nothing may be in flight."""

@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,10 +55,11 @@ _PLACES = 64
 
 
 class ArrayKey(NamedTuple):
-    """Identifies an array by kind, partition and, for gradients, slot of the ring."""
+    """Identifies an array by kind, partition and, for gradients and y, slot of the ring."""
 
     kind: str
-    """``p``, ``m``, ``v``, ``y``, ``g``, or the kind of the rule's per-block array (see `deepspeed_ext.zenflow`)."""
+    """``p``, a moment (``m``, ``v``), ``y``, ``g``, or the kind of the rule's per-block array (see
+    `deepspeed_ext.zenflow`)."""
     partition: int = 0
     slot: int = 0
 
@@ -80,6 +81,9 @@ class ArraySpec:
     before: int = 0
     """Elements directly before it that step on the accelerator (see `Arena.whole`). The worker does not know them; they
     take memory only while they are shown."""
+    replaced_by: str | None = None
+    """Dtype of y, which takes the place of this gradient; None: it does not. Both have the same item size, so y of an
+    element replaces only the gradient of that element."""
 
     @property
     def key(self) -> ArrayKey:
@@ -112,8 +116,16 @@ class ArenaLayout:
     nbytes: int
 
     def by_key(self) -> Mapping[ArrayKey, PlacedArray]:
-        """The arrays by key."""
-        return MappingProxyType({array.spec.key: array for array in self.arrays})
+        """The arrays by key. There is a y for each slot of the ring: in the place of its gradient, or always the same
+        array."""
+        found = {array.spec.key: array for array in self.arrays}
+        for spec, offset in self.arrays:
+            if spec.replaced_by is not None:
+                published = replace(spec, kind="y", dtype=spec.replaced_by, replaced_by=None)
+                found[published.key] = PlacedArray(published, offset)
+            elif spec.kind == "g" and (own := found.get(ArrayKey("y", spec.partition))) is not None:
+                found[ArrayKey("y", spec.partition, spec.slot)] = own
+        return MappingProxyType(found)
 
     def page_bytes(self) -> Mapping[ArrayKey, int]:
         """Bytes of the pages of each array: the memory that it takes once all of it is touched. No page holds two
@@ -138,8 +150,13 @@ def partition_specs(
     per_block: tuple[str, str, bool],
     lifts_weights: bool = True,
     before: int = 0,
+    states: Sequence[str] = ("p", "m", "v"),
+    per_block_width: int = 1,
 ) -> list[ArraySpec]:
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
+
+    y takes the place of the newest gradient that went into it. It has an array of its own if their item sizes differ:
+    y of some elements would replace gradients of others, which another thread may not have read.
 
     Args:
         partition: number of the partition.
@@ -150,18 +167,21 @@ def partition_specs(
         slots: slots of the gradient ring.
         touched_slots: slots that are certainly used; the others take memory only on first use.
         per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
-        lifts_weights: whether y is copied to the accelerator.
+        lifts_weights: whether y is copied to the accelerator; gradients always come from there.
         before: elements before them, of the same partition of ZeRO, that step on the accelerator.
+        states: kinds of p and of the optimizer's moments.
+        per_block_width: elements of the per-block array for one block.
     """
     blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
+    replaces = DTYPE_BYTES[publish_dtype] == DTYPE_BYTES[grad_dtype]
+    gradient = ArraySpec(
+        "g", grad_dtype, numel, partition, exchanged=True, replaced_by=publish_dtype if replaces else None
+    )
     return [
-        *(ArraySpec(name, "float32", numel, partition, before=before) for name in ("p", "m", "v")),
-        ArraySpec("y", publish_dtype, numel, partition, exchanged=lifts_weights),
-        ArraySpec(kind, dtype, blocks, partition, exchanged=exchanged),
-        *(
-            ArraySpec("g", grad_dtype, numel, partition, slot, touched=slot < touched_slots, exchanged=True)
-            for slot in range(slots)
-        ),
+        *(ArraySpec(name, "float32", numel, partition, before=before) for name in states),
+        *([] if replaces else [ArraySpec("y", publish_dtype, numel, partition, exchanged=lifts_weights)]),
+        ArraySpec(kind, dtype, blocks * per_block_width, partition, exchanged=exchanged),
+        *(replace(gradient, slot=slot, touched=slot < touched_slots) for slot in range(slots)),
     ]
 
 

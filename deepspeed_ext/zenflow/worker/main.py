@@ -23,17 +23,19 @@ from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.child_process import end_with_parent
 from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey
 from deepspeed_ext.zenflow.worker.channel import Channel
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, MeanPass, NativeKernel, load_kernel
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, LionPass, MeanPass, NativeKernel, load_kernel
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaTouch,
     ArenaWrite,
     Done,
     Failed,
+    LionPartitionPass,
     MeanPartitionPass,
     PartitionPass,
     Ready,
-    Span,
     Submission,
     WorkerPlan,
     WorkerTask,
@@ -134,6 +136,8 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
             continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))
+        elif isinstance(work, LionPartitionPass):
+            kernel.run_lion(_lion_pass(work, arena, block_size))
         else:
             kernel.run_mean(_mean_pass(work, arena, block_size))
         seconds += time.perf_counter() - begin
@@ -145,30 +149,40 @@ def write_from_arena(work: ArenaWrite, arena: Arena) -> str | None:
     try:
         with files.opened(work.path, os.O_WRONLY) as descriptor:
             for part in work.parts:
-                files.write_memory(descriptor, arena.address + part.begin, part.nbytes, part.offset)
+                files.write(descriptor, files.memory_at(arena.address + part.begin, part.nbytes), part.offset)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
-    p, m, v, published, *grads = _arrays(work, arena)
-    means = _blocks(work.span, arena.array("block_means", work.partition), block_size)
+    p, m, v, published, *grads = _arrays(work, arena, ADAM_STATE)
+    means = _per_block(work, arena, "block_means", block_size)
     return AdamPass(p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish)
 
 
 def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:
-    p, m, v, published, *grads = _arrays(work, arena)
-    updates = _blocks(work.span, arena.array("updates", work.partition), block_size)
+    p, m, v, published, *grads = _arrays(work, arena, ADAM_STATE)
+    updates = _per_block(work, arena, "updates", block_size)
     return MeanPass(p, m, v, tuple(grads), work.scales, work.step, updates, published, block_size)
 
 
-def _arrays(work: WorkerTask, arena: Arena) -> list[Array]:
-    """p, m, v, y and the gradients of the task's span."""
-    arrays = [arena.array(kind, work.partition) for kind in ("p", "m", "v", "y")]
+def _lion_pass(work: LionPartitionPass, arena: Arena, block_size: int) -> LionPass:
+    p, m, published, *grads = _arrays(work, arena, LION_STATE)
+    width = LION_STATE.per_block_width(block_size)
+    known = _per_block(work, arena, "known", block_size, width)
+    return LionPass(p, m, tuple(grads), work.steps, published, known, block_size, work.publish)
+
+
+def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
+    """p, the moments, y and the gradients of the task's span."""
+    arrays = [arena.array(kind, work.partition) for kind in state.kinds]
+    arrays += [arena.array("y", work.partition, work.y_slot)]
     arrays += [arena.array("g", work.partition, slot) for slot in work.slots]
     return arrays if work.span is None else [array.part(*work.span) for array in arrays]
 
 
-def _blocks(span: Span | None, per_block: Array, block_size: int) -> Array:
-    return per_block if span is None else per_block.part(span.begin // block_size, -(-span.end // block_size))
+def _per_block(work: WorkerTask, arena: Arena, kind: str, block_size: int, width: int = 1) -> Array:
+    """The part of a per-block array, with `width` elements for a block, of the task's span."""
+    whole, span = arena.array(kind, work.partition), work.span
+    return whole if span is None else whole.part(span.begin // block_size * width, -(-span.end // block_size) * width)

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArrayKey
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPublish, LionStep
 
 __all__ = [
     "ArenaTouch",
@@ -14,6 +15,7 @@ __all__ = [
     "Done",
     "Failed",
     "FilePart",
+    "LionPartitionPass",
     "MeanPartitionPass",
     "PartitionPass",
     "Ready",
@@ -57,6 +59,13 @@ class PartitionPass:
     publish: Publish
     span: Span | None = None
     """The part to process; None: all of it. Parts may be processed in any order, with the same result."""
+    again: int | None = None
+    """Without gradients: the slot whose place y takes. Its gradient is lost, so it must have been handed over."""
+
+    @property
+    def y_slot(self) -> int:
+        """The slot whose place y takes: that of the newest gradient."""
+        return _newest(self.slots, self.again)
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,40 @@ class MeanPartitionPass:
     step: AdamStep
     span: Span | None = None
     """As in `PartitionPass`."""
+    again: int | None = None
+    """As in `PartitionPass`."""
+
+    @property
+    def y_slot(self) -> int:
+        """As in `PartitionPass`."""
+        return _newest(self.slots, self.again)
 
 
-WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass
+def _newest(slots: tuple[int, ...], again: int | None) -> int:
+    assert bool(slots) is (again is None), "y has one place"
+    return slots[-1] if again is None else again
+
+
+@dataclass(frozen=True)
+class LionPartitionPass:
+    """As `PartitionPass`, for Lion."""
+
+    partition: int
+    slots: tuple[int, ...]
+    steps: tuple[LionStep, ...]
+    publish: LionPublish
+    span: Span | None = None
+    """As in `PartitionPass`."""
+    again: int | None = None
+    """As in `PartitionPass`."""
+
+    @property
+    def y_slot(self) -> int:
+        """As in `PartitionPass`."""
+        return _newest(self.slots, self.again)
+
+
+WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass | LionPartitionPass
 
 
 class FilePart(NamedTuple):

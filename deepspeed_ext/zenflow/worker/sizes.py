@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deepspeed_ext.zenflow.worker.arena import ArraySpec, partition_specs
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["RuleSettings", "accelerator_numel", "accelerator_share_bytes", "arena_specs", "gradient_dtype"]
 
@@ -34,8 +35,20 @@ class RuleSettings(Protocol):
         """Slots of the gradient ring at `longest_interval`."""
 
     @property
+    def least_slots(self) -> int:
+        """Slots in use while the interval is open: as many as interval 1 needs, so that it always fits."""
+
+    @property
     def per_block(self) -> tuple[str, str, bool]:
         """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
+
+    @property
+    def per_block_width(self) -> int:
+        """Elements of that array for one block."""
+
+    @property
+    def layout(self) -> StateLayout:
+        """The optimizer's state."""
 
     @property
     def weights_on_host(self) -> bool:
@@ -49,9 +62,11 @@ def accelerator_numel(numel: int, host_share: float, block_size: int) -> int:
     return min(wanted, numel // block_size * block_size)
 
 
-def accelerator_share_bytes(numel: int, block_size: int) -> int:
-    """Bytes of accelerator memory of `numel` elements that step there: p, m, v, and a count for each block."""
-    return 3 * DTYPE_BYTES["float32"] * numel + DTYPE_BYTES["int32"] * (numel // block_size)
+def accelerator_share_bytes(numel: int, block_size: int, layout: StateLayout = ADAM_STATE) -> int:
+    """Bytes of accelerator memory of `numel` elements that step there: p, the moments, and a count for each block if
+    the optimizer needs it."""
+    counts = DTYPE_BYTES["int32"] * (numel // block_size) if layout.counts_updates else 0
+    return len(layout.kinds) * DTYPE_BYTES["float32"] * numel + counts
 
 
 def arena_specs(
@@ -61,7 +76,7 @@ def arena_specs(
     grad_dtype: str,
     on_accelerator: Sequence[int] = (),
 ) -> list[ArraySpec]:
-    """The arrays of all partitions. While the interval is open, only the first slot's memory is touched at start.
+    """The arrays of all partitions. While the interval is open, only `least_slots` slots are touched at start.
 
     Args:
         settings: settings of the rule.
@@ -81,10 +96,12 @@ def arena_specs(
             publish_dtype=publish_dtype,
             grad_dtype=grad_dtype,
             slots=settings.slots,
-            touched_slots=1 if settings.update_interval is None else settings.slots,
+            touched_slots=settings.least_slots if settings.update_interval is None else settings.slots,
             per_block=settings.per_block,
             lifts_weights=not settings.weights_on_host,
             before=before,
+            states=settings.layout.kinds,
+            per_block_width=settings.per_block_width,
         )
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,13 +57,15 @@ def fill(content: Any, path: Path) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=contents)
 def test_equal_to_torch_save(content: Any, tmp_path: Path) -> None:
-    """Values, views of one storage, and the size of the file; mapped and read, also with ``weights_only``."""
+    """Values, views of one storage, the size of the file and its CRCs; mapped and read, also with ``weights_only``."""
     ours, theirs = tmp_path / "own" / "file.pt", tmp_path / "torch" / "file.pt"
     for path in (ours, theirs):
         path.parent.mkdir(exist_ok=True)
     fill(content, ours)
     torch.save(content, theirs)
     assert ours.stat().st_size == theirs.stat().st_size
+    with zipfile.ZipFile(ours) as archive:
+        assert archive.testzip() is None
     for how in ({"mmap": True}, {"weights_only": True}, {"weights_only": False}):
         assert_same(torch.load(theirs, **how), torch.load(ours, **how), "content")
 

@@ -294,3 +294,23 @@ def test_a_tuning_result_is_a_whole_number_of_cores(
     result = {"schema": tuning_results.SCHEMA, "opt_cores_per_rank": cores}
     (tmp_path / "tune-a.json").write_bytes(tuning_results.as_bytes(result))
     assert tuning_results.load_all() == ({"a": cores} if is_read else {})
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("processor : 0\nmodel name\t: Some CPU\nCPU part : 0xd0c\n", "Some CPU"),
+        ("processor : 0\ncpu\t\t: POWER9\n", "POWER9"),
+        ("processor : 0\nCPU part\t: 0xd0c\n", "0xd0c"),
+        ("", "unknown"),
+    ],
+)
+def test_a_cpu_is_named_as_its_kernel_names_it(cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x86, POWER and ARM have fields of their own. So much of the file is read that no CPU is missing."""
+
+    def read(path: Path, limit: int) -> str:
+        assert limit >= 1 << 20
+        return cpuinfo
+
+    monkeypatch.setattr(tuning_results, "read_text", read)
+    assert tuning_results._cpu_model() == name

@@ -63,7 +63,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     """All that a step changes: p, m, v, weights, step count, position in the schedules. Waits for the worker."""
     adam = engine.optimizer.zenflow_adam
     adam.drain()
-    arrays = [t.clone() for part in adam.partitions for t in (part.master, part.exp_avg, part.exp_avg_sq)]
+    arrays = [t.clone() for part in adam.partitions for t in part.state]
     collected = [copy.deepcopy(part.collected) for part in adam.partitions]
     counts = (adam.updates, adam.rule.schedule.state_dict(), collected, engine.get_lr())
     return {"arrays": [t.detach() for t in arrays] + list(weights_of(engine).values()), "counts": copy.deepcopy(counts)}

@@ -47,7 +47,7 @@ def harm(process: OptimizerProcess, how: str) -> None:
     """Do to a worker that lives what `how` says."""
     if how == "stepping":  # it has work, and dies before it can answer
         os.kill(process.pid, signal.SIGSTOP)
-        process.submit([PartitionPass(0, (), (), Publish.exact(1.0, 1e-8))])
+        process.submit([PartitionPass(0, (), (), Publish.exact(1.0, 1e-8), again=0)])
     if how == "raising":
         with suppress(WorkerError):  # a fast worker has answered before this returns; then the next wait says it again
             process.submit([PartitionPass(0, (7,), (), Publish.exact(1.0, 1e-8))])

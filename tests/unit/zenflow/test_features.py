@@ -90,7 +90,7 @@ def publish_variants(config: dict) -> dict[str, Any]:
     adam.drain()
     found = {
         "losses": losses,
-        "published": str(adam.partitions[0].published.dtype),
+        "published": str(adam.partitions[0].publish_dtype),
         "figures": engine.optimizer.measurements(),
         "bytes_a_parameter": resident_bytes(adam.link.arena) / sum(p.master.numel() for p in adam.partitions),
     }

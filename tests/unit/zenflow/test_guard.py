@@ -251,7 +251,7 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
             if plan.source is WeightSource.PREDICTED:
                 for sample in samples:
                     weights = sample.of(sample.partition.weights().cpu()).float()
-                    update = (sample.of(sample.partition.master.detach()) - sample.p).norm()
+                    update = (sample.of(sample.partition.master.detach()) - sample.state[0]).norm()
                     found.append(float((weights - sample.predicted().float()).norm() / update))
         engine.destroy()
     return found

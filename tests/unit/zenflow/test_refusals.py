@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.step.supported import require_adam
+from deepspeed_ext.zenflow.optimizers.adam import require_adam
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 

@@ -1,22 +1,23 @@
 """Measures the error of predictions on a sample of weights, on the host alone.
 
-The worker's p, m and v, the gradients that it takes and its result are all in the arena. So the trainer can repeat the
-accelerator's prediction for some blocks and compare it with the result. This adds no wait: it happens once the worker's
-result has arrived, for which the step waits anyway. It works whether or not the accelerator has applied that
-prediction.
+The worker's p and moments, the gradients that it takes and its result are all in the arena, but for the newest
+gradient, whose place y takes. So the trainer can repeat the accelerator's prediction for some blocks and compare it
+with the result. This adds no wait: it happens once the worker's result has arrived, for which the step waits anyway. It
+works whether or not the accelerator has applied that prediction.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator, drift_coefficient, publish_ahead
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.reference import block_means_into, publish_into
 
 __all__ = ["Sample", "blocks_per_sample"]
 
@@ -37,30 +38,52 @@ class Sample:
 
     Attributes:
         partition: the partition.
+        newest: the newest of the gradients that the worker takes next, 1-D [k], host; its copy from the accelerator has
+            ended when the worker's result has arrived.
+        kind: the optimizer.
         block_size: elements per block.
         blocks: numbers of the blocks, 1-D int64; a shorter last block of the partition is excluded. None: the partition
             is shorter than a block, and all of it is taken.
         last: constants of the newest update in p, m, v.
-        slots, steps: the gradients that the worker takes next, in the ring, and their constants.
-        p, m, v: 1-D fp32 [k].
+        slots, steps: where those gradients are in the ring, until y replaces the newest, and their constants.
+        state: p and the moments, 1-D fp32 [k].
     """
 
     partition: Partition
+    newest: torch.Tensor
+    kind: HostedOptimizer
     block_size: int
     blocks: torch.Tensor | None
-    last: AdamStep
+    last: Any
     slots: tuple[int, ...] = ()
-    steps: tuple[AdamStep, ...] = ()
-    p: torch.Tensor = field(init=False)
-    m: torch.Tensor = field(init=False)
-    v: torch.Tensor = field(init=False)
+    steps: tuple[Any, ...] = ()
+    state: tuple[torch.Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.p, self.m, self.v = map(self.of, self.partition.state)
+        self.state = tuple(map(self.of, self.partition.state))
 
     @classmethod
-    def take(cls, partition: Partition, block_size: int, last: AdamStep, most_blocks: int, seed: int) -> Sample:
-        """Draw blocks spread over the partition; they depend on `seed`. Nothing may be in flight."""
+    def take(
+        cls,
+        partition: Partition,
+        grad: torch.Tensor,
+        kind: HostedOptimizer,
+        block_size: int,
+        last: Any,
+        most_blocks: int,
+        seed: int,
+    ) -> Sample:
+        """Draw blocks spread over the partition; they depend on `seed`. Nothing may be in flight.
+
+        Args:
+            partition: the partition.
+            grad: the newest of the gradients that the worker takes next, 1-D [n], on any device.
+            kind: the optimizer.
+            block_size: elements per block.
+            last: constants of the newest update in the state.
+            most_blocks: maximum number of blocks.
+            seed: decides which.
+        """
         whole = partition.master.numel() // block_size
         blocks = None
         if whole:
@@ -69,14 +92,15 @@ class Sample:
             within = torch.rand(count, dtype=torch.float64, device="cpu", generator=generator)
             numbers = torch.arange(count, dtype=torch.float64, device="cpu")
             blocks = ((numbers + within) * (whole / count)).long().clamp_(max=whole - 1)
-        return cls(partition, block_size, blocks, last)
+        return cls(partition, _on_host(grad, blocks, block_size), kind, block_size, blocks, last)
 
     @torch.no_grad()
     def errors(self) -> PredictionErrors:
-        """Compare with the worker's result, which has arrived; the gradients are still in their slots."""
+        """Compare with the worker's result, which has arrived; all gradients but the newest are still in
+        their slots."""
         predicted, now = self.predicted(), self.of(self.partition.state[0])
         rounded = now.to(predicted.dtype)
-        distances = [(other.float() - now).norm() for other in (predicted, rounded, self.p)]
+        distances = [(other.float() - now).norm() for other in (predicted, rounded, self.state[0])]
         prediction, rounding, update, length = torch.stack([*distances, now.norm()]).tolist()
         return PredictionErrors(prediction, max(rounding, length * _FP32_ROUNDING), update)
 
@@ -87,27 +111,39 @@ class Sample:
         accelerator has normalized all but the newest gradient with v of the interval before, which is no longer
         available.
         """
-        interval, last, dtype = len(self.steps), self.last, self.partition.weights().dtype
-        means = torch.empty(-(-self.p.numel() // self.block_size), dtype=torch.float32, device="cpu")
-        published = torch.empty(self.p.numel(), dtype=self.partition.published.dtype, device="cpu")
-        block_means_into(self.v, self.block_size, means)
-        ahead = publish_ahead(last, interval)
-        publish_into(ahead, self.p, self.m, self.v, means, self.block_size, published)
-        estimator = Estimator.after(last, means, self.block_size)
-        weights = torch.empty(self.p.numel(), dtype=dtype, device="cpu")
+        kind, interval, numel = self.kind, len(self.steps), self.state[0].numel()
+        published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
+        per_block = kind.publish(kind.ahead(self.last, interval), self.state, self.block_size, published)
+        estimate = kind.estimate(self.last, per_block, self.block_size)
+        weights = torch.empty(numel, dtype=self.partition.weights().dtype, device="cpu")
         drift = torch.zeros_like(weights) if interval > 1 else None
-        for position, (slot, step) in enumerate(zip(self.slots, self.steps, strict=True), start=1):
-            grad, coefficient = self.of(self.partition.ring[slot]), drift_coefficient(step, position, interval)
+        grads = [*(self.of(self.partition.ring[slot]) for slot in self.slots[:-1]), self.newest]
+        for position, (grad, step) in enumerate(zip(grads, self.steps, strict=True), start=1):
             if position < interval:
                 assert drift is not None
-                estimator.move(torch.zeros_like(weights), drift, grad, step.grad_scale, 0.0, coefficient)
+                kind.move(estimate, torch.zeros_like(weights), drift, grad, step, position, interval)
             else:
-                estimator.predict(weights, published, drift, grad, step.grad_scale, coefficient)
+                kind.predict(estimate, weights, published, drift, grad, step, position, interval)
         return weights
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The sample's elements of a 1-D tensor of the partition, copied."""
-        if self.blocks is None:
-            return flat.clone()
-        whole = flat.numel() // self.block_size * self.block_size
-        return flat[:whole].view(-1, self.block_size).index_select(0, self.blocks).view(-1)
+        return _sampled(flat, self.blocks, self.block_size)
+
+
+def _sampled(flat: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -> torch.Tensor:
+    if blocks is None:
+        return flat.clone()
+    whole = flat.numel() // block_size * block_size
+    return flat[:whole].view(-1, block_size).index_select(0, blocks).view(-1)
+
+
+def _on_host(grad: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -> torch.Tensor:
+    """The sample of a gradient. From an accelerator it is copied in the order of the current stream, and the host does
+    not wait."""
+    if grad.device.type == "cpu":
+        return _sampled(grad, blocks, block_size)
+    if blocks is not None:
+        blocks = get_accelerator().pin_memory(blocks).to(grad.device, non_blocking=True)
+    there = _sampled(grad, blocks, block_size)
+    return allocation.host_empty(there.numel(), there.dtype, pin=True).copy_(there, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Implements the predictive rule: exact Adam on the host, and weights that anticipate the update in flight."""
+"""Implements the predictive rule: exact steps on the host, and weights that anticipate the update in flight."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ import torch
 
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.rules.predictive.estimator import (
-    Estimator,
-    drift_coefficient,
-    move_coefficient,
-    publish_ahead,
-)
+from deepspeed_ext.zenflow.optimizers.interface import Estimate, HostedOptimizer
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
@@ -29,8 +24,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import is_overloaded, smallest_interval
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
-from deepspeed_ext.zenflow.worker.messages import PartitionPass
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = ["PredictionState", "PredictiveRule"]
 
@@ -45,14 +39,14 @@ class PredictionState:
 
     Attributes:
         last: constants of the newest gradient that was handed over; None before the first.
-        estimator: built from the newest block means; None before the first result.
+        estimator: built from the newest per-block array; None before the first result.
         drift: D, 1-D [n], dtype of the weights, accelerator; None at interval 1.
         sample: taken before the newest hand-over; None if that is not probed or its result has been measured.
         errors: the result of the newest probe; None once it is judged.
     """
 
-    last: AdamStep | None = None
-    estimator: Estimator | None = None
+    last: Any = None
+    estimator: Estimate | None = None
     drift: torch.Tensor | None = None
     sample: Sample | None = None
     errors: PredictionErrors | None = None
@@ -75,8 +69,10 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         partitions: Sequence[Partition],
         link: WorkerLink,
         ranks: RankGroup,
+        kind: HostedOptimizer,
         metrics: Metrics,
     ) -> None:
+        self._kind = kind
         self._factor = settings.prediction_error_factor
         schedule = PredictiveSchedule(
             settings.update_interval,
@@ -84,6 +80,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
             fills_early=settings.weights_on_host,
+            fills_before_y=settings.grads_on_host,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
@@ -107,7 +104,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             assert state.last is not None, "the schedule begins with a synchronous step"
             blocks = blocks_per_sample(self.block_size, len(self._partitions))
             seed = self.schedule.state.steps
-            state.sample = Sample.take(partition, self.block_size, state.last, blocks, seed)
+            state.sample = Sample.take(partition, grad, self._kind, self.block_size, state.last, blocks, seed)
         if plan.source is WeightSource.EXACT:
             if state.drift is not None:
                 state.drift.zero_()
@@ -116,20 +113,21 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             self._read_results()
         step, position = partition.collected[-1], plan.position + 1
         assert state.estimator is not None, "the schedule begins with a synchronous step"
-        drift = drift_coefficient(step, position, self._interval)
         if plan.source is WeightSource.DRIFTED:
             if state.drift is None:
                 state.drift = torch.zeros_like(weights, device=grad.device)
-            move = move_coefficient(step, position, self._interval)
-            state.estimator.move(weights, state.drift, grad, step.grad_scale, move, drift)
+            self._kind.move(state.estimator, weights, state.drift, grad, step, position, self._interval)
             return
-        published = self._link.transfers.results(partition.index).published
-        state.estimator.predict(weights, published, state.drift, grad, step.grad_scale, drift)
-        self._metrics.bytes_up += published.nbytes
+        for span, published in self._link.transfers.published(partition.index):
+            part = slice(*span)
+            drifted = None if state.drift is None else state.drift[part]
+            estimator = state.estimator.of(*span)
+            self._kind.predict(estimator, weights[part], published, drifted, grad[part], step, position, self._interval)
+            self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()
 
-    def task(self, plan: PredictivePlan, partition: Partition) -> PartitionPass:
+    def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
         state, steps = self.states[partition.index], tuple(partition.collected)
         partition.collected.clear()
         state.last = last = steps[-1]
@@ -137,8 +135,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         if state.sample is not None:
             state.sample.slots, state.sample.steps = slots, steps
         exact = plan.source is WeightSource.EXACT
-        publish = Publish.exact(last.bias_correction2_sqrt, last.eps) if exact else publish_ahead(last, self._interval)
-        return PartitionPass(partition.index, slots, steps, publish)
+        publish = self._kind.exact(last) if exact else self._kind.ahead(last, self._interval)
+        return self._kind.task(partition.index, slots, steps, publish)
 
     def write_weights(self, plan: PredictivePlan) -> None:
         if plan.source is WeightSource.EXACT:
@@ -172,24 +170,24 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         return interval
 
     def _publish_again(self) -> None:
-        """Let the worker recompute y and the block means from p, m, v, for overlapped steps."""
+        """Let the worker recompute y and the per-block array from p and the moments, for overlapped steps."""
         passes = []
         for index, state in enumerate(self.states):
             assert state.last is not None, "publishing again needs a first step"
-            passes.append(PartitionPass(index, (), (), publish_ahead(state.last, self._interval)))
+            publish = self._kind.ahead(state.last, self._interval)
+            passes.append(self._kind.task(index, (), (), publish, again=self.schedule.handed_over))
         self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def _read_results(self) -> None:
-        """Build the estimators from the newest block means, unless that is done."""
+        """Build the estimators from the newest per-block arrays, unless that is done."""
         if self._link.phase is not UpdatePhase.ARRIVED:
             return
         self._link.phase = UpdatePhase.READ
         for partition, state in zip(self._partitions, self.states, strict=True):
             assert state.last is not None, "a result has arrived, so gradients were handed over"
-            means = self._link.transfers.results(partition.index).block_means
-            assert means is not None
-            means = means.to(partition.device, copy=True, non_blocking=True)
-            state.estimator = Estimator.after(state.last, means, self.block_size)
+            means = self._link.transfers.block_means(partition.index)
+            means = means.to(partition.device, copy=True, non_blocking=True).view(-1)
+            state.estimator = self._kind.estimate(state.last, means, self.block_size)
 
     # -- the guard ------------------------------------------------------------------------------------------------
 
@@ -241,7 +239,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         state = self.states[partition.index]
-        kept = [state.drift, None if state.estimator is None else state.estimator.inverse]
+        kept = [state.drift, None if state.estimator is None else state.estimator.kept]
         return [tensor for tensor in kept if tensor is not None]
 
     def measurements(self) -> dict[str, float]:
@@ -273,7 +271,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
                 "last": None if state.last is None else asdict(state.last),
                 "errors": None if state.errors is None else asdict(state.errors),
                 "drift": state.drift,
-                "inverse": None if state.estimator is None else state.estimator.inverse,
+                "inverse": None if state.estimator is None else state.estimator.kept,
             }
             for state in self.states
         ]
@@ -290,4 +288,4 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             state.errors = None if saved.errors is None else saved.errors.make()
             state.drift = None if saved.drift is None else saved.drift.to(partition.device)
             if saved.inverse is not None:
-                state.estimator = Estimator.remembering(saved.inverse.to(partition.device), self.block_size)
+                state.estimator = self._kind.remembered(saved.inverse.to(partition.device), self.block_size)

@@ -10,6 +10,7 @@ from deepspeed_ext.zenflow.rules.saved_values import (
     GRADIENT_DTYPES,
     AdamState,
     Count,
+    LionStepValues,
     PartitionValues,
     SavedSchedule,
     SavedValues,
@@ -55,17 +56,16 @@ class PredictivePartitionValues(PartitionValues):
     Attributes:
         last: constants of the newest gradient that was handed over.
         errors: of the newest probe, if the guard has not judged it yet.
+        inverse: what the estimate remembers (`Estimate.kept`).
     """
 
-    last: StepValues | None
+    last: StepValues | LionStepValues | None
     errors: ErrorValues | None
     drift: torch.Tensor | None
     inverse: torch.Tensor | None
 
     def mistakes(self, blocks: int, steps: int) -> list[str]:
         found = [misfit(self.drift, self.on_host, GRADIENT_DTYPES, "drift")] if self.drift is not None else []
-        if self.inverse is not None:
-            found.append(misfit(self.inverse, blocks, (torch.float32,), "inverse"))
         if steps and self.last is None:
             found.append(f"no constants of the newest update after {steps} steps")
         if self.collected and (self.drift is None or self.inverse is None):

@@ -70,13 +70,14 @@ class PredictiveState(State):
     guard: GuardState = field(default_factory=GuardState)
 
 
-def ring_of(interval: int, fills_early: bool = False) -> int:
+def ring_of(interval: int, fills_early: bool = False, fills_before_y: bool = False) -> int:
     """Number of ring slots needed at `interval`, overlapped.
 
     An interval's gradients are in flight while the next interval's are collected. The last of these may reuse a slot
-    that is in flight, because its step waits for the worker first; not if it `fills_early`, before its step.
+    that was in flight, because its step waits for the worker first; not if it `fills_early`, before its step. At
+    interval 1 it reuses the slot of y, which its step has read; not if the step `fills_before_y`, before it reads y.
     """
-    return 2 * interval - (not fills_early)
+    return max(2 * interval - (not fills_early), 1 + fills_before_y)
 
 
 class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
@@ -89,6 +90,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         warm_up_steps: synchronous steps at the start, at least an interval; None: `WARM_UP_STEPS`.
         guarded: whether the guard judges probes.
         fills_early: whether gradients are written to the ring before their step begins.
+        fills_before_y: whether gradients are written to the ring before their step reads y.
     """
 
     def __init__(
@@ -98,9 +100,10 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         warm_up_steps: int | None,
         guarded: bool = False,
         fills_early: bool = False,
+        fills_before_y: bool = False,
     ) -> None:
         super().__init__(PredictiveState(interval=interval))
-        self._fills_early = fills_early
+        self._fills = fills_early, fills_before_y
         self._overlap = overlap
         self._warm_up_steps = WARM_UP_STEPS if warm_up_steps is None else warm_up_steps
         self._guarded = guarded and overlap
@@ -112,7 +115,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         return max(self._warm_up_steps, self.state.interval or MEASURED_STEPS + 1)
 
     def ring_at(self, interval: int | None) -> int:
-        return ring_of(interval, self._fills_early) if self._overlap and interval is not None else 1
+        return ring_of(interval or 1, *self._fills) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
         """Describe the coming step."""

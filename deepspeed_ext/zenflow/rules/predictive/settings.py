@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["LONGEST_MEASURED", "PredictiveSettings"]
 
@@ -27,17 +30,44 @@ class PredictiveSettings:
     """0: no guard."""
     weights_on_host: bool = False
     """Weights are on the host, and gradients are in the ring before their step begins (``offload_param``)."""
+    grads_on_host: bool = False
+    """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
+    accelerator)."""
+    layout: StateLayout = ADAM_STATE
+    """The optimizer's state."""
 
     @classmethod
-    def of(cls, config: ZenFlowConfig, *, weights_on_host: bool = False) -> PredictiveSettings:
-        """Read the settings from a section; `weights_on_host` as the attribute."""
+    def of(
+        cls,
+        config: ZenFlowConfig,
+        *,
+        weights_on_host: bool = False,
+        grads_on_host: bool = False,
+        layout: StateLayout = ADAM_STATE,
+    ) -> PredictiveSettings:
+        """Read the settings from a section; the other arguments as the attributes.
+
+        Raises:
+            ConfigError: overlapped steps have an interval for which the optimizer has no estimate.
+        """
+        interval, longest = config.update_interval, layout.longest_interval
+        if config.overlapped and longest is not None:
+            if interval is not None and interval > longest:
+                raise ConfigError(
+                    f"zero_optimization.zenflow.update_interval = {interval} with {layout.name.capitalize()}: the "
+                    f"estimate for it has been measured at {longest} only (docs/lab/numerics.md). Set the interval to "
+                    f"{longest} or leave it out"
+                )
+            interval = longest
         return cls(
-            update_interval=config.update_interval,
+            update_interval=interval,
             overlapped=config.overlapped,
             warm_up_steps=config.warm_up_steps,
             block_size=config.block_size,
             prediction_error_factor=config.prediction_error_factor,
             weights_on_host=weights_on_host,
+            grads_on_host=grads_on_host,
+            layout=layout,
         )
 
     @property
@@ -48,12 +78,22 @@ class PredictiveSettings:
     @property
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
-        return ring_of(self.longest_interval, self.weights_on_host) if self.overlapped else 1
+        return ring_of(self.longest_interval, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
+
+    @property
+    def least_slots(self) -> int:
+        """Slots in use while the interval is open: those of interval 1."""
+        return ring_of(1, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
-        """The per-block array: means of v, which are copied to the accelerator if the weights are there."""
-        return ("block_means", "float32", not self.weights_on_host)
+        """The per-block array: what the estimate is made from, copied to the accelerator if the weights are there."""
+        return (*self.layout.per_block, not self.weights_on_host)
+
+    @property
+    def per_block_width(self) -> int:
+        """Elements of that array for one block."""
+        return self.layout.per_block_width(self.block_size)
 
     @property
     def drifts(self) -> bool:

@@ -21,12 +21,12 @@ import torch
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectivePlan, SelectiveSchedule
 from deepspeed_ext.zenflow.rules.selective.selection import scores, select
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.step.hyperparameters import AdamHyperparameters
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -75,14 +75,14 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         partitions: Sequence[Partition],
         link: WorkerLink,
         ranks: RankGroup,
-        hyperparameters: AdamHyperparameters,
+        kind: HostedOptimizer,
         metrics: Metrics,
     ) -> None:
         super().__init__(settings.block_size, SelectiveSchedule(settings), partitions, link, metrics)
         self.states = [SelectionState() for _ in partitions]
         self._settings = settings
         self._ranks = ranks
-        self._hyperparameters = hyperparameters
+        self._kind = kind
         self._hot_sum = self._cold_sum = 0.0  # sums of scores at the first selection
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
@@ -232,8 +232,10 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 for array, rows in zip(partition.state, (hot.p, hot.m, hot.v), strict=True):
                     rows.copy_(hot.blocks.take(array))
         if self.schedule.state.steps_in_flight is not None:
-            unused = [self._hyperparameters.step(partition.group, 1, 1.0) for partition in self._partitions]
-            tasks = [MeanPartitionPass(index, (), (), step) for index, step in enumerate(unused)]
+            unused = [self._kind.step(partition.group, 1, 1.0) for partition in self._partitions]
+            tasks = [
+                MeanPartitionPass(i, (), (), step, again=self.schedule.handed_over) for i, step in enumerate(unused)
+            ]
             self._link.depart(tasks, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def restart(self, updates: int | None) -> None:

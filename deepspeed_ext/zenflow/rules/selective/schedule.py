@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings, ring_of
+from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
 
 __all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState"]
@@ -75,7 +75,7 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         return self._settings.lag or 1
 
     def ring_at(self, interval: int | None) -> int:
-        return 1 if interval is None else ring_of(interval, self._settings.lag or 0, self._settings.weights_on_host)
+        return self._settings.least_slots if interval is None else self._settings.ring_at(interval)
 
     def plan(self) -> SelectivePlan:
         """Describe the coming step."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
@@ -20,10 +22,11 @@ _STATE_BYTES = 3 * 4
 _COUNT_BYTES = 4
 
 
-def ring_of(interval: int, lag: int, fills_early: bool = False) -> int:
+def ring_of(interval: int, lag: int, fills_early: bool = False, fills_before_y: bool = False) -> int:
     """Number of ring slots needed: an interval's gradients stay in flight for `lag` steps, and the last of these
-    waits before it writes its own gradient; not if it `fills_early`, before its step."""
-    return interval + max(0, lag - (not fills_early))
+    waits before it writes its own gradient; not if it `fills_early`, before its step. At interval 1 that gradient
+    reuses the slot of y, which its step has read; not if the step `fills_before_y`, before it reads y."""
+    return max(interval + max(0, lag - (not fills_early)), 1 + (fills_before_y and lag > 0))
 
 
 def hot_blocks(blocks: int, ratio: float) -> int:
@@ -54,17 +57,25 @@ class SelectiveSettings:
     auto_ratio: float
     weights_on_host: bool = False
     """Weights are on the host, and gradients are in the ring before their step begins (``offload_param``)."""
+    grads_on_host: bool = False
+    """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
+    accelerator)."""
 
     @classmethod
     def of(
-        cls, config: ZenFlowConfig, steps_per_epoch: int | None = None, *, weights_on_host: bool = False
+        cls,
+        config: ZenFlowConfig,
+        steps_per_epoch: int | None = None,
+        *,
+        weights_on_host: bool = False,
+        grads_on_host: bool = False,
     ) -> SelectiveSettings:
         """Read the settings from a section.
 
         Args:
             config: the section.
             steps_per_epoch: optimizer steps per epoch; None: unknown.
-            weights_on_host: see the attribute.
+            weights_on_host, grads_on_host: see the attributes.
 
         Raises:
             ConfigError: intervals contradict each other.
@@ -79,6 +90,7 @@ class SelectiveSettings:
             keeps_hot_on_host=config.offload,
             auto_ratio=config.auto_ratio,
             weights_on_host=weights_on_host,
+            grads_on_host=grads_on_host,
         )
         settings.steps_between_selections(settings.update_interval or 1)
         if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (settings.lag or 0):
@@ -103,7 +115,26 @@ class SelectiveSettings:
     @property
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
-        return ring_of(self.longest_interval, self.lag or 0, self.weights_on_host)
+        return self.ring_at(self.longest_interval)
+
+    def ring_at(self, interval: int) -> int:
+        """Slots of the gradient ring at `interval`."""
+        return ring_of(interval, self.lag or 0, self.weights_on_host, self.grads_on_host)
+
+    @property
+    def least_slots(self) -> int:
+        """Slots in use while the interval is open: those of interval 1."""
+        return ring_of(1, min(self.lag or 0, 1), self.weights_on_host, self.grads_on_host)
+
+    @property
+    def layout(self) -> StateLayout:
+        """The optimizer's state: the rule knows Adam only."""
+        return ADAM_STATE
+
+    @property
+    def per_block_width(self) -> int:
+        """Elements of the per-block array for one block."""
+        return 1
 
     @property
     def per_block(self) -> tuple[str, str, bool]:

@@ -1,11 +1,13 @@
-"""Computes the worker's exact Adam steps over host memory.
+"""Computes the worker's exact steps over host memory.
 
-`adam_pass` is the contract (`AdamPass`, `MeanPass`). `reference` implements it with torch operations; `native` with a
-small C++ library that `library` finds. Importing this package imports neither torch nor DeepSpeed.
+`adam_pass` and `lion_pass` are the contracts; `state_layout` says what an optimizer keeps. `reference` implements the
+passes with torch operations; `native` with a small C++ library that `library` finds. Importing this package imports
+neither torch nor DeepSpeed.
 """
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, MeanPass, Publish
 from deepspeed_ext.zenflow.worker.kernel.library import library_path
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass, LionPublish, LionStep
 from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 
 __all__ = [
@@ -13,6 +15,9 @@ __all__ = [
     "AdamStep",
     "Array",
     "Kernel",
+    "LionPass",
+    "LionPublish",
+    "LionStep",
     "MeanPass",
     "NativeKernel",
     "Publish",

@@ -2,6 +2,8 @@
 
 #include "passes.h"
 
+#include <type_traits>
+
 extern "C" {
 
 struct AdamPass {
@@ -48,6 +50,42 @@ INLINE float sum(const float *x, int64_t numel) {
     return total;
 }
 
+// Takes the step at element i and returns its y.
+INLINE float step_and_extrapolate(const AdamPass &a, const AdamStep &s, float gradient, int64_t i, float *__restrict p,
+                                  float *__restrict m, float *__restrict v) {
+    float pi = p[i], mi = m[i], vi = v[i];
+    const float inverse = advance(s, gradient, pi, mi, vi);
+    p[i] = pi;
+    m[i] = mi;
+    v[i] = vi;
+    return extrapolate(a, pi, mi, inverse);
+}
+
+// Takes the last step and publishes in the same loop. y may take the place of the gradient: then the loop uses one
+// pointer for both, because restrict promises the compiler that two pointers do not meet.
+template <Dtype G, Dtype Y>
+INLINE void last_step(const AdamPass &a, int64_t first, int64_t last) {
+    using Gradient = typename Element<G>::type;
+    using Published = typename Element<Y>::type;
+    float *__restrict p = a.p;
+    float *__restrict m = a.m;
+    float *__restrict v = a.v;
+    const AdamStep s = a.steps[a.steps_count - 1];
+    const void *const newest = a.grads[a.steps_count - 1];
+    if constexpr (std::is_same_v<Gradient, Published>) {
+        if (newest == a.published) {
+            Published *__restrict both = static_cast<Published *>(a.published);
+            for (int64_t i = first; i < last; ++i)
+                both[i] = Element<Y>::store(step_and_extrapolate(a, s, Element<G>::load(both[i]), i, p, m, v));
+            return;
+        }
+    }
+    const Gradient *__restrict gradient = static_cast<const Gradient *>(newest);
+    Published *__restrict published = static_cast<Published *>(a.published);
+    for (int64_t i = first; i < last; ++i)
+        published[i] = Element<Y>::store(step_and_extrapolate(a, s, Element<G>::load(gradient[i]), i, p, m, v));
+}
+
 template <Dtype G, Dtype Y>
 INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
     using Gradient = typename Element<G>::type;
@@ -55,11 +93,10 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
     float *__restrict p = a.p;
     float *__restrict m = a.m;
     float *__restrict v = a.v;
-    Published *__restrict published = static_cast<Published *>(a.published);
     const bool l2 = a.l2_factor != 0.0f;
     // The last step publishes in the same loop, unless y needs the block's mean of v.
-    const int32_t last_step = l2 ? -1 : a.steps_count - 1;
-    const int32_t plain_steps = l2 ? a.steps_count : last_step;
+    const bool publishes_with_step = !l2 && a.steps_count > 0;
+    const int32_t plain_steps = a.steps_count - (publishes_with_step ? 1 : 0);
     for (int32_t k = 0; k < plain_steps; ++k) {
         const AdamStep s = a.steps[k];
         const Gradient *__restrict gradient = static_cast<const Gradient *>(a.grads[k]);
@@ -71,18 +108,10 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
             v[i] = vi;
         }
     }
-    if (last_step >= 0) {
-        const AdamStep s = a.steps[last_step];
-        const Gradient *__restrict gradient = static_cast<const Gradient *>(a.grads[last_step]);
-        for (int64_t i = first; i < last; ++i) {
-            float pi = p[i], mi = m[i], vi = v[i];
-            const float inverse = advance(s, Element<G>::load(gradient[i]), pi, mi, vi);
-            p[i] = pi;
-            m[i] = mi;
-            v[i] = vi;
-            published[i] = Element<Y>::store(extrapolate(a, pi, mi, inverse));
-        }
+    if (publishes_with_step) {
+        last_step<G, Y>(a, first, last);
     } else if (!l2) {
+        Published *__restrict published = static_cast<Published *>(a.published);
         for (int64_t i = first; i < last; ++i) {
             published[i] = Element<Y>::store(extrapolate(a, p[i], m[i], inverse_of(a, v[i])));
         }
@@ -92,6 +121,7 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
         const float mean = sum(v + begin, numel) / static_cast<float>(numel);
         a.block_means[begin / a.block_size] = mean;
         if (!l2) continue;
+        Published *__restrict published = static_cast<Published *>(a.published);
         const float factor = a.l2_factor * inverse_of(a, mean);
         for (int64_t i = begin; i < begin + numel; ++i) {
             const float l2_term = clamp(factor * p[i], a.l2_bound);
@@ -131,7 +161,7 @@ Tile select_tile(int32_t grad_dtype, int32_t published_dtype) {
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 7; }
+extern "C" int32_t dsext_adam_pass_version() { return 8; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;

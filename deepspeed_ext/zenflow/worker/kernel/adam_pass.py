@@ -21,11 +21,18 @@ After the last step, with that step's d and the values of `Publish`::
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-__all__ = ["DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish"]
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+
+if TYPE_CHECKING:
+    from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass
+
+__all__ = ["ADAM_STATE", "DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+
+ADAM_STATE = StateLayout("adam", (("m", "exp_avg"), ("v", "exp_avg_sq")), per_block=("block_means", "float32"))
 
 
 class Array(NamedTuple):
@@ -102,7 +109,8 @@ class AdamPass:
 
     ``p``, ``m``, ``v`` (fp32 [n]) are read and written. ``published`` ([n], any floating dtype) and ``block_means``
     (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one dtype) are read, one per step. A pass
-    without steps recomputes ``published`` and ``block_means``.
+    without steps recomputes ``published`` and ``block_means``. ``published`` may be the memory of the last one of
+    ``grads``, if both have the same item size; otherwise no two arrays overlap.
     """
 
     p: Array
@@ -141,7 +149,7 @@ class MeanPass:
     v: Array
     """Like p and m: fp32 [n], read and written."""
     grads: tuple[Array, ...]
-    """[n] each, all of one dtype, read."""
+    """[n] each, all of one dtype, read. ``published`` may be the memory of the last one, as in `AdamPass`."""
     scales: tuple[float, ...]
     """The step's gradient is ``sum_k scales[k] grads[k]``, summed in fp32."""
     step: AdamStep
@@ -172,4 +180,7 @@ class Kernel(Protocol):
         """Run one pass; returns once memory holds the result."""
 
     def run_mean(self, mean_pass: MeanPass) -> None:
+        """Run one pass; returns once memory holds the result."""
+
+    def run_lion(self, lion_pass: "LionPass") -> None:
         """Run one pass; returns once memory holds the result."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass, LionStep
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -76,6 +77,32 @@ class _MeanPass(ctypes.Structure):
     ]
 
 
+class _LionStep(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in ("beta1", "beta1_complement", "beta2", "beta2_complement", "decay", "lr", "grad_scale")
+    ]
+
+
+class _LionPass(ctypes.Structure):
+    _fields_ = [
+        ("p", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("grads", ctypes.POINTER(ctypes.c_void_p)),
+        ("steps", ctypes.POINTER(_LionStep)),
+        ("published", ctypes.c_void_p),
+        ("known", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("steps_count", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("published_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("p_factor", ctypes.c_float),
+        ("zero", ctypes.c_uint32),
+    ]
+
+
 def open_library(path: str) -> ctypes.CDLL:
     """Load the library.
 
@@ -88,6 +115,7 @@ def open_library(path: str) -> ctypes.CDLL:
     signatures = {
         "dsext_adam_pass": [ctypes.POINTER(_Pass)],
         "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
+        "dsext_lion_pass": [ctypes.POINTER(_LionPass)],
         "dsext_predict": [ctypes.c_void_p],
         "dsext_move": [ctypes.c_void_p],
         "dsext_first_touch": [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
@@ -117,6 +145,19 @@ def _step(step: AdamStep) -> _Step:
         l2=0.0 if step.decoupled else step.weight_decay,
         step_size=step.lr / step.bias_correction1,
         bias2_inverse=1.0 / step.bias_correction2_sqrt,
+        grad_scale=step.grad_scale,
+    )
+
+
+def _lion_step(step: LionStep) -> _LionStep:
+    beta1_complement, beta2_complement = step.complements
+    return _LionStep(
+        beta1=step.beta1,
+        beta1_complement=beta1_complement,
+        beta2=step.beta2,
+        beta2_complement=beta2_complement,
+        decay=step.decay,
+        lr=step.lr,
         grad_scale=step.grad_scale,
     )
 
@@ -187,6 +228,27 @@ class NativeKernel:
                 grad_dtype=_dtype_code(mean_pass.grads),
                 published_dtype=DTYPE_CODES[mean_pass.published.dtype],
                 threads=self._threads,
+            )
+        )
+
+    def run_lion(self, lion_pass: LionPass) -> None:
+        """See `Kernel.run_lion`. The call releases the interpreter lock."""
+        count = len(lion_pass.steps)
+        self._library.dsext_lion_pass(
+            _LionPass(
+                p=lion_pass.p.address,
+                m=lion_pass.m.address,
+                grads=_addresses(lion_pass.grads),
+                steps=(_LionStep * max(1, count))(*map(_lion_step, lion_pass.steps)),
+                published=lion_pass.published.address,
+                known=lion_pass.known.address,
+                numel=lion_pass.p.numel,
+                block_size=lion_pass.block_size,
+                steps_count=count,
+                grad_dtype=_dtype_code(lion_pass.grads),
+                published_dtype=DTYPE_CODES[lion_pass.published.dtype],
+                threads=self._threads,
+                p_factor=lion_pass.publish.p_factor,
             )
         )
 

@@ -9,8 +9,9 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPass, LionStep
 
-__all__ = ["ReferenceKernel", "block_means_into", "publish_into"]
+__all__ = ["ReferenceKernel", "block_means_into", "known_into", "publish_into"]
 
 _START_SECONDS = 60.0
 """Longest time for all threads of a pool to start, on a busy machine."""
@@ -82,6 +83,25 @@ class ReferenceKernel:
                     _step_blocks(step, block, total, p[i], m[i], v[i], updates[i])
                 is_cold = _elements(updates[i] >= 0, block, p[i].numel())
                 published[i][is_cold] = p[i][is_cold].to(published[i].dtype)
+
+        list(self._pool.map(work, range(len(p))))
+
+    def run_lion(self, lion_pass: LionPass) -> None:
+        """See `Kernel.run_lion`."""
+        if lion_pass.p.numel == 0:
+            return
+        block = lion_pass.block_size
+        chunk = max(1, self._chunk_numel // block) * block
+        p, m, published = (as_tensor(a).split(chunk) for a in (lion_pass.p, lion_pass.m, lion_pass.published))
+        known = as_tensor(lion_pass.known).view(-1, LION_STATE.per_block_width(block)).split(chunk // block)
+        grads = [as_tensor(g).split(chunk) for g in lion_pass.grads]
+
+        def work(i: int) -> None:
+            with torch.no_grad():
+                for step, grad in zip(lion_pass.steps, grads, strict=True):
+                    _step_lion(step, grad[i].float(), p[i], m[i])
+                published[i].copy_(p[i] * lion_pass.publish.p_factor)
+                known_into(m[i], block, known[i])
 
         list(self._pool.map(work, range(len(p))))
 
@@ -186,3 +206,27 @@ def block_means_into(v: torch.Tensor, block: int, out: torch.Tensor) -> None:
     torch.mean(v[: whole * block].view(whole, block), dim=1, out=out[:whole])
     if whole < out.numel():
         out[whole] = v[whole * block :].mean()
+
+
+def _step_lion(step: LionStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor) -> None:
+    """A step of `lion_pass`. fp64 holds a product of two fp32 numbers, so each sum is rounded as if it were fused."""
+    first, second = step.complements
+    grad = (grad * step.grad_scale).double()
+    direction = (m * step.beta1).double().add_(grad, alpha=first)
+    update = torch.full_like(p, step.lr).copysign_(direction)
+    p.copy_((p.double() * step.decay).sub_(update))
+    m.copy_((m * step.beta2).double().add_(grad, alpha=second))
+
+
+def known_into(m: torch.Tensor, block: int, out: torch.Tensor) -> None:
+    """Compute `known` of `lion_pass` for `m`, 1-D; the last block may be shorter.
+
+    Args:
+        m: 1-D fp32 [n].
+        block: elements per block.
+        out: int32 [blocks, ``LION_STATE.per_block_width(block)``].
+    """
+    block_means_into(m.abs(), block, out[:, 0].view(torch.float32))
+    padded = torch.nn.functional.pad(m.signbit(), (0, len(out) * block - m.numel())).view(len(out), block)
+    words = torch.nn.functional.pad(padded, (0, -block % 32)).view(len(out), -1, 32).long()
+    out[:, 1:] = (words << torch.arange(32, device="cpu", dtype=torch.int64)).sum(2).to(torch.int32)

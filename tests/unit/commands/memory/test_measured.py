@@ -26,7 +26,7 @@ ON_HOST = [way for way in WAYS if "offload_param" in way]
 TOLERANCE = 0.02
 NOTHING = PARAMS // 1000 + 512 * LAYERS
 """Fewer bytes than that are constants of a process, and a number for each parameter."""
-KEPT = ("derived denominators", "drift", "hot state")
+KEPT = ("derived denominators", "signs and means", "drift", "hot state")
 
 
 def once_each(ways: list[str]) -> pytest.MarkDecorator:
@@ -42,7 +42,7 @@ def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> N
     config = memory_config(stage, way, sub_group_size=PARAMS // 8)
     plan = planned(config, 2)
     arena = sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN] if part.kind in ARENA_KINDS.values())
-    for rank in run_ranks(2, measure, config):
+    for rank in run_ranks(2, measure, config, device="sim", pool="memory plan 2"):
         assert rank.arena == arena
         assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
 
@@ -93,6 +93,23 @@ def test_settings_of_zero_are_planned_within_two_percent(stage: int, fields: dic
 @pytest.mark.parametrize("way", ON_HOST)
 def test_weights_on_the_host_are_planned_within_two_percent(way: str, accumulation: int) -> None:
     require_close(memory_config(3, way, accumulation=accumulation), 1 if "selective" in way else 2)
+
+
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}}
+
+
+def test_the_arena_of_lion_is_planned_to_the_byte() -> None:
+    config = memory_config(2, "predictive, interval 1") | LION
+    plan = planned(config, 1)
+    (rank,) = run_ranks(1, measure, config, device="sim")
+    assert rank.arena >= PARAMS * 10
+    assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
+
+
+@pytest.mark.parametrize("way", ["predictive, interval 1", "predictive, interval 1, half on the host"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lion_is_planned_within_two_percent(stage: int, way: str) -> None:
+    require_close(memory_config(stage, way) | LION, 2)
 
 
 LLAMA = {

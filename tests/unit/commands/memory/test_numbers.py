@@ -245,9 +245,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (1000012230, 1000019260, 1000046500, 1000026916, 1000019260),
-            "host of the first rank": (61344, 57344, 57344, 59392, 59364),
-            "host of the others": (61344, 57344, 57344, 59392, 59364),
-            "page-locked": (28576, 24576, 24576, 24576, 26576),
+            "host of the first rank": (53152, 49152, 49152, 51200, 51172),
+            "host of the others": (53152, 49152, 49152, 51200, 51172),
+            "page-locked": (20384, 16384, 16384, 16384, 18384),
         },
     ),
     (
@@ -284,9 +284,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (48064, 45232, 82240, 65264, 45232),
-            "host of the first rank": (120608, 110592, 110592, 110592, 118592),
-            "host of the others": (120608, 110592, 110592, 110592, 115600),
-            "page-locked": (96032, 86016, 86016, 86016, 94016),
+            "host of the first rank": (112416, 102400, 102400, 102400, 110400),
+            "host of the others": (112416, 102400, 102400, 102400, 107408),
+            "page-locked": (87840, 77824, 77824, 77824, 85824),
         },
     ),
     (
@@ -371,9 +371,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (80128, 46232, 100248, 64664, 46232),
-            "host of the first rank": (63264, 53248, 53248, 55296, 61248),
-            "host of the others": (63264, 53248, 53248, 55296, 53284),
-            "page-locked": (34592, 24576, 24576, 24576, 32576),
+            "host of the first rank": (55072, 45056, 45056, 47104, 53056),
+            "host of the others": (55072, 45056, 45056, 47104, 45092),
+            "page-locked": (26400, 16384, 16384, 16384, 24384),
         },
     ),
     (
@@ -396,9 +396,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (80000, 80096, 2000120096, 193968, 80096),
-            "host of the first rank": (411776, 368688, 368688, 380976, 376688),
-            "host of the others": (411776, 368688, 368688, 380976, 368944),
-            "page-locked": (284800, 241712, 241712, 241712, 249712),
+            "host of the first rank": (370816, 327728, 327728, 340016, 335728),
+            "host of the others": (370816, 327728, 327728, 340016, 327984),
+            "page-locked": (243840, 200752, 200752, 200752, 208752),
         },
     ),
     (
@@ -422,9 +422,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (40032, 20016, 56032, 60048, 20016),
-            "host of the first rank": (207968, 167936, 167936, 167936, 171936),
-            "host of the others": (207968, 167936, 167936, 167936, 167936),
-            "page-locked": (85088, 45056, 45056, 45056, 49056),
+            "host of the first rank": (187488, 147456, 147456, 147456, 151456),
+            "host of the others": (187488, 147456, 147456, 147456, 147456),
+            "page-locked": (64608, 24576, 24576, 24576, 28576),
         },
     ),
 ]

@@ -153,10 +153,27 @@ def test_neighbours_differ_from_the_run_in_one_thing_and_are_no_repetition() -> 
     found = neighbours(setup)
     assert found[0] == setup
     assert len(set(found)) == len(found) == 1 + 2 + 2 + 3
+    assert replace(setup, zenflow=None) in found, "plain ZeRO"
     for other in found[1:]:
         same_run = (other.offload, other.zenflow) == (setup.offload, setup.zenflow)
         assert same_run != (other.stage == setup.stage)
         assert replace(other, stage=2, offload=False, pins=False, zenflow=setup.zenflow) == setup
+
+
+def test_two_micro_steps_accumulate_on_the_host_as_three_do() -> None:
+    host = {
+        count: [part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN]]
+        for count in (1, 2, 3)
+        for plan in [plan_memory(model_of(10**8), Ranks(2, 2), Setup(stage=2, offload=True, accumulation=count))]
+    }
+    assert host[2] == host[3]
+    assert sum(host[2]) == sum(host[1]) + 2 * 10**8 // 2, "a rank's half, in bf16"
+
+
+def test_weights_on_the_host_take_no_memory_of_the_accelerator() -> None:
+    setup = Setup(stage=3, offload_param=True, zenflow=ZenFlowConfig(update_interval=1))
+    parts = plan_memory(model_of(10**8), Ranks(2, 2), setup).parts[Place.ACCELERATOR, Phase.BETWEEN]
+    assert sum(part.nbytes for part in parts if part.kind == "weights") == 0
 
 
 def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -> None:
@@ -275,7 +292,7 @@ def test_an_open_interval_is_planned_up_to_the_next_selection(
     assert "1 to 4, counted as the longest" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "notes"), [("AdamW", 0), ("OneBitAdam", 0), ("Lion", 1)])
+@pytest.mark.parametrize(("name", "notes"), [("AdamW", 0), ("OneBitAdam", 0), ("Lion", 0), ("Lamb", 1)])
 def test_another_optimizer_is_counted_as_adam_with_a_note(
     name: str, notes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,10 +384,10 @@ def test_the_report_says_whether_a_run_fits(capsys: pytest.CaptureFixture[str]) 
     command = ["plan", "--memory", "--params", "7e9", "--ranks", "8", "--config", str(ROOT / "configs/zenflow.json")]
     cli.main([*command, "--accelerator-gib", "80", "--host-gib", "1000"])
     roomy = capsys.readouterr().out.splitlines()
-    assert roomy[-1].startswith("It fits, before activations: 53.92 GiB are left on the accelerator, 894.")
+    assert roomy[-1].startswith("It fits, before activations: 53.92 GiB are left on the accelerator, 907.")
     cli.main([*command, "--accelerator-gib", "24", "--host-gib", "200.5"])
     tight = capsys.readouterr().out.splitlines()
-    assert tight[-1].startswith("It does not fit, before activations: 2.08 GiB are missing on the accelerator, 94.")
+    assert tight[-1].startswith("It does not fit, before activations: 2.08 GiB are missing on the accelerator, 107.")
     fits = {line.rpartition("   ")[2] for line in tight if line.startswith(("1, ", "2, ", "3, "))}
     assert fits == {"yes", "no: accelerator", "no: accelerator, host"}
     cli.main([*command, "--host-gib", "here", "--json"])

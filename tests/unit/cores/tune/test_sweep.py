@@ -93,7 +93,13 @@ def test_spread_is_relative_to_the_median() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "spread"),
-    [([1.0, 1.0], 0.0), ([0.0, 0.0, 0.0], 0.0), ([1.0, 2.0, 3.0], 0.5), ([1.0, 2.0, 3.0, 4.0, 5.0], 2 / 3)],
+    [
+        ([1.0, 1.0], 0.0),
+        ([0.0, 0.0, 0.0], 0.0),
+        ([0.1, 0.2, 0.3], 0.5),
+        ([1.0, 2.0, 3.0], 0.5),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 2 / 3),
+    ],
 )
 def test_the_spread_is_the_middle_half_over_the_median(seconds: list[float], spread: float) -> None:
     assert relative_spread(seconds) == pytest.approx(spread)

@@ -10,13 +10,14 @@ ARRAYS = {
     "predict": ("weights", "published", "drift", "grad"),
     "move": ("weights", "drift", "grad"),
     "hot_step": ("grad",),
+    "predict_lion": ("weights", "published", "grad"),
     "sums_of_squares": ("like",),
     "norms": (),
 }
 
 BY_DEFAULT = {
     *itertools.product(("predict", "hot_step"), ("sm_80", "sm_120", "gfx942")),
-    *itertools.product(("move", "sums_of_squares", "norms"), ("sm_90",)),
+    *itertools.product(("move", "predict_lion", "sums_of_squares", "norms"), ("sm_90",)),
 }
 
 
@@ -38,8 +39,8 @@ def test_a_kernel_reads_16_bytes_at_once_and_rounds_each_operation(kernel: str, 
     assert made.spilled == 0
     assert made.fused == []
     if kernel != "norms":
-        assert made.loads.count(16) >= len(ARRAYS[kernel]) - (kernel == "predict"), made.loads
-    if kernel in ("predict", "move", "hot_step"):
+        assert made.loads.count(16) >= len(ARRAYS[kernel]) - (kernel in ("predict", "predict_lion")), made.loads
+    if kernel in ("predict", "predict_lion", "move", "hot_step"):
         assert max(made.stores) == 16
     narrow = [width for width in made.stores if width < 16]
     assert len(narrow) <= {"predict": 1, "move": 2, "hot_step": 0}.get(kernel, 1), "one short block"
@@ -66,7 +67,7 @@ def test_an_unaligned_array_is_read_an_element_at_a_time() -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("array", "dtype"), [*itertools.product(ARRAYS["predict"], ("fp32", "fp16"))])
 def test_no_dtypes_and_blocks_spill(target: str, block: int, aligned: bool, array: str, dtype: str) -> None:
-    for kernel in ("predict", "move", "hot_step"):
+    for kernel in ("predict", "predict_lion", "move", "hot_step"):
         if array in ARRAYS[kernel]:
             made = compiled(variant(kernel, block, aligned, **{array: dtype}), target)
             assert (made.spilled, made.fused) == (0, [])

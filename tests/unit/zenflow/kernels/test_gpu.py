@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.kernels import definition, launch
+from deepspeed_ext.zenflow.kernels import definition, launch, lion
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
@@ -22,14 +22,16 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
         torch.manual_seed(0)
         w, y, d, g = (torch.randn(numel + first).bfloat16().to(device)[first:] for _ in range(4))
         inverse = torch.rand(-(-numel // 32)).to(device)
+        known, of_lion = torch.rand(-(-numel // 32) * 2).view(torch.int32).to(device), torch.empty_like(w)
         p, m, v = torch.rand(3, numel // 32, 32).to(device)
         updates = torch.arange(1, numel // 32 + 1, dtype=torch.int32).to(device)
         with patch.object(launch, "serves", launch.serves if kernels else lambda *_: False):
             launch.move(w, d, g, inverse, 0.7, 2e-3, 3e-3, 32)
             moved = w.clone()
             launch.predict(w, y, d, g, inverse, 0.7, 2e-3, 32)
+            lion.predict_lion(of_lion, y, g, known, 0.07, 0.9, 1e-3, 32)
             launch.hot_step(p, m, v, g[: numel // 32 * 32].view(-1, 32), updates, CONSTANTS)
-        found.append([array.cpu() for array in (moved, d, w, p, m, v)])
+        found.append([array.cpu() for array in (moved, d, w, p, m, v, of_lion)])
     return found
 
 
@@ -37,4 +39,4 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("first", [0, 1])
 def test_kernels_on_an_accelerator_equal_torch_operations_to_the_bit(first: int) -> None:
     kernels, operations = run_ranks(1, both_ways, (1 << 18) + 45, first, device="accelerator")[0]
-    assert_same(kernels, operations, "moved weights, D, predicted weights, p, m, v")
+    assert_same(kernels, operations, "moved weights, D, predicted weights, p, m, v, weights of Lion")

@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from deepspeed_ext.zenflow.kernels import definition, device, launch, prepare
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
+from deepspeed_ext.zenflow.kernels import definition, device, launch, lion, prepare
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 
 BACKENDS = {"sm_90": make_backend(GPUTarget("cuda", 90, 32)), "gfx942": make_backend(GPUTarget("hip", "gfx942", 64))}
 
@@ -102,6 +102,20 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(r
     assert recorded.launches - before == 50 * (2 + 5 + 1)
     assert recorded.keys == expected
     assert len(launch.variants()) == 7
+
+
+def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    prepare.prepare(cpu, 32, lion.estimates(cpu, 32, bf16, bf16, bf16, [False], [True, False]), warns=True)
+    expected = {target: set(keys) for target, keys in recorded.keys.items()}
+    assert [len(keys) for keys in expected.values()] == [2, 2], "aligned and not"
+    for numel, first in [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]:
+        weights, published, grad = (flat(numel, first + offset) for offset in (0, 8, 16))
+        known = torch.zeros(-(-numel // 32) * 2, dtype=torch.int32)
+        for scale in (1.0, 0.07):
+            lion.predict_lion(weights, published, grad, known, scale, 0.9, 1.0, 32)
+    assert recorded.launches == 2 + 10
+    assert recorded.keys == expected
 
 
 def test_a_kernel_that_does_not_compile_at_the_start_leaves_torch_operations(

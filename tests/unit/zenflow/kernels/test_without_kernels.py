@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.zenflow.kernels import definition, host, launch, prepare
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.ranks import on_sim
 from tests.support.same import assert_same

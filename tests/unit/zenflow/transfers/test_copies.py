@@ -24,8 +24,8 @@ from deepspeed_ext.adapter.upstream import gather_stream
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.rules.blocks import BlockSet
-from deepspeed_ext.zenflow.rules.predictive.estimator import Estimator
 from deepspeed_ext.zenflow.step import rule as rule_module
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.rule import UpdateRule
@@ -35,6 +35,7 @@ from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocat
 from deepspeed_ext.zenflow.transfers.courier import Courier
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.worker.messages import Span
 from tests.perf.stepping import Linears
 from tests.support.models import batches
 from tests.support.poison import delay, late_and_poisoned, synchronous, without_waiting
@@ -93,10 +94,10 @@ def transfers_of(kind: str, numel: int) -> Transfers:
     process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None)
     results = [Results(torch.empty(numel), None)]
     if kind == "inside" or get_accelerator().is_synchronized_device():
-        return Transfers(process, results, stopwatch())
+        return Transfers(process, [results], 32, stopwatch())
     buffers = allocate_landing_buffers(True, results, torch.float32, RankGroup.alone())
     assert buffers is not None
-    return HiddenTransfers(process, results, buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
+    return HiddenTransfers(process, [results], buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
 
 
 def delivered(transfers: Transfers) -> None:
@@ -339,7 +340,7 @@ def test_flat_gradients_do_not_pile_up_behind_the_link() -> None:
         patch.object(transfers_module, "get_accelerator", lambda: accelerator),
         patch.object(streams_module, "get_accelerator", lambda: accelerator),
     ):
-        transfers = Transfers(MagicMock(), [], MagicMock())
+        transfers = Transfers(MagicMock(), [], 32, MagicMock())
         for _ in range(3):
             transfers.take(0, MagicMock(), MagicMock(), MagicMock())
     waits = [f"waited for {number}, blocking=True" for number in (1, 2)]
@@ -405,7 +406,8 @@ class LargestConversion(TorchDispatchMode):
 def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
     """A copy that converts has a temporary of the whole on the accelerator."""
     published, weights = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
-    link = SimpleNamespace(transfers=SimpleNamespace(results=lambda index: Results(published, None)))
+    whole = [(Span(0, numel), published)] if numel else []
+    link = SimpleNamespace(transfers=SimpleNamespace(published=lambda index: whole))
     rule = SimpleNamespace(_metrics=Metrics(), _link=link)
     partition = SimpleNamespace(index=0, weights=lambda: weights)
     with patch.object(rule_module, "CONVERTED_NUMEL", 16), LargestConversion() as largest:

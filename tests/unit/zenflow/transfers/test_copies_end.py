@@ -78,7 +78,7 @@ def closed_with_results_on_their_way(numel: int) -> None:
     results = [Results(accelerator.pin_memory(torch.ones(numel)), None)]  # locked, but not by `PageLocks`
     buffers = allocate_landing_buffers(True, results, torch.float32, RankGroup.alone())
     assert buffers is not None
-    transfers = HiddenTransfers(process, results, buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
+    transfers = HiddenTransfers(process, [results], buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
     transfers.take(0, torch.ones(numel, device=device), torch.zeros(numel), transfers.ready())
     transfers.depart([], publishes=True)
     transfers._courier.wait()
@@ -106,7 +106,7 @@ def touched_before_locked(config: dict[str, Any]) -> list[str]:
         wait_for(process, number)
         order.append("touched")
 
-    slots = [ArrayKey("g", 0, slot) for slot in range(2)]
+    slots = [ArrayKey("g", 0, slot) for slot in (0, 2)]  # at the start the CPU's ring has two slots, of three
     link.arena.tensor(*slots[1]).fill_(3.0)
     with (
         patch.object(OptimizerProcess, "submit", submitted),
@@ -123,7 +123,7 @@ def touched_before_locked(config: dict[str, Any]) -> list[str]:
 def test_the_worker_touches_memory_before_it_is_locked() -> None:
     """Else it would lie on the trainer's memory node; what it holds stays."""
     found = run_ranks(1, touched_before_locked, zenflow_config(2))
-    assert found == [["touch g 1", "touched", "lock 2", "lock 2"]]
+    assert found == [["touch g 2", "touched", "lock 2", "lock 2"]]
 
 
 def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, float]:
@@ -133,7 +133,7 @@ def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, fl
     train(engine, [rows] * 2)
     adam = engine.optimizer.zenflow_adam
     if dist.get_rank() == 0:
-        publish = PartitionPass(0, (), (), Publish.exact(1.0, 1e-8))
+        publish = PartitionPass(0, (), (), Publish.exact(1.0, 1e-8), again=0)
         for _ in range(10_000):
             adam.link.process.submit([publish])
     begin = time.monotonic()

@@ -31,7 +31,7 @@ def test_memory_that_was_free_holds_the_newest_results_again(means: torch.Tensor
     buffer.results.published.zero_()
     if buffer.results.block_means is not None:
         buffer.results.block_means.zero_()
-    buffer.bring_up()
+    buffer.bring_up(host)
     assert buffer.results.published.tolist() == list(range(1, 11))
     assert (buffer.results.block_means is None) == (means is None)
     if means is not None:

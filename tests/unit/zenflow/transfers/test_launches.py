@@ -103,7 +103,9 @@ def launches(numels: list[int]) -> tuple[int, int]:
     ):
         buffers = allocate_landing_buffers(True, results, torch.bfloat16, RankGroup.alone())
         assert buffers is not None
-        transfers = HiddenTransfers(process, results, buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
+        transfers = HiddenTransfers(
+            process, [[each] for each in results], buffers, 32, timeout_seconds=60.0, waiting=stopwatch()
+        )
         free = {"operator_us": 0.0, "memory_gb_per_s": 1e9, "copy_us": 0.0, "link_gb_per_s": 1e9}
         with simulation.timeline(launch_us=1.0, collective_us=0.0, network_gb_per_s=1e9, **free):
             for index, gradient in enumerate(gradients):
@@ -114,7 +116,7 @@ def launches(numels: list[int]) -> tuple[int, int]:
             transfers.wait()
             before = round(simulation.library.now_us())
             for index in range(len(numels)):
-                transfers.results(index)
+                list(transfers.published(index))
             count += round(simulation.library.now_us()) - before
         transfers.close()
     return count, len(parcels)

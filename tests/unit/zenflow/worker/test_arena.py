@@ -73,10 +73,11 @@ def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
 
 
 def test_host_bytes_per_parameter() -> None:
-    """12 (p, m, v) + 2 per slot of the ring + 2 (y) + 4/32 (block means), by the pages that are touched."""
+    """12 (p, m, v) + 2 per slot of the ring + 4/32 (block means), by the pages that are touched; y in fp32 has an array
+    of its own."""
     n = 1 << 20
     how: dict[str, Any] = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
-    for publish_dtype, interval, expected in (("bfloat16", 1, 16.125), ("float32", 1, 18.125), ("bfloat16", 4, 28.125)):
+    for publish_dtype, interval, expected in (("bfloat16", 1, 14.125), ("float32", 1, 18.125), ("bfloat16", 4, 26.125)):
         slots = ring_of(interval)
         layout = plan_layout(
             partition_specs(0, n, publish_dtype=publish_dtype, slots=slots, touched_slots=slots, **how)
@@ -88,6 +89,25 @@ def test_host_bytes_per_parameter() -> None:
         pages_begun = len(layout.arrays) * PAGE
         assert n * expected <= resident_bytes(arena) <= n * expected + pages_begun
         arena.close()
+
+
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("publish_dtype", ["float32", "bfloat16", "float16"])
+def test_y_replaces_the_gradient_of_its_slot_if_their_items_have_one_size(publish_dtype: str, grad_dtype: str) -> None:
+    """Otherwise it has one array of its own, for every slot, which overlaps no gradient."""
+    how: dict[str, Any] = {"block_size": 32, "per_block": ("block_means", "float32", True)}
+    how |= {"publish_dtype": publish_dtype, "grad_dtype": grad_dtype, "slots": 3, "touched_slots": 3}
+    layout = plan_layout([*partition_specs(0, 100, **how), *partition_specs(1, 50, **how)])
+    arena, pages = Arena.create(layout), layout.page_bytes()
+    replaces = getattr(torch, publish_dtype).itemsize == getattr(torch, grad_dtype).itemsize
+    for index, slot in itertools.product(range(2), range(3)):
+        y, g = arena.tensor("y", index, slot), arena.tensor("g", index, slot)
+        assert (y.dtype, g.dtype, y.numel()) == (getattr(torch, publish_dtype), getattr(torch, grad_dtype), g.numel())
+        assert arena.array("y", index, slot) == (y.data_ptr(), publish_dtype, y.numel())
+        assert (y.data_ptr() == g.data_ptr()) is replaces
+        assert replaces or y.data_ptr() == arena.tensor("y", index).data_ptr()
+    assert [key for key in pages if key.kind == "y"] == ([] if replaces else [("y", 0, 0), ("y", 1, 0)])
+    arena.close()
 
 
 def test_discarded_memory_is_given_back_and_reads_as_zero() -> None:

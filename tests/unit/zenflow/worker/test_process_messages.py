@@ -22,7 +22,7 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from tests.support.optimizer_process import NUMEL, PASS, gone, running
+from tests.support.optimizer_process import NUMEL, PASS, STEP, gone, running
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
@@ -45,11 +45,13 @@ def test_steps_are_carried_out_in_shared_memory(library: str | None) -> None:
 
 def test_one_wait_covers_all_submissions() -> None:
     with running() as (arena, process):
-        arena.tensor("g").fill_(1.0)
-        for _ in range(3):
-            process.submit([PASS])
+        zeros = torch.zeros_like(arena.tensor("m"))
+        arena.tensor("m").fill_(1.0)
+        for _ in range(3):  # p and the gradient, whose place y takes, stay zero: the learning rate is zero
+            process.submit([replace(PASS, steps=(replace(STEP, lr=0.0),))])
         assert process.wait().number == 3
-        assert torch.allclose(arena.tensor("m"), torch.tensor(1 - 0.9**3))
+        assert torch.allclose(arena.tensor("m"), torch.tensor(0.9**3))
+        assert torch.equal(arena.tensor("p"), zeros)
 
 
 def written_part(arena: Arena, offset: int) -> FilePart:

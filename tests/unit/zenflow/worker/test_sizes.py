@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
@@ -25,7 +27,9 @@ def test_gradients_have_the_weights_dtype_but_what_fp16_cannot_hold(
 
 
 @pytest.mark.parametrize(("interval", "slots", "touched"), [(1, 1, 1), (3, 5, 5), (None, 3, 1)])
-def test_while_the_interval_is_open_one_slot_is_touched(interval: int | None, slots: int, touched: int) -> None:
+def test_while_the_interval_is_open_the_slots_of_interval_one_are_touched(
+    interval: int | None, slots: int, touched: int
+) -> None:
     settings = PredictiveSettings(interval, True, None, block_size=32, prediction_error_factor=0.0)
     specs = arena_specs(settings, [100, 64], "bfloat16", "float32")
     rings = [[spec for spec in specs if (spec.kind, spec.partition) == ("g", index)] for index in range(2)]
@@ -34,4 +38,11 @@ def test_while_the_interval_is_open_one_slot_is_touched(interval: int | None, sl
         assert {(spec.dtype, spec.numel) for spec in ring} == {("float32", numel)}
         assert sum(spec.touched for spec in ring) == touched
     assert {spec.dtype for spec in specs if spec.kind == "y"} == {"bfloat16"}
+    on_host = [replace(settings, **{name: True}) for name in ("weights_on_host", "grads_on_host")]
+    for each in on_host:
+        ring = [spec for spec in arena_specs(each, [100], "bfloat16", "bfloat16") if spec.kind == "g"]
+        assert sum(spec.touched for spec in ring) == (2 if interval in (None, 1) else len(ring))
+    assert {spec.replaced_by for spec in arena_specs(settings, [100], "bfloat16", "bfloat16") if spec.kind == "g"} == {
+        "bfloat16"
+    }
     assert [spec.numel for spec in specs if spec.kind == "block_means"] == [4, 2]

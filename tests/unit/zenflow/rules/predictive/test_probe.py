@@ -16,16 +16,16 @@ BLOCK = 4
 def sample_of(numel: int, most_blocks: int, seed: int = 1, index: int = 0) -> tuple[Sample, torch.Tensor]:
     state = tuple(torch.arange(numel, dtype=torch.float32) + 1000 * number for number in range(3))
     partition: Any = SimpleNamespace(master=state[0], state=state, index=index)
-    last: Any = None
-    return Sample.take(partition, BLOCK, last, most_blocks, seed), state[0]
+    none: Any = None
+    return Sample.take(partition, torch.arange(numel).bfloat16(), none, BLOCK, none, most_blocks, seed), state[0]
 
 
 @pytest.mark.parametrize("numel", [1, 3])
 def test_a_partition_shorter_than_a_block_is_its_own_sample(numel: int) -> None:
     sample, master = sample_of(numel, 8)
     assert sample.blocks is None
-    assert sample.p.tolist() == master.tolist()
-    assert sample.p.data_ptr() != master.data_ptr(), "a copy: the worker changes the partition"
+    assert sample.state[0].tolist() == master.tolist()
+    assert sample.state[0].data_ptr() != master.data_ptr(), "a copy: the worker changes the partition"
 
 
 @pytest.mark.parametrize(("numel", "most", "count"), [(4, 8, 1), (11, 8, 2), (400, 8, 8), (402, 100, 100), (401, 1, 1)])
@@ -39,8 +39,15 @@ def test_whole_blocks_are_drawn_from_all_parts_of_the_partition(numel: int, most
         for number, block in enumerate(blocks):
             assert int(number * whole / count) <= block <= min(whole - 1, (number + 1) * whole / count)
         elements = [block * BLOCK + inside for block in blocks for inside in range(BLOCK)]
-        assert sample.p.tolist() == elements
-        assert sample.v.tolist() == [2000.0 + element for element in elements]
+        assert sample.state[0].tolist() == elements
+        assert sample.state[2].tolist() == [2000.0 + element for element in elements]
+
+
+@pytest.mark.parametrize("numel", [3, 400])
+def test_the_newest_gradient_is_kept_because_y_replaces_it(numel: int) -> None:
+    sample, _ = sample_of(numel, 8)
+    assert sample.newest.dtype is torch.bfloat16
+    assert torch.equal(sample.newest, sample.of(torch.arange(numel).bfloat16()))
 
 
 def test_seeds_and_partitions_draw_other_blocks() -> None:
@@ -53,7 +60,7 @@ def test_seeds_and_partitions_draw_other_blocks() -> None:
 def test_errors_are_distances_from_what_the_worker_has_computed(dtype: torch.dtype, rounding: float) -> None:
     sample, master = sample_of(16, 8)
     master.fill_(128.25)  # bf16 has steps of 1 here
-    sample.p.fill_(126.25)
+    sample.state[0].fill_(126.25)
 
     def predicted() -> torch.Tensor:
         return torch.full((16,), 129.0, dtype=dtype)

@@ -59,6 +59,14 @@ def test_the_ring_holds_an_interval_and_what_is_in_flight(interval: int, lag: in
     assert settings(update_interval=interval, lag=lag or None).slots == slots
 
 
+@pytest.mark.parametrize(("interval", "lag", "slots"), [(1, 0, 1), (1, 1, 2), (4, 0, 4), (4, 1, 4), (4, 2, 5)])
+def test_gradients_made_on_the_host_never_come_to_the_slot_of_the_y_that_their_step_reads(
+    interval: int, lag: int, slots: int
+) -> None:
+    assert ring_of(interval, lag, fills_before_y=True) == slots
+    assert settings(update_interval=interval, lag=lag or None, grads_on_host=True).slots == slots
+
+
 @pytest.mark.parametrize(
     ("interval", "lag", "every", "longest"),
     [

@@ -62,6 +62,23 @@ def adam_steps(count: int, first: int = 1, decoupled: bool = True, **changes: An
     return [replace(base, step=first + k, lr=1e-3 * (1 + 0.1 * k), **changes) for k in range(count)]
 
 
+@pytest.mark.parametrize("l2", [0.0, 1e-3], ids=["plain", "l2"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("grad", "y"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_y_in_the_place_of_the_newest_gradient_is_the_same_to_the_bit(
+    kernel: str, grad: str, y: str, count: int, l2: float
+) -> None:
+    apart, in_place = (Problem(5003, count, grad, y) for _ in range(2))
+    in_place.published = in_place.grads[-1].view(DTYPES[y])
+    others = [each.clone() for each in in_place.grads[:-1]]
+    for problem in (apart, in_place):
+        make_kernel(kernel, threads=3).run(problem.make_pass(adam_steps(count), (0.99, 1e-3, l2, 1e-4)))
+    assert not torch.equal(apart.grads[-1].view(DTYPES[y]), apart.published)
+    assert_same(apart.results(), in_place.results(), "in place")
+    assert_same(others, in_place.grads[:-1], "other gradients")
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_steps_are_those_of_torch_optim(kernel: str, decoupled: bool) -> None:

@@ -89,6 +89,21 @@ def test_each_block_steps_as_in_torch_optim(kernel: str, decoupled: bool) -> Non
     assert torch.equal(problem.published, problem.p)
 
 
+@pytest.mark.parametrize(("grad", "y"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_y_in_the_place_of_the_newest_gradient_is_the_same_to_the_bit(kernel: str, grad: str, y: str) -> None:
+    """In blocks at home; elsewhere the gradient stays, and nothing reads y."""
+    apart, in_place = (Problem(5003, 3, grad, y) for _ in range(2))
+    elsewhere = in_place.grads[-1].clone()[~in_place.home()]
+    in_place.published = in_place.grads[-1].view(DTYPES[y])
+    for problem in (apart, in_place):
+        make_kernel(kernel).run_mean(problem.make_pass())
+        problem.published = problem.published[problem.home()]
+    assert_same(apart.state(), in_place.state(), "in place")
+    assert_same(elsewhere, in_place.grads[-1][~in_place.home()], "gradients elsewhere")
+    assert_same(apart.grads[:-1], in_place.grads[:-1], "other gradients")
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_without_bias_correction_a_block_steps_as_after_many_updates(kernel: str) -> None:
     """So many that the correction has faded."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.rules.predictive.estimator import (
+from deepspeed_ext.zenflow.optimizers.adam_estimator import (
     Estimator,
     drift_coefficient,
     move_coefficient,

@@ -166,6 +166,16 @@ class Estimator:
         estimator._block_size, estimator.inverse = block_size, inverse
         return estimator
 
+    def of(self, begin: int, end: int) -> Estimator:
+        """The estimator of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
+        blocks = slice(begin // self._block_size, -(-end // self._block_size))
+        return self.remembering(self.inverse[blocks], self._block_size)
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """`inverse`."""
+        return self.inverse
+
     @torch.no_grad()
     def move(
         self,

@@ -1,0 +1,185 @@
+"""Adam and AdamW of torch and DeepSpeed. The formulas are in `worker.kernel.adam_pass` and, for the estimate, in
+`optimizers.adam_estimator`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow import kernels
+from deepspeed_ext.zenflow.kernels import prepare
+from deepspeed_ext.zenflow.optimizers.adam_estimator import (
+    Estimator,
+    drift_coefficient,
+    move_coefficient,
+    publish_ahead,
+)
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.reference import block_means_into, publish_into
+from deepspeed_ext.zenflow.worker.messages import PartitionPass
+
+__all__ = ["HostedAdam", "require_adam"]
+
+_DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
+
+
+class HostedAdam(HostedOptimizer):
+    """The user's Adam or AdamW.
+
+    Args:
+        optimizer: see the base class.
+
+    Raises:
+        ConfigError: see `require_adam`.
+    """
+
+    layout = ADAM_STATE
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._decoupled = require_adam(optimizer)
+
+    @classmethod
+    def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
+        return _is_adam(optimizer)
+
+    def step(self, group: int, number: int, grad_scale: float) -> AdamStep:
+        """As the base class says; the sign of `grad_scale` changes where a group is maximized."""
+        values = self._optimizer.param_groups[group]
+        beta1, beta2 = values["betas"]
+        sign = -1.0 if values.get("maximize") else 1.0
+        return AdamStep(
+            lr=float(values["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(values["eps"]),
+            weight_decay=float(values["weight_decay"]),
+            decoupled=bool(values.get("decoupled_weight_decay", self._decoupled)),
+            step=number,
+            grad_scale=sign * grad_scale,
+            bias_correction=bool(values.get("bias_correction", True)),
+        )
+
+    def step_value(self, updates: int) -> torch.Tensor | int:
+        """An int, or a 0-D fp32 CPU tensor."""
+        if type(self._optimizer).__name__ in _DEEPSPEED_ADAMS:
+            return updates
+        return torch.tensor(float(updates), dtype=torch.float32, device="cpu")
+
+    def exact(self, last: AdamStep) -> Publish:
+        return Publish.exact(last.bias_correction2_sqrt, last.eps)
+
+    def ahead(self, last: AdamStep, interval: int) -> Publish:
+        return publish_ahead(last, interval)
+
+    def task(
+        self,
+        partition: int,
+        slots: tuple[int, ...],
+        steps: Sequence[AdamStep],
+        publish: Publish,
+        *,
+        again: int | None = None,
+    ) -> PartitionPass:
+        return PartitionPass(partition, slots, tuple(steps), publish, again=again)
+
+    def publish(
+        self, publish: Publish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
+    ) -> torch.Tensor:
+        p, m, v = state
+        means = torch.empty(-(-p.numel() // block_size), dtype=torch.float32, device="cpu")
+        block_means_into(v, block_size, means)
+        publish_into(publish, p, m, v, means, block_size, published)
+        return means
+
+    def estimate(self, last: AdamStep, per_block: torch.Tensor, block_size: int) -> Estimator:
+        return Estimator.after(last, per_block, block_size)
+
+    def remembered(self, kept: torch.Tensor, block_size: int) -> Estimator:
+        return Estimator.remembering(kept, block_size)
+
+    def predict(
+        self,
+        estimate: Estimator,
+        weights: torch.Tensor,
+        published: torch.Tensor,
+        drift: torch.Tensor | None,
+        grad: torch.Tensor,
+        step: AdamStep,
+        position: int,
+        interval: int,
+    ) -> None:
+        coefficient = drift_coefficient(step, position, interval)
+        estimate.predict(weights, published, drift, grad, step.grad_scale, coefficient)
+
+    def move(
+        self,
+        estimate: Estimator,
+        weights: torch.Tensor,
+        drift: torch.Tensor,
+        grad: torch.Tensor,
+        step: AdamStep,
+        position: int,
+        interval: int,
+    ) -> None:
+        coefficients = move_coefficient(step, position, interval), drift_coefficient(step, position, interval)
+        estimate.move(weights, drift, grad, step.grad_scale, *coefficients)
+
+    def estimate_kernels(self, device: torch.device, block_size: int, *which: Any) -> Iterable[Callable[[], object]]:
+        return prepare.estimates(device, block_size, *which)
+
+    def step_rows(
+        self, state: Sequence[torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, step: AdamStep
+    ) -> None:
+        p, m, v = state
+        kernels.hot_step(p, m, v, grad, counts.fill_(step.step), kernels.HotConstants.of(step))
+
+    def step_kernels(
+        self, device: torch.device, block_size: int, grad: torch.dtype, alignments: Iterable[bool]
+    ) -> Iterable[Callable[[], object]]:
+        return prepare.hot_steps(device, block_size, grad, alignments)
+
+
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user's optimizer is an Adam or AdamW of torch or DeepSpeed, or a subclass of torch's."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or type(optimizer).__name__ in _DEEPSPEED_ADAMS
+
+
+def require_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Check the user's Adam or AdamW; return whether its groups decouple weight decay unless they say otherwise.
+
+    Raises:
+        ConfigError: it steps in a way of its own, or keeps state that the worker does not have.
+    """
+    assert _is_adam(optimizer)
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.AdamW):
+        decoupled = True
+    elif isinstance(optimizer, torch.optim.Adam):
+        decoupled = bool(optimizer.defaults.get("decoupled_weight_decay", False))
+    else:
+        decoupled = bool(getattr(optimizer, "adam_w_mode", True))
+    if name not in _DEEPSPEED_ADAMS and not _steps_like_torch(type(optimizer)):
+        raise ConfigError(
+            f"zero_optimization.zenflow updates weights as torch's Adam and AdamW do, but {name} has a step() of its "
+            "own, which would never run: use Adam or AdamW, or remove the zenflow section"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("amsgrad"):
+            raise ConfigError(
+                f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter group {index} of "
+                f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: set it to False"
+            )
+    return decoupled
+
+
+def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether `step` is that of torch's Adam or AdamW, below the wrappers that torch's profiler puts around it."""
+    ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
+    return inspect.unwrap(kind.step) in ours

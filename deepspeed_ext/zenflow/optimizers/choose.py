@@ -1,0 +1,40 @@
+"""Finds which of ZenFlow's optimizers runs the user's."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_ext.config.zenflow import RuleName
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.optimizers.adam import HostedAdam
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.lion import HostedLion
+
+__all__ = ["hosted"]
+
+_HOSTED: tuple[type[HostedOptimizer], ...] = (HostedAdam, HostedLion)
+
+
+def hosted(optimizer: torch.optim.Optimizer, rule: RuleName) -> HostedOptimizer:
+    """The user's optimizer, as ZenFlow runs it.
+
+    Args:
+        optimizer: the user's.
+        rule: the update rule in use.
+
+    Raises:
+        ConfigError: ZenFlow does not run it, or not with this rule.
+    """
+    name = type(optimizer).__name__
+    kind = next((each for each in _HOSTED if each.serves(optimizer)), None)
+    if kind is None:
+        raise ConfigError(
+            f"zero_optimization.zenflow works with Adam, AdamW and Lion, but the optimizer is {name}: use Adam or "
+            "AdamW from torch.optim or DeepSpeed, or DeepSpeed's Lion, or remove the zenflow section"
+        )
+    if rule == "selective" and kind is not HostedAdam:
+        raise ConfigError(
+            f'zero_optimization.zenflow.update_rule = "selective" with {name}: that rule steps its blocks as Adam '
+            'does. Set it to "predictive" and remove topk_ratio and the select_* fields, or use Adam or AdamW'
+        )
+    return kind(optimizer)

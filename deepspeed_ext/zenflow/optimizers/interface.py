@@ -1,0 +1,193 @@
+"""Defines what ZenFlow needs to know of an optimizer.
+
+Everything that depends on the user's optimizer is behind `HostedOptimizer`: its state, the constants of an update, the
+worker's pass, the estimate of an update in flight, and the step of what stays on the accelerator. A new one is a
+subclass, listed in `choose`, with the contract of its pass in `zenflow.worker.kernel`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
+
+__all__ = ["Estimate", "HostedOptimizer"]
+
+
+class Estimate(Protocol):
+    """What an optimizer's estimate remembers of one partition's newest result."""
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """All of it: one tensor on the accelerator."""
+
+    def of(self, begin: int, end: int) -> Estimate:
+        """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
+
+
+class HostedOptimizer(ABC):
+    """The user's optimizer, as ZenFlow runs it.
+
+    Methods with `steps` take constants that `step` made. y and "the per-block array" are as in `deepspeed_ext.zenflow`.
+
+    Attributes:
+        layout: its state.
+
+    Args:
+        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
+
+    Raises:
+        ConfigError: it has a setting that the worker does not know.
+    """
+
+    layout: ClassVar[StateLayout]
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @classmethod
+    @abstractmethod
+    def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this class runs the user's `optimizer`."""
+
+    # -- hyperparameters ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def step(self, group: int, number: int, grad_scale: float) -> Any:
+        """The constants of one update, from the current hyperparameters: a frozen dataclass, `StepConstants`.
+
+        Args:
+            group: index of the parameter group.
+            number: number of the update, from 1.
+            grad_scale: multiplies the gradient.
+        """
+
+    @abstractmethod
+    def step_value(self, updates: int) -> torch.Tensor | int:
+        """The update count in the form in which the optimizer stores it."""
+
+    # -- the worker's pass ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def exact(self, last: Any) -> Any:
+        """How to publish p itself after the update `last`."""
+
+    @abstractmethod
+    def ahead(self, last: Any, interval: int) -> Any:
+        """How to publish y when the next result is `interval` steps away; `last` is the newest update."""
+
+    @abstractmethod
+    def task(
+        self, partition: int, slots: tuple[int, ...], steps: Sequence[Any], publish: Any, *, again: int | None = None
+    ) -> WorkerTask:
+        """The worker's task: one step per gradient, then publish as `exact` or `ahead` say; `again` as in
+        `PartitionPass`."""
+
+    @abstractmethod
+    def publish(
+        self, publish: Any, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
+    ) -> torch.Tensor:
+        """Publish a part of a partition in this process, as the worker does.
+
+        Args:
+            publish: from `exact` or `ahead`.
+            state: p and the moments; 1-D fp32 [n], host.
+            block_size: elements per block.
+            published: receives y; 1-D [n], host.
+
+        Returns:
+            The per-block array of the part, 1-D.
+        """
+
+    # -- the estimate ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def estimate(self, last: Any, per_block: torch.Tensor, block_size: int) -> Estimate:
+        """The estimate after the update `last`.
+
+        Args:
+            last: the newest update's constants.
+            per_block: the per-block array, 1-D, on the device of the gradients; may be kept.
+            block_size: elements per block.
+        """
+
+    @abstractmethod
+    def remembered(self, kept: torch.Tensor, block_size: int) -> Estimate:
+        """The estimate whose `kept` this is."""
+
+    @abstractmethod
+    def predict(
+        self,
+        estimate: Any,
+        weights: torch.Tensor,
+        published: torch.Tensor,
+        drift: torch.Tensor | None,
+        grad: torch.Tensor,
+        step: Any,
+        position: int,
+        interval: int,
+    ) -> None:
+        """Write the weights at the end of an interval, from y and the estimated effect of its gradients.
+
+        Args:
+            estimate: from `estimate`.
+            weights: written in place; 1-D [n], any device.
+            published: y, 1-D [n], any device.
+            drift: D, the effect of the interval's earlier gradients; 1-D [n], on the gradient's device. None: there are
+                none.
+            grad: the newest gradient, 1-D [n].
+            step: its constants.
+            position: its number in the interval, from 1.
+            interval: optimizer steps of an interval.
+        """
+
+    def move(
+        self,
+        estimate: Any,
+        weights: torch.Tensor,
+        drift: torch.Tensor,
+        grad: torch.Tensor,
+        step: Any,
+        position: int,
+        interval: int,
+    ) -> None:
+        """Move the weights and D by a gradient inside an interval; arguments as for `predict`. Not called if
+        ``layout.longest_interval`` is 1."""
+        raise NotImplementedError
+
+    def estimate_kernels(
+        self,
+        device: torch.device,
+        block_size: int,
+        weights: torch.dtype,
+        published: torch.dtype,
+        grad: torch.dtype,
+        drifts: Sequence[bool],
+        alignments: Iterable[bool],
+    ) -> Iterable[Callable[[], object]]:
+        """Calls that compile the device kernels of `predict` and `move`; see `kernels.prepare.estimates`."""
+        return ()
+
+    # -- the share on the accelerator -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def step_rows(self, state: Sequence[torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, step: Any) -> None:
+        """Take one exact step of whole blocks, in place.
+
+        Args:
+            state: p and the moments; fp32 [k, block_size], one row per block.
+            grad: [k, block_size], any float dtype, on their device.
+            counts: int32 [k], on their device, to be overwritten; empty unless ``layout.counts_updates``.
+            step: the update's constants.
+        """
+
+    def step_kernels(
+        self, device: torch.device, block_size: int, grad: torch.dtype, alignments: Iterable[bool]
+    ) -> Iterable[Callable[[], object]]:
+        """Calls that compile the device kernels of `step_rows`; see `kernels.prepare.hot_steps`."""
+        return ()

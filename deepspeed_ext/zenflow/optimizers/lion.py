@@ -1,0 +1,136 @@
+"""Lion of DeepSpeed. The formulas of its update are in `worker.kernel.lion_pass`.
+
+Of m the accelerator knows one sign bit per element and the mean of |m| over each block, a quarter of a byte per element
+at the default block size. With the newest gradient g and its constants, while the update before it is in flight::
+
+    y = (1 - lr wd) p        W = round(y - lr sign(beta1 k + (1 - beta1) c g))        k = the mean with the sign of m
+
+That is the exact update, except that k stands for m. The estimate is for interval 1; docs/lab/numerics.md has what else
+was tried. None of it enters p or m, so errors do not accumulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.zenflow.kernels import lion as kernels
+from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.worker.kernel import LionPublish, LionStep
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+from deepspeed_ext.zenflow.worker.kernel.reference import known_into
+from deepspeed_ext.zenflow.worker.messages import LionPartitionPass
+
+__all__ = ["HostedLion", "SignsAndMeans"]
+
+_NAMES = ("DeepSpeedCPULion", "FusedLion")
+
+
+@dataclass(frozen=True)
+class SignsAndMeans:
+    """What the estimate knows of m.
+
+    Attributes:
+        kept: `known` of `worker.kernel.lion_pass`, 1-D int32, on the device of the gradients.
+        block_size: elements per block.
+    """
+
+    kept: torch.Tensor
+    block_size: int
+
+    def of(self, begin: int, end: int) -> SignsAndMeans:
+        """What it knows of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
+        width = LION_STATE.per_block_width(self.block_size)
+        blocks = slice(begin // self.block_size * width, -(-end // self.block_size) * width)
+        return SignsAndMeans(self.kept[blocks], self.block_size)
+
+
+class HostedLion(HostedOptimizer):
+    """The user's DeepSpeedCPULion or FusedLion."""
+
+    layout = LION_STATE
+
+    @classmethod
+    def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
+        return type(optimizer).__name__ in _NAMES
+
+    def step(self, group: int, number: int, grad_scale: float) -> LionStep:
+        values = self._optimizer.param_groups[group]
+        beta1, beta2 = values["betas"]
+        return LionStep(
+            lr=float(values["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(values["weight_decay"]),
+            step=number,
+            grad_scale=grad_scale,
+        )
+
+    def step_value(self, updates: int) -> int:
+        """An int."""
+        return updates
+
+    def exact(self, last: LionStep) -> LionPublish:
+        return LionPublish(1.0)
+
+    def ahead(self, last: LionStep, interval: int) -> LionPublish:
+        assert interval == 1, "the settings allow no other"
+        return LionPublish(last.decay)
+
+    def task(
+        self,
+        partition: int,
+        slots: tuple[int, ...],
+        steps: Sequence[LionStep],
+        publish: LionPublish,
+        *,
+        again: int | None = None,
+    ) -> LionPartitionPass:
+        return LionPartitionPass(partition, slots, tuple(steps), publish, again=again)
+
+    def publish(
+        self, publish: LionPublish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
+    ) -> torch.Tensor:
+        p, m = state
+        blocks, width = -(-p.numel() // block_size), LION_STATE.per_block_width(block_size)
+        known = torch.empty(blocks, width, dtype=torch.int32, device="cpu")
+        known_into(m, block_size, known)
+        published.copy_(p * publish.p_factor)
+        return known.view(-1)
+
+    def estimate(self, last: LionStep, per_block: torch.Tensor, block_size: int) -> SignsAndMeans:
+        return SignsAndMeans(per_block, block_size)
+
+    def remembered(self, kept: torch.Tensor, block_size: int) -> SignsAndMeans:
+        return SignsAndMeans(kept, block_size)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        estimate: SignsAndMeans,
+        weights: torch.Tensor,
+        published: torch.Tensor,
+        drift: torch.Tensor | None,
+        grad: torch.Tensor,
+        step: LionStep,
+        position: int,
+        interval: int,
+    ) -> None:
+        assert drift is None, "the settings allow no interval with earlier gradients"
+        weight = step.grad_scale * (1.0 - step.beta1)
+        numbers = (weight, step.beta1, step.lr)
+        kernels.predict_lion(weights, published, grad, estimate.kept, *numbers, estimate.block_size)
+
+    def estimate_kernels(self, device: torch.device, block_size: int, *which: Any) -> Iterable[Callable[[], object]]:
+        return kernels.estimates(device, block_size, *which)
+
+    @torch.no_grad()
+    def step_rows(
+        self, state: Sequence[torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, step: LionStep
+    ) -> None:
+        p, m = state
+        kernels.step_lion(p, m, grad, step)

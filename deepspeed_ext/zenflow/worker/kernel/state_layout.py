@@ -1,0 +1,60 @@
+"""Describes what an optimizer keeps for each element, in plain values: what lies in the arena and what crosses the
+link. Each pass declares its own (`ADAM_STATE`, `LION_STATE`)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["StateLayout", "StepConstants"]
+
+_WORD_BITS = 32
+
+
+class StepConstants(Protocol):
+    """What all optimizers' constants of one optimizer step have in common. They are dataclasses."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+
+    @property
+    def step(self) -> int:
+        """Number of this update, from 1."""
+
+    @property
+    def grad_scale(self) -> float:
+        """``c``: factor of the stored gradient (loss scale and clipping)."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The state of one optimizer.
+
+    Attributes:
+        name: in messages and checkpoints.
+        moments: for each fp32 array besides p, its kind in the arena and its name in the optimizer's state.
+        per_block: kind and dtype of the array from which the predictive rule's estimate is made.
+        with_signs: whether that array holds, behind one number, a sign bit for each element of the block.
+        counts_updates: whether a step depends on the number of updates.
+        longest_interval: longest interval of overlapped steps that its estimate is made for; None: any.
+    """
+
+    name: str
+    moments: tuple[tuple[str, str], ...]
+    per_block: tuple[str, str]
+    with_signs: bool = False
+    counts_updates: bool = True
+    longest_interval: int | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the fp32 arrays in the arena."""
+        return ("p", *(kind for kind, _ in self.moments))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the moments in the optimizer's state."""
+        return tuple(name for _, name in self.moments)
+
+    def per_block_width(self, block_size: int) -> int:
+        """Elements of the per-block array for one block."""
+        return 1 + -(-block_size // _WORD_BITS) if self.with_signs else 1

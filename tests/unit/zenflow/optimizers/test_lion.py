@@ -1,0 +1,86 @@
+"""Lion's estimate and its step on the accelerator, beside formulas in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deepspeed.ops.lion import DeepSpeedCPULion
+
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.kernels import lion as kernels
+from deepspeed_ext.zenflow.optimizers.choose import hosted
+from deepspeed_ext.zenflow.optimizers.lion import HostedLion
+from deepspeed_ext.zenflow.worker.kernel import LionStep
+from tests.support.same import assert_same
+
+STEP = LionStep(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, step=3, grad_scale=0.5)
+
+
+def lion(**settings: float) -> HostedLion:
+    made = DeepSpeedCPULion.__new__(DeepSpeedCPULion)  # without its operator, which takes a while to compile
+    defaults = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, **settings}
+    torch.optim.Optimizer.__init__(made, [torch.nn.Parameter(torch.zeros(1))], defaults)
+    found = hosted(made, "predictive")
+    assert isinstance(found, HostedLion)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "block"), [(1000, 32), (777, 24), (5000, 256), (3, 32)])
+def test_weights_follow_the_formula_of_the_study(n: int, block: int, dtype: torch.dtype) -> None:
+    """`studies.numerics.lion.LionSigns`, with the whole sum before its sign."""
+    g = torch.Generator().manual_seed(n)
+    p, m = torch.randn(n, generator=g), torch.randn(n, generator=g) * 1e-3
+    grad = (torch.randn(n, generator=g) * 1e-2).to(dtype)
+    kind, published, weights = lion(), torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype)
+    known = kind.publish(kind.ahead(STEP, 1), (p, m), block, published)
+    kind.predict(kind.estimate(STEP, known, block), weights, published, None, grad, STEP, 1, 1)
+
+    means = torch.stack([part.abs().mean() for part in m.split(block)]).repeat_interleave(block)[:n]
+    direction = 0.9 * means.copysign(m) + 0.1 * (0.5 * grad.float())
+    y = ((1.0 - 1e-3 * 0.1) * p).to(dtype)
+    expected = (y.float() - torch.where(direction < 0, -1e-3, 1e-3)).to(dtype)
+    sure = direction.abs() > 1e-9  # where the order of roundings cannot turn a sign
+    assert sure.float().mean() > 0.99
+    torch.testing.assert_close(weights[sure], expected[sure], rtol=0.0, atol=0.0 if dtype is torch.bfloat16 else 1e-7)
+
+
+@pytest.mark.parametrize("chunk", [96, 1 << 17])
+def test_the_estimate_does_not_depend_on_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(1)
+    y, grad = (torch.randn(1003, generator=g).bfloat16() for _ in range(2))
+    known = torch.randint(-(1 << 31), 1 << 31, (32, 2), dtype=torch.int32, generator=g)
+    known[:, 0] = torch.rand(32, generator=g).view(torch.int32)
+    results = []
+    for numel in (1 << 17, chunk):
+        monkeypatch.setitem(kernels.launch.definition._CHUNK_NUMEL, "cpu", numel)
+        weights = torch.empty_like(y)
+        kernels.define_predict_lion(weights, y, grad, known.view(-1), 0.1, 0.9, 1e-2, 32)
+        results.append(weights)
+    assert_same(*results)
+    assert set((results[0].float() - y.float()).sign().tolist()) == {-1.0, 1.0}
+
+
+def test_what_steps_on_the_accelerator_is_lion() -> None:
+    """Beside fp64: p to the last bit but where a sign turns, m to the last bit."""
+    g = torch.Generator().manual_seed(2)
+    p, m = torch.randn(40, 32, generator=g), torch.randn(40, 32, generator=g) * 1e-3
+    grad = (torch.randn(40, 32, generator=g) * 1e-2).bfloat16()
+    direction = 0.9 * m.double() + 0.1 * 0.5 * grad.double()
+    expected_p = (1 - 1e-4) * p.double() - torch.full_like(direction, 1e-3).copysign(direction)
+    expected_m = 0.99 * m.double() + 0.01 * 0.5 * grad.double()
+    lion().step_rows((p, m), grad, torch.empty(0, dtype=torch.int32), STEP)
+    torch.testing.assert_close(p.double(), expected_p, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(m.double(), expected_m, rtol=1e-6, atol=1e-9)
+
+
+def test_hyperparameters_are_read_at_each_step() -> None:
+    kind = lion(weight_decay=0.2)
+    kind._optimizer.param_groups[0]["lr"] = 0.5
+    assert kind.step(0, 7, 0.25) == LionStep(0.5, 0.9, 0.99, 0.2, 7, 0.25)
+    assert kind.step_value(7) == 7
+
+
+def test_the_selective_rule_is_refused() -> None:
+    with pytest.raises(ConfigError, match="steps its blocks as Adam does"):
+        hosted(lion()._optimizer, "selective")

@@ -1,0 +1,197 @@
+"""The slots of the ring: neither a gradient nor y is overwritten while anyone may still read it, under both rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
+from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+
+BEFORE_THE_STEP, BEFORE_Y, AFTER_Y = FILLED = ("before the step", "before y is read", "after y was read")
+"""When a gradient is written to its slot."""
+EVENTS = (*["nothing"] * 8, "expose", "load", "restart")
+
+
+class Predictive:
+    """What the rule does with its schedule, as far as slots are concerned."""
+
+    def __init__(self, random: Random, filled: str) -> None:
+        interval = random.choice([None, 1, 1, 2, 3, 4, 7])
+        fills = filled == BEFORE_THE_STEP, filled == BEFORE_Y
+        self._how = (interval, random.random() < 0.9, random.randint(0, 9), True, *fills)
+        self._random = random
+        self.schedule: Any = self.fresh()
+
+    def fresh(self) -> PredictiveSchedule:
+        return PredictiveSchedule(*self._how)
+
+    def arrived(self) -> None:
+        if self.schedule.wants_verdict:
+            self.schedule.judge(self._random.choice([0.1, 2.0]))
+
+    def reads_first(self, plan: Any) -> bool:
+        return plan.source is WeightSource.PREDICTED
+
+    def publishes_again(self, plan: Any) -> bool:
+        return plan.source is WeightSource.EXACT and plan.publish_ahead
+
+    def resumes(self) -> bool:
+        return self.schedule.plan().source is not WeightSource.EXACT
+
+    def chooses(self, plan: Any) -> bool:
+        return self.schedule.wants_interval
+
+
+class Selective:
+    """The same of the selective rule."""
+
+    def __init__(self, random: Random, filled: str) -> None:
+        lag = random.choice([None, 1, 1, 2, 3])
+        interval = random.choice([None, *(n for n in (1, 2, 3, 4, 7) if n >= (lag or 1))])
+        select = random.choice([None, 0, 8, 9])
+        fills = filled == BEFORE_THE_STEP, filled == BEFORE_Y
+        self._settings = SelectiveSettings(interval, lag, random.randint(1, 5), 32, 0.1, select, False, 1.0, *fills)
+        self.schedule: Any = self.fresh()
+
+    def fresh(self) -> SelectiveSchedule:
+        return SelectiveSchedule(self._settings)
+
+    def arrived(self) -> None: ...
+
+    def reads_first(self, plan: Any) -> bool:
+        return plan.applies
+
+    def publishes_again(self, plan: Any) -> bool:
+        return False
+
+    def resumes(self) -> bool:
+        return self.schedule.state.steps_in_flight is not None
+
+    def chooses(self, plan: Any) -> bool:
+        return self.schedule.interval is None and plan.selects
+
+
+@dataclass
+class Ring:
+    """Who needs which slot: gradients that are collected, those that the worker has, and y that was not read."""
+
+    collected: list[int] = field(default_factory=list)
+    in_flight: tuple[int, ...] = ()
+    y: int | None = None
+
+    def write(self, slot: int) -> None:
+        assert slot not in (*self.collected, *self.in_flight, self.y), f"a gradient replaces what is needed: {self}"
+        self.collected.append(slot)
+
+    def hand_over(self) -> None:
+        assert not self.in_flight, "one at a time"
+        assert self.y is None, f"y was never read: {self}"
+        self.in_flight, self.y, self.collected = tuple(self.collected), self.collected[-1], []
+
+    def publish_again(self, slot: int) -> None:
+        """y is published into the slot once more."""
+        assert slot not in (*self.collected, *self.in_flight), f"y replaces a gradient that is needed: {self}, {slot}"
+        self.y = slot
+
+    def arrive(self) -> None:
+        self.in_flight = ()
+
+    def read(self) -> None:
+        assert self.y is not None
+        assert not self.in_flight
+        self.y = None
+
+
+def happens(event: str, rule: Any, ring: Ring) -> Ring:
+    """What comes between two steps: a look at p, m and v from outside, a load of what was saved, or new masters."""
+    ring.arrive()
+    if event == "load":
+        position, schedule = len(ring.collected), rule.schedule
+        rule.schedule = rule.fresh()
+        rule.schedule.load_state_dict(schedule.state_dict(), position)
+        ring = Ring(list(rule.schedule.latest(position)))
+        if rule.resumes():
+            ring.publish_again(rule.schedule.handed_over)
+    if event == "restart":
+        rule.schedule.restart()
+        ring = Ring()
+    return ring
+
+
+def begin(rule: Any, ring: Ring, was_exposed: bool) -> Any:
+    """`OffloadedAdam.begin_step`; returns the plan."""
+    if was_exposed and rule.resumes():
+        ring.publish_again(rule.schedule.handed_over)
+    if rule.schedule.plan().waits_first:
+        ring.arrive()
+        rule.arrived()
+    return rule.schedule.plan()
+
+
+def read_first(rule: Any, ring: Ring, plan: Any) -> bool:
+    """Compute weights from y if the plan says so; returns whether y was in the slot of the coming gradient."""
+    was_there = ring.y == rule.schedule.coming
+    if rule.reads_first(plan):
+        ring.read()
+        return was_there
+    if plan.waits_first:  # the guard has tripped, or y was read in the step that published it
+        ring.y = None
+    return False
+
+
+def walk(rule: Any, random: Random, steps: int, filled: str) -> int:
+    """Train, in the order of `OffloadedAdam`. Returns how often y was read before the step's gradient took its slot."""
+    ring, replaced = Ring(), 0
+    for _ in range(steps):
+        event = random.choice(EVENTS)
+        if event != "nothing":
+            ring = happens(event, rule, ring)
+        if filled == BEFORE_THE_STEP:
+            ring.write(rule.schedule.coming)
+        plan = begin(rule, ring, event == "expose")
+        if filled == BEFORE_Y:
+            ring.write(rule.schedule.coming)
+        replaced += read_first(rule, ring, plan)
+        if filled == AFTER_Y:
+            ring.write(rule.schedule.coming)
+        if plan.handed_over:
+            assert plan.handed_over == len(ring.collected)
+            ring.hand_over()
+        if plan.waits_last:
+            ring.arrive()
+            ring.read()
+        rule.schedule.advance(plan)
+        if rule.publishes_again(plan):
+            ring.publish_again(rule.schedule.handed_over)
+        if rule.chooses(plan):
+            rule.schedule.choose_interval(random.randint(rule.schedule.shortest_interval, 8))
+    return replaced
+
+
+@pytest.mark.parametrize("filled", FILLED)
+@pytest.mark.parametrize("kind", [Predictive, Selective])
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 2**32))
+def test_neither_a_gradient_nor_y_is_overwritten_while_it_is_needed(
+    kind: type[Predictive | Selective], filled: str, seed: int
+) -> None:
+    """In seeded orders of steps, looks from outside, loads and restarts, while the guard trips and recovers."""
+    random = Random(seed)
+    walk(kind(random, filled), random, 60, filled)
+
+
+@pytest.mark.parametrize("kind", [Predictive, Selective])
+def test_a_gradient_takes_the_slot_of_the_y_that_its_step_reads_only_if_it_comes_after(kind: Any) -> None:
+    times = {
+        filled: sum(walk(kind(random, filled), random, 60, filled) for random in map(Random, range(100)))
+        for filled in FILLED
+    }
+    assert times.pop(AFTER_Y) > 0
+    assert set(times.values()) == {0}

@@ -1,0 +1,293 @@
+"""Lion in DeepSpeed: without overlap ZeRO-Offload's to the bit, with it close; saved, resharded, read and parked."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.utils import safe_get_full_optimizer_state
+
+from deepspeed_ext.errors import CheckpointError, ConfigError
+from tests.support.compare import allow_fp16
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.resharded import Run, resume, saved_by
+from tests.support.resuming import failed_resumes
+from tests.support.same import assert_same, first_difference
+from tests.support.state_access import looking_on
+from tests.support.zenflow import make_engine, masters_of, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow_runs import difference, with_and_without
+
+STAGES = [1, 2, 3]
+DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
+
+
+def lion_config(
+    stage: int, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1, lr: float = 1e-4, **zenflow: Any
+) -> dict[str, Any]:
+    config = zenflow_config(stage, dtype, accumulation, **zenflow)
+    config["optimizer"] = {"type": "Lion", "params": {"lr": lr, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+    return config
+
+
+def with_ratio(config: dict[str, Any], ratio: float) -> dict[str, Any]:
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
+    return config
+
+
+def on_host(config: dict[str, Any]) -> dict[str, Any]:
+    config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    return config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_overlap_it_equals_zero_offload_to_the_bit(stage: int, dtype: torch.dtype) -> None:
+    """On a CPU with fused multiply-adds, as every one that DeepSpeed's operator has vectors for."""
+    config = lion_config(stage, dtype, overlap_step=False)
+    for expected, actual in run_ranks(2, with_and_without, config, 12):
+        assert actual.losses == expected.losses
+        assert difference(expected, actual) == 0.0
+
+
+def test_accumulated_and_clipped_gradients_too() -> None:
+    """In fp32. In bf16 gradients are handed over in bf16, also those that are accumulated in fp32."""
+    config = lion_config(2, torch.float32, accumulation=3, overlap_step=False) | {"gradient_clipping": 0.05}
+    for expected, actual in run_ranks(2, with_and_without, config, 12):
+        assert actual.losses == expected.losses
+        assert difference(expected, actual) == 0.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_overlapped_training_stays_close_to_zero_offload(stage: int) -> None:
+    """Forty steps of a steep descent; docs/lab/numerics.md has the losses of a real task."""
+    config = lion_config(stage, lr=1e-3)
+    for expected, actual in run_ranks(2, with_and_without, config, 40):
+        assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=0.05)
+        assert actual.losses != expected.losses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [2, 3])
+def test_copies_beside_the_step_carry_the_same_bits(stage: int) -> None:
+    """Odd partitions of several blocks, with the signs and means in rows of their own."""
+    found = [
+        run_ranks(1, losses_of, lion_config(stage, hide_transfers=hidden), 12, device="accelerator")[0]
+        for hidden in (True, False)
+    ]
+    assert_same(found[0], found[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_accelerator_trains_as_the_host_does(stage: int) -> None:
+    """Sums of matrix products round in another order on a GPU: 12 steps differ by less than a thousandth."""
+    config = lion_config(stage, torch.float32)
+    (expected,), (found,) = (run_ranks(1, losses_of, config, 12, device=device) for device in ("cpu", "accelerator"))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def with_own_optimizer(config: dict[str, Any]) -> list[float]:
+    """The losses of a run whose optimizer the user has built."""
+    config = {key: value for key, value in config.items() if key != "optimizer"}
+    engine = make_engine(config, optimizer=lambda p: DeepSpeedCPULion(p, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1))
+    losses = train(engine, batches(5, dist.get_rank()))
+    engine.destroy()
+    return losses
+
+
+def losses_of(config: dict[str, Any], steps: int) -> list[float]:
+    allow_fp16()
+    engine = make_engine(config)
+    losses = train(engine, batches(steps, dist.get_rank()))
+    engine.destroy()
+    return losses
+
+
+def test_an_optimizer_of_the_users_own_trains_the_same() -> None:
+    config = lion_config(2)
+    assert run_ranks(1, with_own_optimizer, config) == run_ranks(1, losses_of, config, 5)
+
+
+def skipped_and_losses(config: dict[str, Any], *, extended: bool = True) -> tuple[int, list[float]]:
+    allow_fp16()
+    engine = make_engine(config, extended=extended)
+    losses = train(engine, batches(8, dist.get_rank()))
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return skipped, losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_overflows_of_fp16_skip_the_steps_that_zero_offload_skips(stage: int) -> None:
+    config = lion_config(stage, torch.float16, overlap_step=False)
+    config["fp16"] = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 100}
+    expected = run_ranks(2, skipped_and_losses, offload_config(config), extended=False)
+    assert 0 < expected[0][0] < 7
+    assert run_ranks(2, skipped_and_losses, config) == expected
+    config["zero_optimization"]["zenflow"]["overlap_step"] = True
+    assert [skipped for skipped, _ in run_ranks(2, skipped_and_losses, config)] == [expected[0][0]] * 2
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_resume_is_exact_at_every_step(stage: int, device: str, tmp_path: Path) -> None:
+    """From synchronous and overlapped steps."""
+    ranks = 2 if device == "cpu" else 1
+    assert failed_resumes(ranks, lion_config(stage, full_warm_up_rounds=2), 1, 4, str(tmp_path), device) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (Run(2, 2, "predictive", "lion"), Run(1, 3, "predictive", "lion")),
+        (Run(2, 3, "predictive", "lion"), Run(3, 1, "predictive", "lion")),
+        (Run(2, 1, "offload", "lion"), Run(1, 2, "predictive", "lion")),
+        (Run(2, 3, "predictive", "lion"), Run(1, 2, "offload", "lion")),
+    ],
+)
+def test_other_ranks_and_stages_load_what_was_saved(saved: Run, loaded: Run, tmp_path: Path) -> None:
+    folder, _ = saved_by(saved, tmp_path)
+    assert set(run_ranks(loaded.ranks, resumed, loaded, folder, pool=loaded.pool)) == {""}
+
+
+def resumed(run: Run, folder: str) -> str:
+    return resume(run, folder)[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
+    assert run_ranks(2, looking_on, lion_config(stage)) == [[], []]
+
+
+def second_moment(config: dict[str, Any]) -> str:
+    """What reading a moment that Lion does not have raises."""
+    engine = make_engine(config)
+    train(engine, batches(2, dist.get_rank()))
+    try:
+        safe_get_full_optimizer_state(next(engine.module.parameters()), "exp_avg_sq")
+    except (KeyError, ValueError) as error:
+        return type(error).__name__
+    finally:
+        engine.destroy()
+    return "read"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_second_moment_is_an_error(stage: int) -> None:
+    assert run_ranks(1, second_moment, lion_config(stage))[0] in ("KeyError", "ValueError")
+
+
+def parked(config: dict[str, Any]) -> str:
+    found = []
+    for away in (False, True):
+        engine = make_engine(config, groups=two_groups)
+        losses = []
+        for batch in batches(5, dist.get_rank()):
+            losses += train(engine, [batch])
+            if away:
+                engine.offload_states()
+                engine.reload_states()
+        found.append((losses, weights_of(engine), masters_of(engine)))
+        engine.destroy()
+    return first_difference(found[0], found[1], "losses, weights, masters")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_goes_on_to_the_bit_after_its_states_were_away(stage: int) -> None:
+    assert run_ranks(2, parked, lion_config(stage)) == ["", ""]
+
+
+def crossed(saves: dict[str, Any], loads: dict[str, Any], folder: str) -> str:
+    engine = make_engine(saves)
+    train(engine, batches(3, dist.get_rank()))
+    engine.save_checkpoint(folder, tag="t")
+    engine.destroy()
+    engine = make_engine(loads)
+    try:
+        engine.load_checkpoint(folder, tag="t")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "loaded"
+
+
+def test_adam_does_not_load_what_lion_saved(tmp_path: Path) -> None:
+    told = run_ranks(1, crossed, lion_config(2), zenflow_config(2), str(tmp_path))[0]
+    assert "that of Lion, this run's optimizer is Adam" in told
+
+
+def refused_load(run: Run, folder: str) -> str:
+    try:
+        resume(run, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_adam_does_not_load_what_other_ranks_of_lion_saved(tmp_path: Path) -> None:
+    folder, _ = saved_by(Run(2, 2, "predictive", "lion"), tmp_path)
+    assert "of another optimizer" in run_ranks(1, refused_load, Run(1, 1, "predictive"), folder)[0]
+
+
+# -- other settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_overlap_any_ratio_is_close_to_zero_offload(stage: int, ratio: float) -> None:
+    """What steps on the accelerator rounds every product, so p differs in its last bit, and by two learning rates where
+    that turns a sign."""
+    config = with_ratio(lion_config(stage, torch.float32, overlap_step=False), ratio)
+    for expected, actual in run_ranks(2, with_and_without, config, 12):
+        assert actual.losses == pytest.approx(expected.losses, rel=1e-4)
+        assert difference(expected, actual) < 1e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_with_a_share_on_the_accelerator_is_exact(stage: int, device: str, tmp_path: Path) -> None:
+    ranks = 2 if device == "cpu" else 1
+    assert failed_resumes(ranks, with_ratio(lion_config(stage), 0.4), 2, 3, str(tmp_path), device) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_on_the_host_train_as_those_on_the_accelerator(overlap: bool, device: str) -> None:
+    config = lion_config(3, overlap_step=overlap)
+    ranks = 2 if device == "cpu" else 1
+    expected = run_ranks(ranks, losses_of, config, 8, device=device)
+    assert_same(expected, run_ranks(ranks, losses_of, on_host(copy.deepcopy(config)), 8, device=device))
+
+
+def refusal(config: dict[str, Any]) -> str:
+    try:
+        make_engine(config).destroy()
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("zenflow", "named"),
+    [
+        ({"topk_ratio": 0.1}, 'update_rule = "selective" with DeepSpeedCPULion'),
+        ({"update_interval": 2}, "update_interval = 2 with Lion"),
+    ],
+)
+def test_what_lion_has_no_estimate_for_is_refused_by_name(zenflow: dict[str, Any], named: str) -> None:
+    assert named in run_ranks(1, refusal, lion_config(2, **zenflow))[0]
+
+
+def test_zero_offload_of_the_same_config_builds_deepspeeds_lion() -> None:
+    """So the comparisons above are with Lion."""
+    assert offload_config(lion_config(2))["optimizer"]["type"] == "Lion"

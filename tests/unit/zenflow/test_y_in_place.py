@@ -1,0 +1,111 @@
+"""y in the place of the newest gradient: bytes of a run, and results whatever comes between its steps."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from deepspeed import comm as dist
+
+from tests.support.models import batches
+from tests.support.ranks import run_ranks
+from tests.support.resident import resident_bytes
+from tests.support.same import assert_same
+from tests.support.zenflow import RULES, Outcome, full_masters_of, make_engine, train, weights_of, zenflow_config
+
+STEPS = 12
+BLOCK = 32
+PAGE = 4096
+WAYS: dict[str, dict[str, Any]] = {
+    "interval 1, inside": {"update_interval": 1, "hide_transfers": False},
+    "interval 1, beside": {"update_interval": 1, "hide_transfers": True},
+    "interval 3, inside": {"update_interval": 3, "hide_transfers": False},
+    "interval 3, beside": {"update_interval": 3, "hide_transfers": True},
+    "selective, inside": RULES["selective"] | {"hide_transfers": False},
+    "selective, beside": RULES["selective"] | {"hide_transfers": True},
+}
+ON_HOST: dict[str, dict[str, Any]] = {
+    "interval 1, weights on the host": {"update_interval": 1},
+    "interval 3, weights on the host": {"update_interval": 3},
+    "selective, weights on the host": RULES["selective"],
+}
+EVENTS = ("nothing", "look", "wait", "load", "new engine", "offload")
+
+
+def arena_bytes(config: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes of the arena's touched pages after some steps, its number of arrays, and elements of the partitions."""
+    engine = make_engine(config)
+    train(engine, batches(4, dist.get_rank()))
+    adam = engine.optimizer.zenflow_adam
+    adam.drain()
+    found = resident_bytes(adam.link.arena), len(adam.link.arena.layout.arrays)
+    numel = sum(partition.master.numel() for partition in adam.partitions)
+    engine.destroy()
+    return *found, numel
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1, 12 + 2 + 4 / BLOCK), (2, 12 + 3 * 2 + 4 / BLOCK)])
+@pytest.mark.parametrize("hidden", [False, True], ids=["inside", "beside"])
+def test_a_run_holds_these_host_bytes_per_parameter(hidden: bool, interval: int, expected: float) -> None:
+    """p, m, v, the ring and block means; at interval 1 that is 14.125."""
+    config = zenflow_config(2, update_interval=interval, hide_transfers=hidden, block_size=BLOCK)
+    [(found, arrays, numel)] = run_ranks(1, arena_bytes, config, device="sim")
+    assert 0 <= found - int(numel * expected) <= arrays * PAGE
+
+
+def train_with_events(seed: int, config: dict[str, Any], events: Sequence[str]) -> Outcome:
+    """Train, on the simulated accelerator; before each step comes one of the events."""
+    from tests.support.simulated_accelerator import simulation
+
+    simulation.configure("seeded", seed)
+    engine, drawn, losses = make_engine(config), random.Random(seed), list[float]()
+    with tempfile.TemporaryDirectory() as folder:
+        for batch in batches(STEPS, dist.get_rank()):
+            event = drawn.choice(events)
+            if event == "look":
+                with engine.optimizer.exact_weights():
+                    weights_of(engine)
+            if event == "wait":
+                engine.optimizer.zenflow_adam.drain()
+            if event == "offload":
+                engine.offload_states()
+                engine.reload_states()
+            if event in ("load", "new engine"):
+                engine.save_checkpoint(folder, tag=event)
+                if event == "new engine":
+                    engine.destroy()
+                    engine = make_engine(config)
+                engine.load_checkpoint(folder, tag=event)
+            losses += train(engine, [batch])
+    outcome = Outcome(losses, weights_of(engine), full_masters_of(engine))
+    engine.destroy()
+    simulation.configure("held")
+    return outcome
+
+
+def disturbed_and_not(pool: str, seed: int, config: dict[str, Any], events: Sequence[str]) -> tuple[Any, Any]:
+    expected, found = (
+        run_ranks(1, train_with_events, seed, config, each, device="sim", pool=pool) for each in (("nothing",), events)
+    )
+    return expected, found
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whatever_comes_between_steps_changes_nothing(stage: int, way: str, seed: int) -> None:
+    config = zenflow_config(stage, lr=1e-2, **WAYS[way])
+    assert_same(*disturbed_and_not(f"events, stage {stage}", seed, config, EVENTS), way)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("way", ON_HOST)
+def test_whatever_comes_between_steps_changes_nothing_with_weights_on_the_host(way: str, seed: int) -> None:
+    config = zenflow_config(3, lr=1e-2, **ON_HOST[way])
+    config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    assert_same(*disturbed_and_not("events, stage 3", seed, config, EVENTS[:-1]), way)
