@@ -115,3 +115,6 @@ def test_the_verdict_counts_every_case_once() -> None:
     assert cases == 2 * 4 * 4 * 6
     triples = re.findall(r"in (\d+), as large in (\d+) and smaller in (\d+)", text)
     assert [sum(map(int, triple)) for triple in triples] == [cases, cases]
+    ((more, machines, less),) = re.findall(r"On (\d+) of (\d+) machines .* smaller on (\d+) ", text)
+    assert int(machines) == cases / 2
+    assert int(more) + int(less) <= int(machines)

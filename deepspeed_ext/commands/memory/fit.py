@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
-from deepspeed_ext.commands.memory.plan import plan_memory
+from deepspeed_ext.commands.memory.plan import flattened_on, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
 from deepspeed_ext.config import ZenFlowConfig
@@ -82,6 +82,7 @@ def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, activ
     """
     found = []
     for name, setup in ways():
+        setup = flattened_on(capacity.accelerator, model, ranks, setup)
         plan, time = plan_memory(model, ranks, setup), step_time(model, ranks, setup, machine)
         tokens = None if time.exposed else time.tokens(active or model.params, machine)
         found.append(Fit(name, plan, time, tokens, capacity.left(plan)))

@@ -9,9 +9,10 @@ from deepspeed_ext.commands.memory.accelerator import accelerator_parts
 from deepspeed_ext.commands.memory.host import host_parts
 from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
-from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.config import ZenFlowConfig, ZeroFields
+from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
 
-__all__ = ["neighbours", "plan_memory"]
+__all__ = ["flattened_on", "neighbours", "plan_memory"]
 
 STAGES: tuple[Stage, ...] = (1, 2, 3)
 INTERVALS = (1, 2, 4, 8)
@@ -30,6 +31,17 @@ def plan_memory(model: Model, ranks: Ranks, setup: Setup) -> MemoryPlan:
         for phase, found in host_parts(model, ranks, setup, first=False).items()
     }
     return MemoryPlan(model, ranks, setup, parts, others, tuple(_notes(setup)))
+
+
+def flattened_on(accelerator: int | None, model: Model, ranks: Ranks, setup: Setup) -> Setup:
+    """`setup` with the flatten tier that a run takes on an accelerator of so many bytes, on which only the weights lie.
+    Unchanged if the memory is not known, if the config names a tier, and at stage 3."""
+    if accelerator is None or setup.flatten_tier is not None or setup.partitions_weights:
+        return setup
+    weights = model.itemsize * model.params
+    facts = FlattenFacts(weights, ranks.count, accelerator - weights, accelerator)
+    chosen = choose_tier(facts, reserve_fraction=ZeroFields().flatten_reserve_fraction)
+    return replace(setup, flatten_tier=chosen.tier)
 
 
 def _notes(setup: Setup) -> Iterator[str]:

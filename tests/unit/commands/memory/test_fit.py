@@ -15,6 +15,7 @@ from deepspeed_ext.commands import main as cli
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.fit import Fit, config_of, fits, suggested, ways
 from deepspeed_ext.commands.memory.parts import Capacity, Place
+from deepspeed_ext.commands.memory.plan import flattened_on
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.commands.memory.traffic import Machine, step_time, traffic
 from deepspeed_ext.config import ZenFlowConfig
@@ -128,8 +129,9 @@ def test_the_report_is_one_screen_and_the_config_is_written(tmp_path: Path, caps
     assert len(lines) <= 26
     assert max(map(len, lines)) <= 120
     assert "Assumed: 55 GB/s each way" in lines[1]
-    (exact,) = (line for line in lines if line.startswith("2, ZenFlow exact  "))
-    assert exact.endswith("no: GPU 2.1 GiB short")
+    plain, exact = (line for line in lines if line.startswith(("2, ZeRO  ", "2, ZenFlow exact  ")))
+    assert plain.endswith("no: GPU 5.3 GiB short")
+    assert exact.endswith("yes")
     assert lines[-2:] == [
         "Suggested: stage 3, ZeRO; 5.1 GiB of a GPU are left for activations.",
         f"Its config is in {path}.",
@@ -156,3 +158,15 @@ def test_nothing_that_fits_is_nothing_to_write(tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["plan", "--memory", "--params", "70e9", *machine, "--write", str(path)]) == 2
     assert "no run fits" in capsys.readouterr().err
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("gib", "tier"), [(None, None), (80, "accelerator"), (24, "distributed"), (15, "host"), (10, "host")]
+)
+def test_start_up_counts_the_flatten_tier_that_a_run_takes_there(gib: int | None, tier: str | None) -> None:
+    """7 billion bf16 parameters take 13 GiB, a second copy as much, and an eighth of a copy 1.6."""
+    capacity = Capacity(None if gib is None else gib * GIB)
+    for fit in fits(SEVEN_B, OCTET, capacity, Machine()):
+        assert fit.plan.setup.flatten_tier == (tier if fit.plan.setup.stage == 2 else None)
+    forced = flattened_on(capacity.accelerator, SEVEN_B, OCTET, Setup(stage=2, flatten_tier="host"))
+    assert forced.flatten_tier == "host"
