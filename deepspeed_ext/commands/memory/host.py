@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deepspeed_ext.commands.memory.host_save import HostSave
 from deepspeed_ext.commands.memory.parts import Part, Phase, largest
 from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Run, Setup
@@ -58,7 +59,7 @@ class _Host:
             Phase.BETWEEN: largest(between),
             Phase.BACKWARD: largest(between),
             Phase.STEP: largest([*between, self.temporaries()]),
-            Phase.SAVE: largest(*([*between, *moment] for moment in self.saving())),
+            Phase.SAVE: largest(*([*between, *moment] for moment in self.saving().moments())),
         }
 
     def between(self) -> list[Part]:
@@ -183,43 +184,5 @@ class _Host:
         uses_torch = self.setup.offload and not self.setup.fused_adam
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)
 
-    def saving(self) -> list[list[Part]]:
-        """Moments of a save: the first rank writes the module, then each rank its optimizer's state. DeepSpeed copies
-        the module to the host first. ZenFlow shows what steps on the accelerator during all of it."""
-        weight = self.model.itemsize
-        has_module = self.first and not self.setup.partitions_weights
-        module = Part("copy of the module", weight * self.model.params if has_module else 0)
-        if self.setup.on_accelerator:  # copied tensor by tensor
-            return [[module], [Part("copy of the state", FLOAT_BYTES * self.most)]]
-        if self.setup.zenflow is None:
-            return [[module]]
-        shown = self.numel - sum(run.numel * run.times for run in self.on_host())
-        state = Part("shown state", len(self.setup.layout.kinds) * FLOAT_BYTES * shown)
-        if self.setup.zenflow.async_save:  # what is not in the arena is copied, until it is written
-            return [[state, module, *self.copied_section()]]
-        largest_param = weight * self.model.largest if has_module else 0
-        return [[state, self.chunk(largest_param)], [state, self.counts(), self.chunk(self.most_saved())]]
-
-    def counts(self) -> Part:
-        """What every save copies of the rule's state."""
-        copied = sum(bytes_of(self.setup.rule, run.numel).copied * run.times for run in self.on_host())
-        return Part("copy of the rule's state", copied)
-
-    def chunk(self, most: int) -> Part:
-        """The chunk through which tensors of the accelerator are written, `most` bytes each."""
-        return Part("staging", min(STAGING_CHUNK_BYTES, most), page_locked=True)
-
-    def most_saved(self) -> int:
-        """Bytes of the largest tensor of the accelerator in ZenFlow's state."""
-        if self.setup.weights_on_host:
-            return 0
-        weight = self.model.itemsize
-        saved = [size for run in self.on_host() for size in bytes_of(self.setup.rule, run.numel, weight).saved]
-        return max([*saved, weight * self.most if self.setup.partitions_weights else 0])
-
-    def copied_section(self) -> list[Part]:
-        """What is copied of ZenFlow's state for a save beside training."""
-        weight, counts = self.model.itemsize, self.counts()
-        saved = sum(sum(bytes_of(self.setup.rule, run.numel, weight).saved) * run.times for run in self.on_host())
-        weights = weight * self.numel if self.setup.partitions_weights else 0
-        return [Part(counts.kind, 2 * counts.nbytes + saved), Part("copy of the weights", weights)]
+    def saving(self) -> HostSave:
+        return HostSave(self.model, self.setup, self.on_host(), self.numel, self.most, self.first)

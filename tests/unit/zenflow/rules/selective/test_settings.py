@@ -43,7 +43,7 @@ def test_what_moves_waits_is_saved_and_is_exchanged() -> None:
     rule = settings()
     taken = bytes_of(rule, NUMEL, 2)
     assert (taken.moved, taken.waiting) == (HOT * BLOCK * 4, HOT * BLOCK * 2)
-    assert taken.saved == (4 * 11, 8 * HOT)
+    assert (taken.copied, taken.saved) == (4 * 11, (8 * HOT,))
     assert [bytes_of(rule, NUMEL, 2, ranks=ranks).exchange for ranks in (1, 2, 5)] == [0, 3 * HOT * 64, 6 * HOT * 64]
     assert rule.per_block == ("updates", "int32", False)
 
