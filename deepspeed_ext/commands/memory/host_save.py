@@ -42,12 +42,13 @@ class HostSave:
             return [[module], [Part("copy of the state", FLOAT_BYTES * self.most)]]
         if self.setup.zenflow is None:
             return [[module]]
+        moved = Part("temporaries", bytes_of(self.setup.rule, self.most, weight).moved)  # before anything is written
         shown = self.numel - sum(run.numel * run.times for run in self.on_host)
         state = Part("shown state", len(self.setup.layout.kinds) * FLOAT_BYTES * shown)
         if self.setup.zenflow.async_save:  # what is not in the arena is copied, until it is written
-            return [[state, module, *self._copied()]]
+            return [[moved], [state, module, *self._copied()]]
         largest_param = weight * self.model.largest if has_module else 0
-        return [[state, _chunk(largest_param)], [state, self._counts(), _chunk(self._most_saved())]]
+        return [[moved], [state, _chunk(largest_param)], [state, self._counts(), _chunk(self._most_saved())]]
 
     def _counts(self) -> Part:
         """What every save copies of the rule's state."""

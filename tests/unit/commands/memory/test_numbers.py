@@ -245,9 +245,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (1000012230, 1000019260, 1000046500, 1000026916, 1000019260),
-            "host of the first rank": (53152, 49152, 49152, 51200, 51172),
-            "host of the others": (53152, 49152, 49152, 51200, 51172),
-            "page-locked": (20384, 16384, 16384, 16384, 18384),
+            "host of the first rank": (53152, 49152, 49152, 51200, 51200),
+            "host of the others": (53152, 49152, 49152, 51200, 51200),
+            "page-locked": (20384, 16384, 16384, 16384, 16384),
         },
     ),
     (
@@ -372,7 +372,7 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         {
             "accelerator": (80128, 46232, 100248, 64664, 46232),
             "host of the first rank": (55072, 45056, 45056, 47104, 53056),
-            "host of the others": (55072, 45056, 45056, 47104, 45092),
+            "host of the others": (55072, 45056, 45056, 47104, 47104),
             "page-locked": (26400, 16384, 16384, 16384, 24384),
         },
     ),
@@ -396,9 +396,9 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
         },
         {
             "accelerator": (80000, 80096, 2000120096, 193968, 80096),
-            "host of the first rank": (370816, 327728, 327728, 340016, 335728),
-            "host of the others": (370816, 327728, 327728, 340016, 327984),
-            "page-locked": (243840, 200752, 200752, 200752, 208752),
+            "host of the first rank": (370816, 327728, 327728, 340016, 340016),
+            "host of the others": (370816, 327728, 327728, 340016, 340016),
+            "page-locked": (243840, 200752, 200752, 200752, 200752),
         },
     ),
     (
