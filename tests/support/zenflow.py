@@ -96,10 +96,11 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def full_masters_of(engine: Any) -> list[torch.Tensor]:
-    """Every parameter's fp32 value; unlike a partition it has no padding, which stage 3 leaves uninitialised."""
+    """fp32 values of what is trained; unlike a partition they have no padding, which stage 3 leaves uninitialised."""
     if hasattr(engine.optimizer, "zenflow_adam"):
         engine.optimizer.zenflow_adam.drain()
-    return [safe_get_full_fp32_param(p).float().cpu().clone() for p in engine.module.parameters()]
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
+    return [safe_get_full_fp32_param(p).float().cpu().clone() for p in trained]
 
 
 def partitions_of(engine: Any) -> list[torch.Tensor]:
