@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules
 
+from deepspeed_ext.zenflow.step import link
 from tests.support.drop_in_runs import RULES
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
@@ -38,10 +40,12 @@ def trained(config: dict[str, Any], extended: bool) -> dict[str, Any]:
 
 
 def with_and_without(config: dict[str, Any]) -> dict[str, str]:
+    """With the worker's definition in torch: the native pass rounds fused multiply-adds once."""
     expected, differences = trained(offload_config(config), False), {}
     for rule, fields in RULES.items():
         config["zero_optimization"]["zenflow"] = {"full_warm_up_rounds": 1, "overlap_step": False, **fields}
-        differences[rule] = first_difference(expected, trained(config, True), rule)
+        with patch.object(link, "library_path", lambda: None):
+            differences[rule] = first_difference(expected, trained(config, True), rule)
     return differences
 
 
