@@ -51,8 +51,8 @@ def with_and_without(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_overlap_it_equals_zero_offload(ranks: int) -> None:
-    """In fp32, with accumulation: the predictive rule to the bit, the selective one to the rounding of hot blocks, which
-    step in another order of operations. With ``offload_param`` test_offload_param.py has such modules.
+    """In fp32, with accumulation: the predictive rule to the bit, the selective one to the rounding of hot blocks,
+    which step in another order of operations. With ``offload_param`` test_offload_param.py has such modules.
 
     Nothing is clipped, because ZeRO-Offload sums the squares of the norm in another order.
     """
@@ -61,7 +61,7 @@ def test_without_overlap_it_equals_zero_offload(ranks: int) -> None:
         expected = found["offload"]
         assert not first_difference(expected, found["predictive"])
         assert found["selective"]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert expected["losses"][-1] < 0.9 * expected["losses"][0]
+        assert expected["losses"][-1] < 0.95 * expected["losses"][0]
 
 
 def resumed(config: dict[str, Any], folder: str) -> list[str]:
