@@ -34,8 +34,7 @@ from deepspeed_ext.zenflow.start import start_adam
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_publishable
-from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
-from deepspeed_ext.zenflow.worker.sizes import gradient_dtype
+from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
 
 __all__ = ["ZenFlowStart", "ZenFlowStepping"]
 

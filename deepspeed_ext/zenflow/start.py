@@ -27,9 +27,8 @@ from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.sizes import RuleSettings, accelerator_numel, arena_specs
+from deepspeed_ext.zenflow.worker.sizes import RuleSettings, accelerator_numel, arena_specs, dtype_name
 
 __all__ = ["start_adam"]
 
@@ -70,19 +69,11 @@ def start_adam(
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
     config, parts = run.config, [weights(index) for index in range(len(groups))]
-    numels = [part.numel() for part in parts]
-    fields = config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
-    epoch = run.steps_per_epoch if config.select_strategy == "epoch" else None  # ranks may load different data
-    agreed = (fields, epoch, list(groups), run.host_share, weights_on_host)
-    require_same_plan("ZenFlow", agreed, ranks)
+    _agree(run, groups, weights_on_host, ranks)
     kind, metrics = hosted(optimizer, config.rule), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(parts[0].dtype)
-    on_host = {"weights_on_host": weights_on_host, "grads_on_host": parts[0].device.type == "cpu"}
-    settings: PredictiveSettings | SelectiveSettings
-    if config.rule == "selective":
-        settings = SelectiveSettings.of(config, run.steps_per_epoch, **on_host)
-    else:
-        settings = PredictiveSettings.of(config, layout=kind.layout, **on_host)
+    settings = _settings(run, kind, parts[0].device, weights_on_host=weights_on_host)
+    numels = [part.numel() for part in parts]
     heads = _heads(run, numels, settings, ranks)
     _prepare_kernels(kind, settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     link = WorkerLink(
@@ -112,6 +103,22 @@ def start_adam(
     else:
         rule = PredictiveRule(settings, partitions, link, ranks, kind, metrics)
     return OffloadedAdam(rule, partitions, states, share, link, optimizer, kind, ranks, metrics)
+
+
+def _agree(run: ZenFlowRun, groups: Sequence[int], weights_on_host: bool, ranks: RankGroup) -> None:
+    """Raise on every rank if settings differ between ranks."""
+    fields = run.config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
+    epoch = run.steps_per_epoch if run.config.select_strategy == "epoch" else None  # ranks may load different data
+    require_same_plan("ZenFlow", (fields, epoch, list(groups), run.host_share, weights_on_host), ranks)
+
+
+def _settings(
+    run: ZenFlowRun, kind: HostedOptimizer, device: torch.device, *, weights_on_host: bool
+) -> PredictiveSettings | SelectiveSettings:
+    on_host = {"weights_on_host": weights_on_host, "grads_on_host": device.type == "cpu"}
+    if run.config.rule == "selective":
+        return SelectiveSettings.of(run.config, run.steps_per_epoch, **on_host)
+    return PredictiveSettings.of(run.config, layout=kind.layout, **on_host)
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:

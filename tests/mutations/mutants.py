@@ -52,7 +52,7 @@ MODULES = tuple(
         "zenflow/rules/predictive": "guard probe schedule settings",
         "zenflow/rules/selective": "hot_exchange schedule selection settings",
         "zenflow/step": "metrics partition schedule",
-        "zenflow/transfers": "beside_step device_sizes inside_step",
+        "zenflow/transfers": "beside_step inside_step",
         "zenflow/worker": "arena messages sizes",
     }.items()
     for name in names.split()

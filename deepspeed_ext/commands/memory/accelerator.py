@@ -13,9 +13,8 @@ from deepspeed_ext.commands.memory.parts import Part, Phase, largest
 from deepspeed_ext.commands.memory.rules import bytes_of, share_step_bytes
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
-from deepspeed_ext.zenflow.transfers.device_sizes import landing_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import accelerator_share_bytes, arena_specs
+from deepspeed_ext.zenflow.worker.sizes import accelerator_share_bytes, arena_specs, landing_bytes
 
 __all__ = ["accelerator_parts"]
 

@@ -68,8 +68,8 @@ def adam_pass_step(elements: int) -> Step:
     """Return ZenFlow's Adam pass at interval 1: bf16 gradients in, bf16 weights out; native if it is built."""
     import torch
 
-    from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
     from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, Publish, library_path, load_kernel
+    from deepspeed_ext.zenflow.worker.sizes import dtype_name
 
     library = library_path()
     state = [torch.zeros(elements) for _ in range(3)]

@@ -16,8 +16,8 @@ from dataclasses import astuple, dataclass
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
-from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["CLAMP", "Chunks", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
 

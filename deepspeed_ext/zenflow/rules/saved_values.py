@@ -9,8 +9,8 @@ from typing import Annotated
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
-from deepspeed_ext.zenflow.transfers.device_sizes import dtype_name
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
+from deepspeed_ext.zenflow.worker.sizes import dtype_name
 
 __all__ = [
     "GRADIENT_DTYPES",

@@ -22,11 +22,11 @@ from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
-from deepspeed_ext.zenflow.transfers.device_sizes import chunk_of, dtype_name, landing_bytes
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.sizes import chunk_of, dtype_name, landing_bytes
 
 __all__ = ["HiddenTransfers", "LandingBuffer", "allocate_landing_buffers"]
 

@@ -11,10 +11,10 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.transfers import streams
-from deepspeed_ext.zenflow.transfers.device_sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["Results", "Transfers"]
 

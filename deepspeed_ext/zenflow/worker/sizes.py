@@ -1,4 +1,6 @@
-"""Defines how many bytes ZenFlow's arrays take. Plain values, no torch; used both at start-up and by `commands.memory`.
+"""Defines how many bytes ZenFlow's arrays take, and how much an accelerator computes at once, which bounds temporaries.
+
+Plain values, no torch; used both at start-up and by `commands.memory`.
 
 Sizes are per rank; partitions are given by their numbers of elements.
 """
@@ -6,13 +8,30 @@ Sizes are per rank; partitions are given by their numbers of elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from deepspeed_ext.zenflow.worker.arena import ArraySpec, partition_specs
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["RuleSettings", "accelerator_numel", "accelerator_share_bytes", "arena_specs", "gradient_dtype"]
+__all__ = [
+    "ACCELERATOR_CHUNK_NUMEL",
+    "LARGEST_KERNEL_BLOCK",
+    "RuleSettings",
+    "accelerator_numel",
+    "accelerator_share_bytes",
+    "arena_specs",
+    "chunk_of",
+    "dtype_name",
+    "gradient_dtype",
+    "landing_bytes",
+]
+
+LARGEST_KERNEL_BLOCK = 256
+"""Elements of the largest block for which there is a device kernel; larger ones are computed as torch operations."""
+
+ACCELERATOR_CHUNK_NUMEL = 1 << 24
+"""Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
 
 
 class RuleSettings(Protocol):
@@ -112,3 +131,25 @@ def gradient_dtype(weights: str, accumulation: str) -> str:
     fp16 cannot represent gradients that were accumulated in fp32; bf16 has the range of fp32.
     """
     return accumulation if weights == "float16" else weights
+
+
+def chunk_of(chunk_numel: int, block_size: int) -> int:
+    """`chunk_numel` rounded down to whole blocks, but at least one block."""
+    return max(1, chunk_numel // block_size) * block_size
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch dtype as the arena and the config write it, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def landing_bytes(numel: int, grad_dtype: str, publish_dtype: str, means_bytes: int) -> int:
+    """Bytes of a partition's landing buffer: 2 per element if gradients and y have 16 bits, plus the block means.
+
+    Args:
+        numel: elements of the partition.
+        grad_dtype: dtype in which gradients are handed over.
+        publish_dtype: dtype of y.
+        means_bytes: bytes of the block means; 0: the rule does not use them.
+    """
+    return numel * max(DTYPE_BYTES[grad_dtype], DTYPE_BYTES[publish_dtype]) + means_bytes

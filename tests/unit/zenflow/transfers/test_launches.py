@@ -20,8 +20,8 @@ from deepspeed_ext.zenflow.transfers.beside_step import (
     chunk_numel,
 )
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
-from deepspeed_ext.zenflow.transfers.device_sizes import chunk_of
 from deepspeed_ext.zenflow.transfers.inside_step import Results
+from deepspeed_ext.zenflow.worker.sizes import chunk_of
 from tests.simulated.overlap import WIDTH, Layers
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
