@@ -13,7 +13,7 @@ import pytest
 from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.cores.allowed import ALLOWED_VARIABLE, find_allowed
 from deepspeed_ext.cores.host_facts import read_host
-from deepspeed_ext.cores.plan import plan_host
+from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.topology import (
     Core,
     Topology,
@@ -77,6 +77,17 @@ def test_without_topology_every_online_cpu_is_a_core(tmp_path: Path) -> None:
         shutil.rmtree(path)
     write(tmp_path / CPU / "online", "0-5")
     assert [core.pus for core in read_topology(tmp_path).cores] == [(cpu,) for cpu in range(6)]
+
+
+def test_cores_without_a_directory_are_of_the_first_socket_so_that_training_may_use_them(tmp_path: Path) -> None:
+    """Four described cores on node 0, and four on node 1 of which only their numbers are known."""
+    write_host(tmp_path, [Core(cpu, (cpu,), cpu // 4, 0, -1, 0) for cpu in range(8)])
+    for cpu in range(4, 8):
+        shutil.rmtree(tmp_path / CPU / f"cpu{cpu}")
+    topology = read_topology(tmp_path)
+    plan = plan_host(topology, [RankFacts(0, topology.cpus, 0)], PlanRequest(optimizer_cores=2))
+    assert plan.idle == ()
+    assert [len(plan.ranks[0].pytorch), len(plan.ranks[0].optimizer)] == [6, 2]
 
 
 def test_offline_siblings_do_not_count(tmp_path: Path) -> None:
@@ -174,6 +185,10 @@ def test_a_container_that_cannot_see_its_own_path_reads_its_mount(tmp_path: Path
     assert read_throttled_count(tmp_path) == 4
 
 
+def test_a_host_without_control_groups_has_never_stopped_the_process(tmp_path: Path) -> None:
+    assert read_throttled_count(tmp_path) == 0
+
+
 def test_limits_at_the_root_count_where_the_process_does_not_say_its_group(tmp_path: Path) -> None:
     write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "250000")
     write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000")
@@ -262,6 +277,7 @@ def test_snapshot_is_taken_at_import_and_only_before_torch() -> None:
     ("node", "local", "expected"),
     [
         ("1", None, 1),
+        ("1", "0-3", 1),
         ("-1", "4-7", 1),
         ("-1", "0-7", None),
         ("-1", None, None),

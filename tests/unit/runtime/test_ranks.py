@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from deepspeed_ext import errors as all_errors
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
+from deepspeed_ext.runtime import ranks as ranks_module
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, require_same_plan, together, within
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks
@@ -241,3 +244,14 @@ def test_a_group_of_one_gathers_its_own_tensor() -> None:
     found = RankGroup.alone().all_gather(tensor)
     assert found.shape == (1, 3)
     assert torch.equal(found[0], tensor)
+
+
+def test_an_older_torch_gathers_under_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed, "all_gather_single", raising=False)
+    spec = importlib.util.spec_from_file_location("ranks_with_an_older_torch", ranks_module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, again)
+    spec.loader.exec_module(again)
+    assert again.all_gather_single is torch.distributed.all_gather_into_tensor
