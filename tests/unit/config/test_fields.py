@@ -109,6 +109,12 @@ def test_no_number_is_unbounded(model: Any, name: str, value: Any) -> None:
     assert name in message_of(**given)
 
 
+@pytest.mark.parametrize("model", models(ZeroFields), ids=lambda model: model.__name__)
+def test_a_default_may_also_be_written(model: Any) -> None:
+    """Who writes down what they get without a field, for example from a log, must not be refused."""
+    assert model(**model().model_dump(exclude_none=True)) == model()
+
+
 def test_there_are_numbers_to_try() -> None:
     tried = {name for model, name in OF_THE_SECTION if numbers_of(model, name)}
     assert {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.commands.memory.config_file import _accumulation, _dtype, read_config
+from deepspeed_ext.commands.memory.setup import Setup
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,10 @@ def test_an_optimizer_is_on_the_host_if_its_device_says_so(device: str, offloads
     )
     setup = read_config(str(tmp_path / "config.json"), 2).setup
     assert (setup.offload, setup.pins) == (offloads, offloads)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_without_a_config_is_planned_as_one_whose_config_says_nothing(stage: Any, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(str(tmp_path / "config.json"), 2).setup == Setup(stage=stage)

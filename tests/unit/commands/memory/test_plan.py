@@ -436,6 +436,14 @@ def test_the_report_says_whether_a_run_fits(capsys: pytest.CaptureFixture[str]) 
     assert "expected GiB, such as 80 or 15.5, or here, got 'much'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("share", "name"),
+    [(1.0, "ZenFlow predictive, interval 2"), (0.5, "ZenFlow predictive, interval 2, 50% on the host")],
+)
+def test_a_run_is_named_by_what_distinguishes_it(share: float, name: str) -> None:
+    assert Setup(host_share=share, zenflow=ZenFlowConfig(update_interval=2)).name == name
+
+
 def test_memory_is_page_locked_only_if_its_part_says_so() -> None:
     assert not Part("weights", 1).page_locked
 
