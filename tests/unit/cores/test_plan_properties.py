@@ -358,3 +358,10 @@ def test_a_plan_says_whose_the_cores_are(ranks: int, owned: str) -> None:
     topology = nodes_of(8, [0] * 8)
     plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(ranks)]).ranks
     assert all(plan.reason.startswith(f"{owned}; ") for plan in plans)
+
+
+def test_ranks_that_share_a_core_but_no_cpu_each_get_a_core_of_their_own() -> None:
+    """As a launcher binds that counts hardware threads: rank 1 has the second thread of the second core only."""
+    topology = Topology((Core(0, (0, 1), 0, 0, 0, 0), Core(2, (2, 3), 0, 0, 0, 0)), (0,), ((10,),))
+    plan = plan_host(topology, [RankFacts(0, frozenset({0, 1, 2})), RankFacts(1, frozenset({3}))])
+    assert [{*rank.pytorch, *rank.optimizer} for rank in plan.ranks] == [{0, 1}, {3}]
