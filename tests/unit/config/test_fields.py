@@ -158,6 +158,14 @@ def test_deepspeeds_own_checks_keep_their_error() -> None:
 # -- what is not given ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ratio", ["auto", "fit"])
+def test_a_ratio_that_is_chosen_leaves_the_other_fields_as_they_are(ratio: str) -> None:
+    zero = ZeroConfig(stage=2, zenflow={}, offload_optimizer={"device": "cpu", "pin_memory": True, "ratio": ratio})
+    assert zero.offload_optimizer is not None
+    assert (zero.offload_optimizer.device, zero.offload_optimizer.pin_memory) == ("cpu", True)
+    assert zero.host_share is None
+
+
 def test_auto_means_not_given() -> None:
     for model, name in OF_THE_SECTION:
         if model is not ZeroFields:

@@ -305,6 +305,23 @@ def write_cache(cpu: Path, index: int, level: int, kind: str, size: str, cpus: s
         write(cpu / f"cache/index{index}" / name, text)
 
 
+def test_cores_whose_caches_are_unknown_say_so(tmp_path: Path) -> None:
+    write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(2)])
+    assert [core.cache for core in read_topology(tmp_path).cores] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "offline"), [("0-3", []), ("2-5", ["local rank 0: CPUs 4-5 are offline and not used"])]
+)
+def test_a_list_of_cpus_some_of_which_are_offline_is_used_with_a_warning(
+    allowed: str, offline: list[str], tmp_path: Path
+) -> None:
+    write_host(tmp_path, cores(4))
+    host = read_host(tmp_path, allowed=[allowed])
+    assert list(host.warnings) == offline
+    assert host.ranks[0].allowed == parse_cpulist(allowed) & {0, 1, 2, 3}
+
+
 def test_the_last_level_counts_however_the_caches_are_numbered(tmp_path: Path) -> None:
     root = write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(4)])
     for number in range(4):

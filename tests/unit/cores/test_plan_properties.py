@@ -365,3 +365,11 @@ def test_ranks_that_share_a_core_but_no_cpu_each_get_a_core_of_their_own() -> No
     topology = Topology((Core(0, (0, 1), 0, 0, 0, 0), Core(2, (2, 3), 0, 0, 0, 0)), (0,), ((10,),))
     plan = plan_host(topology, [RankFacts(0, frozenset({0, 1, 2})), RankFacts(1, frozenset({3}))])
     assert [{*rank.pytorch, *rank.optimizer} for rank in plan.ranks] == [{0, 1}, {3}]
+
+
+def test_training_cores_leave_their_home_for_an_optimizer_that_fits_nowhere_else() -> None:
+    """Seven cores on nodes of four and three: only the first node can hold an optimizer of four."""
+    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(7))
+    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
+    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus, 0)], PlanRequest(3, 4)).ranks
+    assert (plan.pytorch, plan.optimizer) == ((4, 5, 6), (0, 1, 2, 3))
