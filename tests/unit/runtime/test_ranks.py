@@ -225,6 +225,15 @@ def test_differing_plans_are_printed_on_every_rank() -> None:
     assert "ranks 0, 2: ('plan', False); rank 1: ('plan', True)" in messages[0]
 
 
+def test_long_plans_are_shown_from_shortly_before_they_differ() -> None:
+    errors = run_together(2, lambda ranks: require_same_plan("a test", ("x" * 3000, ranks.rank, "y" * 3000), ranks))
+    for error in errors:
+        assert isinstance(error, all_errors.PlanMismatchError)
+        assert "xxx', 0, 'yyy" in str(error)
+        assert "xxx', 1, 'yyy" in str(error)
+        assert len(str(error)) < 3000
+
+
 def test_an_error_of_a_group_of_one_gets_its_number_in_a_larger_group() -> None:
     """It was raised on all ranks of its own group, and its message names none."""
 
