@@ -95,3 +95,10 @@ def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(n: int,
     known = kind.publish(kind.ahead(STEP, 1), (p, m), block, torch.empty(n))
     settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1, block_size=block), layout=kind.layout)
     assert bytes_of(settings, n).kept == {"signs and means": kind.estimate(STEP, known, block).kept.nbytes}
+
+
+@pytest.mark.parametrize(("in_place", "nbytes"), [(True, 9), (False, 10)])
+def test_temporaries_are_two_arrays_and_the_signs_or_y(in_place: bool, nbytes: int) -> None:
+    """Two fp32 arrays, and a byte for each sign or, before it in the same memory, y in bf16 from the host."""
+    settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1), layout=lion().layout)
+    assert bytes_of(settings, 1000, 2, arrived_bytes=2, in_place=in_place).step == 1000 * nbytes
