@@ -345,6 +345,15 @@ def test_the_bytes_of_last_level_caches_are_added_once_each(size: str, nbytes: i
     assert read_cache_bytes(tmp_path) == 2 * nbytes
 
 
+def test_a_cache_of_unknown_level_does_not_count_beside_known_ones(tmp_path: Path) -> None:
+    """`tune` measures with arrays of several times the last level."""
+    cpu = tmp_path / CPU / "cpu0"
+    write_cache(cpu, 0, 1, "Data", "32K", "0")
+    write_cache(cpu, 1, 1, "Unified", "48M", "0-1")
+    (cpu / "cache/index1/level").unlink()
+    assert read_cache_bytes(tmp_path) == 32 << 10
+
+
 def test_without_caches_there_are_no_bytes_of_them(tmp_path: Path) -> None:
     assert read_cache_bytes(tmp_path) == 0
 
