@@ -128,9 +128,8 @@ class _RolePlacer:
         # Largest nodes first, to split over as few nodes as possible.
         for node in sorted(nearest_first, key=lambda node: -self.free[node, kind]) if fits is None else [fits]:
             taken = min(self.free[node, kind], demand.optimizer - self.optimizer[rank].total())
-            if taken > 0:
-                self.free[node, kind] -= taken
-                self.optimizer[rank][node, kind] += taken
+            self.free[node, kind] -= taken
+            self.optimizer[rank][node, kind] += taken
 
     def _make_room(self, rank: int, node: int) -> bool:
         """Move training cores off ``node``, this rank's own first, if its optimizer then fits; False if it does not."""

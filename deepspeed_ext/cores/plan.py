@@ -176,8 +176,7 @@ class _HostPlanner:
         total = within_quota(sum(counts.values()), self._quota_cores(facts))
         fastest = min(counts)
         if not self.request.separate or total == 1:
-            kinds = tuple(counts) if total > 1 else (fastest,)
-            return CoreDemand(home, total, kinds, 0, fastest, spread_training=True)
+            return CoreDemand(home, total, tuple(counts), 0, fastest, spread_training=True)
         reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
         training, optimizer = split_cores(total, reserved, limit)
         self._warn_about_split(rank, total, training, optimizer)

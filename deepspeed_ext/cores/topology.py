@@ -6,6 +6,7 @@ with a fallback for every file that older kernels, containers or broken firmware
 
 import hashlib
 import json
+import math
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -215,15 +216,15 @@ def _read_cache(directory: Path) -> int:
 
 def read_cache_bytes(root: Path | str = "/") -> int:
     """Return the bytes of all last-level caches of the host together; 0 if unknown."""
-    sizes: dict[tuple[int, frozenset[int]], int] = {}
+    sizes: dict[int, dict[frozenset[int], int]] = {}
     for _, cpu in numbered(Path(root, "sys/devices/system/cpu"), "cpu"):
         for _, index in numbered(cpu / "cache", "index"):
             shared = read_cpus(index, "shared_cpu_list", "shared_cpu_map") or frozenset()
             size = (read_text(index / "size") or "0").upper()
             number = positive(size.rstrip("KMG"))
-            sizes[read_int(index / "level") or 0, shared] = number << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
-    last = max((level for level, _ in sizes), default=0)
-    return sum(size for (level, _), size in sizes.items() if level == last)
+            of_level = sizes.setdefault(read_int(index / "level") or 0, {})
+            of_level[shared] = number << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
+    return sum(sizes[max(sizes)].values()) if sizes else 0
 
 
 def _read_kinds(root: Path, online: frozenset[int], described: frozenset[int]) -> tuple[dict[int, int], frozenset[int]]:
@@ -243,9 +244,9 @@ def _read_kinds(root: Path, online: frozenset[int], described: frozenset[int]) -
 def _group_by_speed(speeds: dict[int, int]) -> dict[int, int]:
     """Group CPUs by speed: kind 0 is within 10 % of the fastest, kind 1 within 10 % of the fastest of the rest, ..."""
     kind_of_speed: dict[int, int] = {}
-    kind, top = -1, 0
+    kind, top = -1, math.inf
     for speed in sorted(set(speeds.values()), reverse=True):
-        if kind < 0 or speed < (1 - SAME_KIND_FRACTION) * top:
+        if speed < (1 - SAME_KIND_FRACTION) * top:
             kind, top = kind + 1, speed
         kind_of_speed[speed] = kind
     return {cpu: kind_of_speed[speed] for cpu, speed in speeds.items()}
@@ -259,7 +260,7 @@ def read_accelerator_node(topology: Topology, pci_address: str, root: Path | str
     """
     device = Path(root, "sys/bus/pci/devices", pci_address.lower())
     node = read_int(device / "numa_node")
-    if node is not None and any(core.node == node for core in topology.cores):
+    if any(core.node == node for core in topology.cores):
         return node
     local = read_cpus(device, "local_cpulist", "local_cpus") or frozenset()
     # Firmware that knows nothing, or a single node, reports every CPU as local: ignore that.

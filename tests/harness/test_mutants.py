@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ pytest.importorskip("cosmic_ray")
 
 from tests.mutations.mutants import MODULES, Mutant, draw, sites_of
 from tests.mutations.record import Test, choose
+from tests.mutations.values import is_meant
 from tests.support.paths import ROOT
 
 SOURCE = """
@@ -107,3 +110,11 @@ def test_what_forks_share_leaves_the_package_to_their_copies() -> None:
     """torch imports the entry points of installed packages, and this package has one."""
     code = "import sys; from tests.mutations.forks import import_once; import_once(); assert 'deepspeed' in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("texts", "meant"), [(None, False), ([], True), (["plan.py"], True), (["topology", "x"], False)]
+)
+def test_what_is_tried_again_is_all_or_what_one_of_the_texts_names(texts: list[str] | None, meant: bool) -> None:
+    mutant: Any = SimpleNamespace(name="cores/plan.py:1:2: -a")
+    assert is_meant(mutant, texts) is meant

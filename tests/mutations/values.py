@@ -1,12 +1,14 @@
 """Mutate values: run random mutants of the modules that decide against the tests that run the changed line.
 
-    python -m tests.mutations.values [--count 300] [--seed 1] [--only TEXT] [--processes 2] [--seconds 25] [--again]
+    python -m tests.mutations.values [--count 300] [--seed 1] [--only TEXT] [--processes 2] [--seconds 25]
+        [--again [TEXT ...]]
 
 First it records which lines each test runs; the record is kept, and made again for files that have changed. Then each
 mutant meets, in a fork, first the tests without ranks and then some with ranks, until one fails. A mutant that no test
 runs survives. Results are in outputs/mutants: a line of JSON a mutant, and a page of the survivors; a campaign that was
-interrupted goes on. `--again` tries again what survived or did not end in time: on a busy machine that need not be the
-mutant's doing.
+interrupted goes on. `--again` tries again what survived or did not end in time, all of it or where the place or the
+changed line holds one of the texts: there may be new tests, and on a busy machine a timeout need not be the mutant's
+doing. So a first pass with few `--seconds` costs little, and `--again` with more of them gives the result.
 """
 
 from __future__ import annotations
@@ -165,6 +167,11 @@ def made_rooms(count: int) -> Iterator[list[Room]]:
         yield [Room(Path(folder) / str(number)) for number in range(count)]
 
 
+def is_meant(mutant: Mutant, texts: Sequence[str] | None) -> bool:
+    """Whether `--again` with these texts means the mutant; without texts it means all, None: it was not given."""
+    return texts is not None and (not texts or any(text in mutant.name for text in texts))
+
+
 def campaign(args: argparse.Namespace) -> int:
     """Record, draw, run and report; 0 if none survived."""
     record, results = Record(OUTPUTS / "record.json"), Results(OUTPUTS / f"{args.seed}.jsonl")
@@ -174,7 +181,7 @@ def campaign(args: argparse.Namespace) -> int:
         tests, tasks = record.tests(), []
         for mutant in mutants:
             known = results.by_name.get(mutant.name)
-            if known is not None and not (args.again and known.state != "killed"):
+            if known is not None and not (known.state != "killed" and is_meant(mutant, args.again)):
                 continue
             if chosen := choose(mutant, tests, args.seconds):
                 tasks.append(mutant_task(mutant, chosen, results.keep))
@@ -197,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=MOST_SECONDS, help="of tests a mutant, as recorded, without and with ranks"
     )
-    parser.add_argument("--again", action="store_true", help="try the survivors and timeouts of this seed again")
+    parser.add_argument("--again", nargs="*", metavar="TEXT", help="try this seed's survivors and timeouts again")
     args = parser.parse_args(argv)
     os.nice(10)
     import_once()

@@ -73,7 +73,7 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping
         "stage 0": int(zero.stage) == 0,
         'offload_param.device = "nvme"': param is not None and param.device == "nvme",
         'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-        "offload_optimizer.ratio below 1 without zenflow": zero.zenflow is None and (zero.host_share or 0) < 1,
+        "offload_optimizer.ratio below 1 without zenflow": zero.zenflow is None and zero.host_share != 1,
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
         "quantized weights or gradients": any(section.get(name) is True for name in section if "quantized" in name),
         "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,

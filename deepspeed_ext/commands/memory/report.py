@@ -12,7 +12,9 @@ __all__ = ["as_json", "as_text"]
 SCHEMA = 1
 UNKNOWN = Capacity()
 _GIB, _MIB = 1 << 30, 1 << 20
-_NAME_WIDTH, _WIDTH = 36, 13
+_NAME_WIDTH = 36
+_WIDTHS = [max(11, len(phase.value)) for phase in Phase]
+"""Of the columns of all tables, which have one for each phase or as many others."""
 
 
 def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> dict[str, Any]:
@@ -133,6 +135,5 @@ def _amount(nbytes: int, unit: int) -> str:
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
-    widths = [max(_WIDTH, len(phase.value) + 2) if len(cells) == len(Phase) else _WIDTH for phase in Phase]
-    aligned = [f" {cell:>{width - 1}}" for cell, width in zip(cells, widths, strict=True)]
+    aligned = [f"  {cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)]
     return f"{name:<{_NAME_WIDTH}}{''.join(aligned)}".rstrip()

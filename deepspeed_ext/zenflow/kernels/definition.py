@@ -41,8 +41,7 @@ class Chunks:
         self._n, self._block = n, block_size
         self._whole = n // block_size * block_size
         self._chunk = chunk_numel(device, block_size)
-        largest = min(self._chunk, max(self._whole, n - self._whole))
-        self._temporaries = torch.empty(temporaries, largest, dtype=torch.float32, device=device)
+        self._temporaries = torch.empty(temporaries, min(self._chunk, n), dtype=torch.float32, device=device)
 
     def __iter__(self) -> Iterator[_Part]:
         for begin in range(0, self._whole, self._chunk):

@@ -222,9 +222,10 @@ def test_a_save_removes_what_an_earlier_one_of_its_tag_has_replaced(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("of_another_job")
-def test_what_another_job_has_just_replaced_is_left_to_it(tmp_path: Path) -> None:
-    """It has swapped and has not ended, and its process lives."""
-    saved(tmp_path, "theirs", "older")
-    begun(tmp_path, "theirs", "new").swap()
+@pytest.mark.parametrize("tag", ["before", "theirs"])
+def test_what_another_job_has_just_replaced_is_left_to_it(tag: str, tmp_path: Path) -> None:
+    """It has swapped and has not ended, and its process lives; whatever the names of the tags."""
+    saved(tmp_path, tag, "older")
+    begun(tmp_path, tag, "new").swap()
     saved(tmp_path, "ours", "b")
-    assert names(tmp_path) == ["ours", "theirs", "theirs.dsext-replaced.new"]
+    assert names(tmp_path) == sorted(["ours", tag, f"{tag}.dsext-replaced.new"])

@@ -109,6 +109,12 @@ def test_no_number_is_unbounded(model: Any, name: str, value: Any) -> None:
     assert name in message_of(**given)
 
 
+@pytest.mark.parametrize("model", models(ZeroFields), ids=lambda model: model.__name__)
+def test_a_default_may_also_be_written(model: Any) -> None:
+    """Who writes down what they get without a field, for example from a log, must not be refused."""
+    assert model(**model().model_dump(exclude_none=True)) == model()
+
+
 def test_there_are_numbers_to_try() -> None:
     tried = {name for model, name in OF_THE_SECTION if numbers_of(model, name)}
     assert {
@@ -150,6 +156,14 @@ def test_deepspeeds_own_checks_keep_their_error() -> None:
 
 
 # -- what is not given ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", ["auto", "fit"])
+def test_a_ratio_that_is_chosen_leaves_the_other_fields_as_they_are(ratio: str) -> None:
+    zero = ZeroConfig(stage=2, zenflow={}, offload_optimizer={"device": "cpu", "pin_memory": True, "ratio": ratio})
+    assert zero.offload_optimizer is not None
+    assert (zero.offload_optimizer.device, zero.offload_optimizer.pin_memory) == ("cpu", True)
+    assert zero.host_share is None
 
 
 def test_auto_means_not_given() -> None:

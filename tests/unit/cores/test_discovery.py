@@ -13,7 +13,7 @@ import pytest
 from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.cores.allowed import ALLOWED_VARIABLE, find_allowed
 from deepspeed_ext.cores.host_facts import read_host
-from deepspeed_ext.cores.plan import plan_host
+from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.topology import (
     Core,
     Topology,
@@ -77,6 +77,17 @@ def test_without_topology_every_online_cpu_is_a_core(tmp_path: Path) -> None:
         shutil.rmtree(path)
     write(tmp_path / CPU / "online", "0-5")
     assert [core.pus for core in read_topology(tmp_path).cores] == [(cpu,) for cpu in range(6)]
+
+
+def test_cores_without_a_directory_are_of_the_first_socket_so_that_training_may_use_them(tmp_path: Path) -> None:
+    """Four described cores on node 0, and four on node 1 of which only their numbers are known."""
+    write_host(tmp_path, [Core(cpu, (cpu,), cpu // 4, 0, -1, 0) for cpu in range(8)])
+    for cpu in range(4, 8):
+        shutil.rmtree(tmp_path / CPU / f"cpu{cpu}")
+    topology = read_topology(tmp_path)
+    plan = plan_host(topology, [RankFacts(0, topology.cpus, 0)], PlanRequest(optimizer_cores=2))
+    assert plan.idle == ()
+    assert [len(plan.ranks[0].pytorch), len(plan.ranks[0].optimizer)] == [6, 2]
 
 
 def test_offline_siblings_do_not_count(tmp_path: Path) -> None:
@@ -174,6 +185,10 @@ def test_a_container_that_cannot_see_its_own_path_reads_its_mount(tmp_path: Path
     assert read_throttled_count(tmp_path) == 4
 
 
+def test_a_host_without_control_groups_has_never_stopped_the_process(tmp_path: Path) -> None:
+    assert read_throttled_count(tmp_path) == 0
+
+
 def test_limits_at_the_root_count_where_the_process_does_not_say_its_group(tmp_path: Path) -> None:
     write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "250000")
     write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000")
@@ -262,6 +277,7 @@ def test_snapshot_is_taken_at_import_and_only_before_torch() -> None:
     ("node", "local", "expected"),
     [
         ("1", None, 1),
+        ("1", "0-3", 1),
         ("-1", "4-7", 1),
         ("-1", "0-7", None),
         ("-1", None, None),
@@ -289,6 +305,23 @@ def write_cache(cpu: Path, index: int, level: int, kind: str, size: str, cpus: s
         write(cpu / f"cache/index{index}" / name, text)
 
 
+def test_cores_whose_caches_are_unknown_say_so(tmp_path: Path) -> None:
+    write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(2)])
+    assert [core.cache for core in read_topology(tmp_path).cores] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "offline"), [("0-3", []), ("2-5", ["local rank 0: CPUs 4-5 are offline and not used"])]
+)
+def test_a_list_of_cpus_some_of_which_are_offline_is_used_with_a_warning(
+    allowed: str, offline: list[str], tmp_path: Path
+) -> None:
+    write_host(tmp_path, cores(4))
+    host = read_host(tmp_path, allowed=[allowed])
+    assert list(host.warnings) == offline
+    assert host.ranks[0].allowed == parse_cpulist(allowed) & {0, 1, 2, 3}
+
+
 def test_the_last_level_counts_however_the_caches_are_numbered(tmp_path: Path) -> None:
     root = write_host(tmp_path, [Core(cpu, (cpu,), 0, 0, -1, 0) for cpu in range(4)])
     for number in range(4):
@@ -310,6 +343,15 @@ def test_the_bytes_of_last_level_caches_are_added_once_each(size: str, nbytes: i
         write_cache(cpu, 0, 2, "Unified", "1024K", str(number))
         write_cache(cpu, 1, 3, "Unified", size, "0-1" if number < 2 else "2-3")
     assert read_cache_bytes(tmp_path) == 2 * nbytes
+
+
+def test_a_cache_of_unknown_level_does_not_count_beside_known_ones(tmp_path: Path) -> None:
+    """`tune` measures with arrays of several times the last level."""
+    cpu = tmp_path / CPU / "cpu0"
+    write_cache(cpu, 0, 1, "Data", "32K", "0")
+    write_cache(cpu, 1, 1, "Unified", "48M", "0-1")
+    (cpu / "cache/index1/level").unlink()
+    assert read_cache_bytes(tmp_path) == 32 << 10
 
 
 def test_without_caches_there_are_no_bytes_of_them(tmp_path: Path) -> None:

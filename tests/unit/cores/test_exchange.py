@@ -129,9 +129,12 @@ def test_a_tuning_result_counts_for_exactly_its_situation() -> None:
     leader, _ = member(0, "0-15", topology=topology, tuned={key: 3, "other": 1})
     follower = member(1, "0-15", topology=topology, tuned={key: 5})
     assert [sets(answer) for answer in meet([(leader, topology), follower])] == [("0-4", "5-7"), ("8-12", "13-15")]
-    asked = PlanRequest(pt_reserved_cores=2)
-    members = [(replace(report, request=asked), topology) for report in (leader, follower[0])]
-    assert sets(meet(members)[0]) == ("0-1", "2-7")
+    for asked, cores_of_first in (
+        (PlanRequest(pt_reserved_cores=2), ("0-1", "2-7")),
+        (PlanRequest(optimizer_cores=2), ("0-5", "6-7")),
+    ):
+        members = [(replace(report, request=asked), topology) for report in (leader, follower[0])]
+        assert sets(meet(members)[0]) == cores_of_first, "what is asked for counts more than what was measured"
     assert sets(agree(leader, topology, RankGroup.alone())) == ("0-7", "8-15")
 
 

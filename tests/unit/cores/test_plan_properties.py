@@ -338,3 +338,38 @@ def test_an_optimizer_that_fits_into_no_node_is_spread_over_several() -> None:
 
 def test_a_host_that_says_nothing_of_nodes_has_node_0() -> None:
     assert Topology((Core(0, (0,), 0, 0, 0, 0),)).nodes == (0,)
+
+
+def test_a_rank_with_one_core_is_told_that_it_is_shared_and_nothing_of_a_split() -> None:
+    topology = nodes_of(1, [0])
+    plan = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=2))
+    assert (plan.ranks[0].pytorch, plan.ranks[0].optimizer) == ((0,), (0,))
+    assert [warning for warning in plan.warnings if "must share a core" not in warning] == []
+
+
+def test_an_optimizer_on_the_trainers_threads_leaves_no_kind_of_core_unused() -> None:
+    topology = nodes_of(2, [0, 1])
+    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(separate=False)).ranks
+    assert (plan.pytorch, plan.optimizer) == ((0, 1), ())
+
+
+@pytest.mark.parametrize(("ranks", "owned"), [(1, "8 cores of its own"), (2, "4 cores of 8 shared by 2 ranks")])
+def test_a_plan_says_whose_the_cores_are(ranks: int, owned: str) -> None:
+    topology = nodes_of(8, [0] * 8)
+    plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(ranks)]).ranks
+    assert all(plan.reason.startswith(f"{owned}; ") for plan in plans)
+
+
+def test_ranks_that_share_a_core_but_no_cpu_each_get_a_core_of_their_own() -> None:
+    """As a launcher binds that counts hardware threads: rank 1 has the second thread of the second core only."""
+    topology = Topology((Core(0, (0, 1), 0, 0, 0, 0), Core(2, (2, 3), 0, 0, 0, 0)), (0,), ((10,),))
+    plan = plan_host(topology, [RankFacts(0, frozenset({0, 1, 2})), RankFacts(1, frozenset({3}))])
+    assert [{*rank.pytorch, *rank.optimizer} for rank in plan.ranks] == [{0, 1}, {3}]
+
+
+def test_training_cores_leave_their_home_for_an_optimizer_that_fits_nowhere_else() -> None:
+    """Seven cores on nodes of four and three: only the first node can hold an optimizer of four."""
+    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(7))
+    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
+    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus, 0)], PlanRequest(3, 4)).ranks
+    assert (plan.pytorch, plan.optimizer) == ((4, 5, 6), (0, 1, 2, 3))

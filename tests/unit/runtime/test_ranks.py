@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from deepspeed_ext import errors as all_errors
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
+from deepspeed_ext.runtime import ranks as ranks_module
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, require_same_plan, together, within
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks
@@ -222,6 +225,15 @@ def test_differing_plans_are_printed_on_every_rank() -> None:
     assert "ranks 0, 2: ('plan', False); rank 1: ('plan', True)" in messages[0]
 
 
+def test_long_plans_are_shown_from_shortly_before_they_differ() -> None:
+    errors = run_together(2, lambda ranks: require_same_plan("a test", ("x" * 3000, ranks.rank, "y" * 3000), ranks))
+    for error in errors:
+        assert isinstance(error, all_errors.PlanMismatchError)
+        assert "xxx', 0, 'yyy" in str(error)
+        assert "xxx', 1, 'yyy" in str(error)
+        assert len(str(error)) < 3000
+
+
 def test_an_error_of_a_group_of_one_gets_its_number_in_a_larger_group() -> None:
     """It was raised on all ranks of its own group, and its message names none."""
 
@@ -241,3 +253,14 @@ def test_a_group_of_one_gathers_its_own_tensor() -> None:
     found = RankGroup.alone().all_gather(tensor)
     assert found.shape == (1, 3)
     assert torch.equal(found[0], tensor)
+
+
+def test_an_older_torch_gathers_under_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed, "all_gather_single", raising=False)
+    spec = importlib.util.spec_from_file_location("ranks_with_an_older_torch", ranks_module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, again)
+    spec.loader.exec_module(again)
+    assert again.all_gather_single is torch.distributed.all_gather_into_tensor

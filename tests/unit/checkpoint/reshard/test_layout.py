@@ -12,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement, plan_copies
 from deepspeed_ext.checkpoint.reshard.load import load_frozen
+from deepspeed_ext.checkpoint.reshard.saved import SavedPartitions
 from deepspeed_ext.errors import CheckpointError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -144,3 +146,23 @@ def test_parameters_that_differ_are_named_three_and_counted(count: int, more: st
     assert message.count("is not in the checkpoint") == min(count, 3)
     assert f"{more}. Resume" in message
     assert (" more" in message) is bool(more)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"), [([[0, 1], [2]], [0, 0, 1]), ([[1], [2], [0]], [0, 1, 2]), ([], [0, 1, 2])]
+)
+def test_each_flat_tensor_belongs_to_the_group_that_lists_it(groups: list[list[int]], expected: list[int]) -> None:
+    """At stage 3 a group of parameters has several sub-groups; an elastic checkpoint has no groups."""
+    base = {
+        "state": {number: {"step": number} for number in range(3)},
+        "param_groups": [{"params": params} for params in groups],
+    }
+    state = {
+        keys.ZERO_STAGE: 3,
+        keys.FP32_FLAT_GROUPS: [torch.zeros(2) for _ in range(3)],
+        keys.OPTIMIZER_STATE_DICT: base,
+    }
+    saved = SavedPartitions(state, "file")
+    assert saved.group_of_flats == expected
+    order = [number for params in groups for number in params] or [0, 1, 2]
+    assert [scalars["step"] for scalars in saved.scalars] == order

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed_ext.commands.memory.config_file import _accumulation, _dtype
+from deepspeed_ext.commands.memory.config_file import _accumulation, _dtype, read_config
+from deepspeed_ext.commands.memory.setup import Setup
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,19 @@ def test_micro_steps_are_given_or_what_is_left_of_the_batch(config: dict[str, An
 def test_the_dtype_is_the_enabled_one(config: dict[str, Any], dtype: str, notes: int) -> None:
     found, told = _dtype(config)
     assert (found, len(told)) == (dtype, notes)
+
+
+@pytest.mark.parametrize(("device", "offloads"), [("cpu", True), ("none", False)])
+def test_an_optimizer_is_on_the_host_if_its_device_says_so(device: str, offloads: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device, "pin_memory": True}}})
+    )
+    setup = read_config(str(tmp_path / "config.json"), 2).setup
+    assert (setup.offload, setup.pins) == (offloads, offloads)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_without_a_config_is_planned_as_one_whose_config_says_nothing(stage: Any, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(str(tmp_path / "config.json"), 2).setup == Setup(stage=stage)

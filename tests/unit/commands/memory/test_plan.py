@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +21,7 @@ from deepspeed_ext.commands.memory.command import parse_numel
 from deepspeed_ext.commands.memory.fit import ways
 from deepspeed_ext.commands.memory.parts import MemoryPlan, Part, Phase, Place, largest
 from deepspeed_ext.commands.memory.plan import neighbours, plan_memory
-from deepspeed_ext.commands.memory.report import as_json, as_text, detail_text
+from deepspeed_ext.commands.memory.report import as_json, as_text, detail_text, neighbours_text
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.config import ZenFlowConfig
 from tests.support.paths import ROOT
@@ -170,10 +171,46 @@ def test_two_micro_steps_accumulate_on_the_host_as_three_do() -> None:
     assert sum(host[2]) == sum(host[1]) + 2 * 10**8 // 2, "a rank's half, in bf16"
 
 
-def test_weights_on_the_host_take_no_memory_of_the_accelerator() -> None:
-    setup = Setup(stage=3, offload_param=True, zenflow=ZenFlowConfig(update_interval=1))
-    parts = plan_memory(model_of(10**8), Ranks(2, 2), setup).parts[Place.ACCELERATOR, Phase.BETWEEN]
-    assert sum(part.nbytes for part in parts if part.kind == "weights") == 0
+def test_two_micro_steps_accumulate_on_the_accelerator_as_three_do() -> None:
+    backward = {
+        count: plan_memory(model_of(10**8), Ranks(2, 2), Setup(stage=2, accumulation=count)).nbytes(
+            Place.ACCELERATOR, Phase.BACKWARD
+        )
+        for count in (1, 2, 3)
+    }
+    assert backward[1] < backward[2] == backward[3]
+
+
+def test_the_neighbour_with_offload_is_counted_as_deepspeed_recommends_it() -> None:
+    """With page-locked memory: without it a user would take less than a run needs for what can be locked."""
+    (offload,) = (setup for setup in neighbours(Setup(stage=2)) if setup.offload)
+    assert plan_memory(model_of(10**8), Ranks(2, 2), offload).page_locked(Phase.BETWEEN) > 10**8
+
+
+@pytest.mark.parametrize(
+    ("stage", "hides", "on_host", "noted"),
+    [(3, False, False, True), (2, False, False, False), (3, None, False, False), (3, False, True, False)],
+)
+def test_a_slow_link_is_noted_where_gradients_of_sub_groups_wait_for_it(
+    stage: Any, hides: bool | None, on_host: bool, noted: bool
+) -> None:
+    setup = Setup(stage=stage, offload_param=on_host, zenflow=ZenFlowConfig(update_interval=1, hide_transfers=hides))
+    plan = plan_memory(model_of(10**8), Ranks(2, 2), setup)
+    assert any("slow link" in note for note in plan.notes) is noted
+
+
+def test_numbers_end_where_their_headings_end() -> None:
+    """In the table of one plan and in that of its neighbours: who reads down a column reads one phase."""
+
+    def ends(row: str) -> list[int]:
+        return [cell.end() for cell in re.finditer(r"\S+(?: \S+)*", row)][-len(Phase) :]
+
+    plans = [plan_memory(model_of(7 * 10**9), Ranks(8, 8), setup) for setup in (Setup(stage=3), Setup(stage=2))]
+    for text in (detail_text(plans[0]), neighbours_text(plans)):
+        _, heading, *rows = text.splitlines()
+        numbers = [row for row in rows if row.startswith("  ") or row[0].isdigit()]
+        assert len(numbers) > 1
+        assert all(ends(row) == ends(heading) for row in numbers)
 
 
 def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -> None:
@@ -265,6 +302,8 @@ CONFIGS: list[tuple[Any, str]] = [
     ({"zero_optimization": {"stage": 0}}, "stage 0"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param"),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantized weights or gradients"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio below 1"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"update_interval": 0}}}, "update_interval"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1, "overlap_lag": 9, "overlap_step": True,
                                                     "update_interval": 2}}}, "overlap_lag"),
@@ -395,6 +434,14 @@ def test_the_report_says_whether_a_run_fits(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         cli.main([*command, "--host-gib", "much"])
     assert "expected GiB, such as 80 or 15.5, or here, got 'much'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("share", "name"),
+    [(1.0, "ZenFlow predictive, interval 2"), (0.5, "ZenFlow predictive, interval 2, 50% on the host")],
+)
+def test_a_run_is_named_by_what_distinguishes_it(share: float, name: str) -> None:
+    assert Setup(host_share=share, zenflow=ZenFlowConfig(update_interval=2)).name == name
 
 
 def test_memory_is_page_locked_only_if_its_part_says_so() -> None:

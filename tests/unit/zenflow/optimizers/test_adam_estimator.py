@@ -3,6 +3,7 @@
 `simulate` is the whole scheme in one process: the kernel's reference as the worker, the schedule and the estimator.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -257,3 +258,18 @@ def test_training_follows_adamw(interval: int, closed: float) -> None:
         losses["late"].append(loss)
     means = {name: math.log(sum(values[200:]) / 200) for name, values in losses.items()}
     assert (means["late"] - means["ours"]) / (means["late"] - means["adamw"]) > closed
+
+
+@pytest.mark.parametrize("cuts", [(0, 12, 18), (0, 4, 8, 18), (0, 18)])
+def test_parts_of_whole_blocks_are_predicted_as_the_whole(cuts: tuple[int, ...]) -> None:
+    """Chunks of a partition are predicted as they arrive; the last block is shorter."""
+    block, (grad, published) = 4, torch.randn(2, 18)
+    last, coming = replace(STEP, step=7), replace(STEP, step=8)
+    whole = Estimator.after(last, torch.rand(5) + 0.1, block)
+    expected, found = torch.empty(18), torch.empty(18)
+    for estimator, weights, part in (
+        (whole, expected, slice(0, 18)),
+        *((whole.of(*span), found, slice(*span)) for span in itertools.pairwise(cuts)),
+    ):
+        estimator.predict(weights[part], published[part], None, grad[part], 1.0, drift_coefficient(coming, 1, 1))
+    assert torch.equal(found, expected)

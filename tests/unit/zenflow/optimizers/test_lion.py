@@ -6,10 +6,13 @@ import pytest
 import torch
 from deepspeed.ops.lion import DeepSpeedCPULion
 
+from deepspeed_ext.commands.memory.rules import bytes_of
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.kernels import lion as kernels
 from deepspeed_ext.zenflow.optimizers.choose import hosted
 from deepspeed_ext.zenflow.optimizers.lion import HostedLion
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.worker.kernel import LionStep
 from tests.support.same import assert_same
 
@@ -84,3 +87,18 @@ def test_hyperparameters_are_read_at_each_step() -> None:
 def test_the_selective_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match="steps its blocks as Adam does"):
         hosted(lion()._optimizer, "selective")
+
+
+@pytest.mark.parametrize(("n", "block"), [(1000, 32), (777, 24), (5000, 256)])
+def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(n: int, block: int) -> None:
+    kind, p, m = lion(), torch.randn(n), torch.randn(n)
+    known = kind.publish(kind.ahead(STEP, 1), (p, m), block, torch.empty(n))
+    settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1, block_size=block), layout=kind.layout)
+    assert bytes_of(settings, n).kept == {"signs and means": kind.estimate(STEP, known, block).kept.nbytes}
+
+
+@pytest.mark.parametrize(("in_place", "nbytes"), [(True, 9), (False, 10)])
+def test_temporaries_are_two_arrays_and_the_signs_or_y(in_place: bool, nbytes: int) -> None:
+    """Two fp32 arrays, and a byte for each sign or, before it in the same memory, y in bf16 from the host."""
+    settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1), layout=lion().layout)
+    assert bytes_of(settings, 1000, 2, arrived_bytes=2, in_place=in_place).step == 1000 * nbytes

@@ -1,5 +1,6 @@
 """The shared arena: arrays never overlap, processes share their memory, and only touched pages use memory."""
 
+import errno
 import gc
 import itertools
 import os
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
@@ -118,6 +120,20 @@ def test_discarded_memory_is_given_back_and_reads_as_zero() -> None:
     arena.discard()
     assert resident_bytes(arena) == 0
     assert not tensor.any()
+
+
+@pytest.mark.parametrize("refused", ["memfd_create", "ftruncate"])
+def test_a_refused_arena_is_one_error_and_leaves_no_descriptor(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that goes on without ZenFlow would otherwise lose a descriptor, and memory, with each attempt."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, refused, refuse)
+    with pytest.raises(UnsupportedError, match="Raise the limit on open files"):
+        Arena.create(plan_layout([ArraySpec("a", "float32", 5)]))
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_no_descriptor_replaces_stdin() -> None:

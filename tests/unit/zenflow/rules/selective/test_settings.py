@@ -116,3 +116,15 @@ def test_a_lag_up_to_the_time_between_selections_is_accepted_and_without_overlap
     config = {"update_rule": "selective", "select_strategy": "step", "select_interval": 3, **fields}
     assert SelectiveSettings.of(ZenFlowConfig(**config, overlap_step=True)).lag == fields.get("overlap_lag", 1)
     assert SelectiveSettings.of(ZenFlowConfig(**config, overlap_step=False)).lag is None
+
+
+@pytest.mark.parametrize("lag", [None, 1, 4])
+@pytest.mark.parametrize("weights_on_host", [False, True])
+@pytest.mark.parametrize("grads_on_host", [False, True])
+def test_while_the_interval_is_open_the_ring_has_the_slots_of_interval_one(
+    lag: int | None, weights_on_host: bool, grads_on_host: bool
+) -> None:
+    """With fewer, a gradient would be overwritten before the worker has read it."""
+    place = {"weights_on_host": weights_on_host, "grads_on_host": grads_on_host}
+    of_one = settings(update_interval=1, lag=None if lag is None else 1, **place)
+    assert settings(update_interval=None, lag=lag, **place).least_slots == of_one.slots
