@@ -383,7 +383,7 @@ def forget_after_the_communication(config: dict) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_that_is_deleted_after_the_communication_has_ended_says_nothing(stage: int) -> None:
-    expected = {"ignored": [], "workers": []}
+    expected: dict[str, Any] = {"ignored": [], "workers": []}
     assert run_ranks(1, forget_after_the_communication, zenflow_config(stage, update_interval=1)) == [expected]
 
 
