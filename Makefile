@@ -116,7 +116,8 @@ test-this-python: $(VENV)/.stamp-operators
 test-launchers: $(VENV)/.stamp-operators  ## run every recipe of docs/multi_node.md, of the launchers that are installed
 	python -m pytest tests/launchers -vv $(ARGS)
 
-test-trainers: $(VENV)/.stamp-trainers  ## run the examples of other trainers (TRL, PEFT, Lightning, Ray Train), which it installs
+test-trainers: $(VENV)/.stamp-trainers  ## run the examples and command lines of other trainers (TRL, PEFT, LLaMA-Factory, ms-swift, ...), which it installs
+	TORCH_SPEC="$(TORCH_SPEC)" python -m tools.trainers || true  # what it leaves out, the tests skip and say so
 	python -m pytest tests/trainers $(ARGS)
 
 test-package: $(VENV)/.stamp-build $(VENV)/.stamp-dev  ## build the wheel, load it in every Python, and train with it where nothing can be compiled
@@ -178,7 +179,7 @@ docs-site: $(VENV)/.stamp-dev  ## build the manual as a site in outputs/site, an
 	@python -m tools.serve_site $(PORT)
 
 clean:  ## remove .venv, build products and outputs
-	rm -rf $(VENV) .venv-offline .venv-torch-* .venv-python-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-offline .venv-torch-* .venv-python-* .venv-trainer-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-python:

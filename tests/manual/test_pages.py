@@ -21,6 +21,7 @@ from tools import architecture, architecture_picture
 pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
 
 NOT_RUN = {
+    ("docs/command_lines.md", "axolotl train train.yaml"): "the page says what was run of it",
     ("docs/getting_started.md", "export DSEXT_AUTOLOAD=1"): "tests/unit/test_autoload.py runs processes with it",
     ("docs/lab/openmp_threads.md", "pip install --no-deps --target /tmp/tpc threadpoolctl"): "builds a second OpenMP",
     ("docs/lab/openmp_threads.md", 'operators = [ctypes.CDLL("libregion.so"), '): "needs the second OpenMP above",
@@ -57,6 +58,11 @@ def test_python_of_a_page_trains_on_two_ranks(page: str, tmp_path: Path) -> None
     first, second = run_ranks(2, run_page, page, PYTHON_PAGES[page], str(tmp_path), pool="pages")
     assert first == second
     assert first or not any("initialize(" in text for text in PYTHON_PAGES[page])
+
+
+def test_the_config_to_copy_is_that_of_the_recipes() -> None:
+    (block,) = [each for each in BLOCKS if each.page == "docs/command_lines.md" and each.language == "json"]
+    assert block.text == (ROOT / "configs" / "trainer_zenflow.json").read_text()
 
 
 def test_rows_of_not_run_are_needed() -> None:

@@ -257,9 +257,15 @@ def _check_config(text: str) -> None:
         raise ValueError(f"expected zero_optimization or a field below it, got {', '.join(config)}")
     deepspeed_ext.enable()
     try:
-        deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config})
+        deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **_without_auto(config)})
     finally:
         deepspeed_ext.disable()
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without the values that a trainer fills in."""
+    parts = {name: _without_auto(value) if isinstance(value, dict) else value for name, value in config.items()}
+    return {name: value for name, value in parts.items() if value != "auto"}
 
 
 def failures(chosen: Sequence[Block]) -> list[str]:

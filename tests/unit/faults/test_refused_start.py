@@ -367,6 +367,26 @@ def test_a_deleted_engine_leaves_nothing_behind() -> None:
     assert found["descriptors"] == {}
 
 
+def forget_after_the_communication(config: dict) -> dict[str, Any]:
+    """Train, and drop the engine where the process group seems to have ended, as some trainers end it."""
+    before, ignored = open_files(), []
+    engine = make_engine(config)
+    train(engine, batches(2, 0))
+    with (
+        patch.object(sys, "unraisablehook", lambda raised: ignored.append(str(raised.exc_value))),
+        patch.object(torch.distributed, "is_initialized", return_value=False),
+    ):
+        del engine
+        gc.collect()
+    return {"ignored": ignored, "workers": what_is_left(before)["workers"]}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_that_is_deleted_after_the_communication_has_ended_says_nothing(stage: int) -> None:
+    expected: dict[str, Any] = {"ignored": [], "workers": []}
+    assert run_ranks(1, forget_after_the_communication, zenflow_config(stage, update_interval=1)) == [expected]
+
+
 def fail_to_destroy(config: dict) -> dict[str, Any]:
     run(config, 1, rank=0)
     before, raised = open_files(), False

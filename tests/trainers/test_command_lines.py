@@ -1,0 +1,91 @@
+"""The recipes of docs/command_lines.md, from an empty folder: ZenFlow runs, checkpoints are written, and resuming gives
+the same losses to the bit.
+
+The page's commands run as they stand, with two CPU ranks in place of eight GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers.page import Recipe, recipes
+from tests.launchers.processes import adopt_orphans, descendants, end, require_none_left
+from tests.support.paths import ROOT
+from tests.support.trainers import STEPS, STOPPED, losses_of
+from tests.trainers.environments import Installed, installed, write_model_and_data
+
+PAGE = ROOT / "docs" / "command_lines.md"
+RECIPES = recipes(PAGE.read_text())
+PACKAGES = {"LLaMA-Factory": "llamafactory", "ms-swift": "ms-swift", "TRL": "trl"}
+ON_THE_CPU = {"NPROC_PER_NODE=8": "NPROC_PER_NODE=2", "num_processes: 8": "num_processes: 2"}
+SECONDS = 600.0
+pytestmark = pytest.mark.timeout(2 * SECONDS + 120)
+
+
+def run(recipe: Recipe, trainer: Installed, folder: Path) -> tuple[str, float]:
+    """Type a recipe in `folder`; return what it has printed, and the seconds to the loss of the first step."""
+    recipe = recipe.with_replaced(ON_THE_CPU)
+    for name, text in recipe.files.items():
+        (folder / name).write_text(text + "use_cpu: true\n")
+    adopt_orphans()
+    before = descendants()
+    output, began, first = folder / "output.txt", time.monotonic(), math.nan
+    try:
+        with output.open("wb") as out:
+            command = ["bash", "-euc", recipe.command]
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=trainer.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        while process.poll() is None and time.monotonic() < began + SECONDS:
+            time.sleep(0.1)
+            if math.isnan(first) and b"'loss':" in output.read_bytes():
+                first = time.monotonic() - began
+        said = output.read_text(errors="replace")
+        assert process.returncode == 0, f"{recipe.command}\nended with {process.returncode}:\n{said[-8000:]}"
+        require_none_left(before)
+    finally:
+        end(descendants() - before)
+    return said, first
+
+
+def losses(folder: Path) -> list[float]:
+    state: dict[str, Any] = json.loads((folder / f"out/checkpoint-{STEPS}/trainer_state.json").read_text())
+    return losses_of(state["log_history"])
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_recipe_trains_saves_and_resumes_to_the_bit(name: str, tmp_path: Path, record_property: Any) -> None:
+    trainer = installed(PACKAGES[name])
+    write_model_and_data(tmp_path)
+    said, first = run(RECIPES[name], trainer, tmp_path)
+    assert "ZeRO stage 2 on 2 ranks, with" in said
+    assert "ZenFlow     Adam runs in a process of its own, one per rank" in said
+    assert (tmp_path / "ds.json").read_text() == (ROOT / "configs/trainer_zenflow.json").read_text()
+    whole = losses(tmp_path)
+    assert len(whole) == STEPS
+    assert all(map(math.isfinite, whole))
+    assert whole[-1] < whole[0]
+    assert (tmp_path / f"out/checkpoint-{STOPPED}/global_step{STOPPED}/deepspeed_ext_save.json").exists()
+    record_property("seconds", f"{name} {trainer.version}: the first step's loss after {first:.0f} s")
+
+    shutil.rmtree(tmp_path / f"out/checkpoint-{STEPS}")
+    said, _ = run(RECIPES[f"{name} resumed"], trainer, tmp_path)
+    assert losses(tmp_path) == whole
+    assert said.count("'loss':") == STEPS - STOPPED
+
+
+def test_every_recipe_of_the_page_is_run() -> None:
+    assert set(RECIPES) == {*PACKAGES, *(f"{name} resumed" for name in PACKAGES)}
