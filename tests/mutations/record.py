@@ -49,6 +49,7 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._copied: dict[str, str] = {}  # digests of the files that are being recorded, which may change meanwhile
         self._kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         if self._kept.get("package") != _digest((ROOT / "deepspeed_ext").rglob("*.py")):
             self._kept = {"package": _digest((ROOT / "deepspeed_ext").rglob("*.py")), "files": {}}
@@ -62,6 +63,7 @@ class Record:
         """Begin to record a file, in an empty folder."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        self._copied[name] = _digest([room.path / name])
         return room.start([name, "--timeout", "600"], lines=folder)
 
     def add(self, name: str, folder: Path) -> int:
@@ -74,7 +76,7 @@ class Record:
             for file, lines in part["lines"].items():
                 test["lines"][file] = sorted({*test["lines"].get(file, []), *lines})
         passed = {test: found for test, found in tests.items() if "seconds" in found}
-        self._kept["files"][name] = {"digest": _digest([ROOT / name]), "tests": passed}
+        self._kept["files"][name] = {"digest": self._copied[name], "tests": passed}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self._kept))
         return len(passed)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 import deepspeed_ext
-from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
 from deepspeed_ext.config import OF_ONE_RULE, CoreBindingConfig, ZenFlowConfig, ZeroFields, given_of_the_other_rule
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.step.supported import require_section
@@ -228,6 +228,13 @@ def test_what_reads_deepspeeds_config_reads_ours() -> None:
         assert getattr(config.zenflow, name) == value, name
     with pytest.raises(ValidationError):
         zero_config_module.DeepSpeedZeroConfig(zenflow=123)
+
+
+@pytest.mark.usefixtures("_enabled")
+def test_what_only_deepspeeds_own_zenflow_refuses_is_accepted() -> None:
+    zero = {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}
+    config = Config({"train_batch_size": 1, "gradient_allreduce_op": "sum", "zero_optimization": zero})
+    assert config.zero_config.zenflow is not None
 
 
 @pytest.mark.usefixtures("_enabled")

@@ -314,6 +314,14 @@ def test_both_exchanges_give_the_same_bits() -> None:
         assert_same([expected] * 2, found, "all_gather, broadcasts")
 
 
+def test_every_element_is_broadcast_once_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sending the earlier owners' parts again would give the same weights, at several times the traffic."""
+    sent: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr(exchange.dist, "broadcast", lambda part, src, group: sent.append((src, part.tolist())))
+    exchange.broadcasts(torch.arange(12), RankGroup(None, 0, 3, torch.device("cpu")), 3)
+    assert sent == [(0, [0, 1, 2]), (0, [3]), (1, [4, 5, 6]), (1, [7]), (2, [8, 9, 10]), (2, [11])]
+
+
 @pytest.mark.parametrize(("backend", "way"), [("nccl", "all_gather"), ("gloo", "broadcasts"), ("mpi", "broadcasts")])
 def test_the_backend_decides_how_slices_are_exchanged(backend: str, way: str) -> None:
     assert exchange.exchange_for(backend) is getattr(exchange, way)

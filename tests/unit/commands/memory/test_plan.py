@@ -213,6 +213,18 @@ def test_numbers_end_where_their_headings_end() -> None:
         assert all(ends(row) == ends(heading) for row in numbers)
 
 
+@pytest.mark.parametrize(("ranks", "copies"), [(1, (8 + 4 + 4 + 2) * 1001), (2, (8 + 4 + 2) * 501)])
+def test_gradients_that_are_summed_on_the_host_are_copied_on_their_way(ranks: int, copies: int) -> None:
+    """A rank's part of the largest one: in fp64 for the norm, in fp32 for the sum, in bf16. One rank has its sum
+    twice, because it is not made in place."""
+    zenflow = ZenFlowConfig(update_interval=1)
+    setup = Setup(3, offload_param=True, accumulation=4, stage3_allgather_single_param=True, zenflow=zenflow)
+    plan = plan_memory(Model(10001, 1001, "bfloat16"), Ranks(ranks, ranks), setup)
+    parts = {part.kind: part.nbytes for part in plan.parts[Place.ACCELERATOR, Phase.BACKWARD]}
+    assert parts["reduction copies"] == copies
+    assert type(parts["reduction copies"]) is int
+
+
 def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -> None:
     section = ZenFlowConfig(topk_ratio=0.1, update_interval=8, overlap_lag=8, overlap_step=True, select_interval=8)
     plans = [plan_memory(model_of(10**8), Ranks(2, 2), setup) for setup in neighbours(Setup(zenflow=section))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.errors import UnsupportedError
@@ -44,6 +44,7 @@ def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str,
     ring=st.integers(1, 30),
     partitions=st.integers(1, 3),
 )
+@example(numel=1 << 22, publish_dtype="float32", ring=30, partitions=1)
 def test_arrays_that_are_read_together_begin_apart(numel: int, publish_dtype: str, ring: int, partitions: int) -> None:
     """Else the heads of equally long arrays of a power of two elements compete for cache sets and memory banks."""
     how: dict[str, Any] = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
