@@ -42,8 +42,13 @@ def environment_of(python: str, folder: Path, *install: str | Path) -> Path:
 
 
 def interpreter_of(name: str) -> str:
-    """The program of a Python; skips the test if it is not here."""
-    found = shutil.which(name)  # pyenv has a shim for each version that it knows, which fails unless that is enabled
-    if found is None or subprocess.run([found, "--version"], capture_output=True, check=False).returncode != 0:
-        pytest.skip(f"no {name} here")
-    return found
+    """The program of a Python, on PATH or of pyenv; skips the test if it is not here."""
+    version = name.removeprefix("python")
+    ours = [str(path) for path in Path.home().glob(f".pyenv/versions/{version}.*/bin/{name}")]
+    for found in (
+        shutil.which(name),
+        *ours,
+    ):  # on PATH may be a shim of pyenv, which fails unless the version is enabled
+        if found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
+            return found
+    pytest.skip(f"no {name} here")

@@ -82,7 +82,7 @@ def test_a_new_user_begins(python: str, released_wheel: Path, sdist: Path, tmp_p
     program = interpreter_of(python)
     try:
         interpreter = environment_of(program, tmp_path / "empty", *TORCH.get(python, "torch").split())
-        run(interpreter, "-m", "pip", "install", "--quiet", released_wheel, cwd=tmp_path)
+        run(interpreter, "-m", "pip", "install", "--quiet", f"{released_wheel}[transformers]", cwd=tmp_path)
         said = first_steps(interpreter, tmp_path)
         assert re.search(r"adam kernel\s.*native, ", said), said
         again = ("--force-reinstall", "--no-deps", "--no-cache-dir", sdist)

@@ -67,11 +67,11 @@ def test_the_tag_is_that_of_torchs_wheels(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_one_file_loads_in_every_python(python: str, wheel: Path, folder: Path) -> None:
-    interpreter = environment_of(interpreter_of(python), folder / python, "--no-deps", wheel)
+def test_one_file_loads_in_every_python(python: str, released_wheel: Path, folder: Path) -> None:
+    interpreter = environment_of(interpreter_of(python), folder / python, "--no-deps", released_wheel)
     kind, digest = run(interpreter, "-c", KERNEL_CODE, cwd=folder).splitlines()
     assert kind == "native True True"
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(released_wheel) as archive:
         assert digest == hashlib.sha256(archive.read(LIBRARY)).hexdigest()
 
 
