@@ -11,8 +11,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 TORCH_SPEC ?= torch==2.13.0
 PYTHON_ORIGIN := $(origin PYTHON)
 # The first supported interpreter that can make virtual environments; PYTHON=/path/to/python3.12 names another.
-PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3,$(if $(call usable,$(name)),$(name))))
-usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 14) and print("yes")' 2>/dev/null))
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3.14 python3,$(if $(call usable,$(name)),$(name))))
+usable = $(filter yes,$(shell $(or $(1),false) -c 'import ensurepip, sys, venv; (3, 10) <= sys.version_info < (3, 15) and print("yes")' 2>/dev/null))
 # Ranks of `make train`; auto: one an accelerator, or two on a machine without.
 RANKS ?= auto
 # The interpreter of `make test-gpu` and `make bench-gpu`: PYTHON if it was given, .venv's if there is one, else python3.
@@ -69,7 +69,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
 .PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-python test-this-python \
-	test-trainers test-package test-mutants check format soak fuzz bench bench-report bench-gpu wheel offline-wheels docs docs-site clean
+	test-trainers test-package release-check test-mutants check format soak fuzz bench bench-report bench-gpu wheel offline-wheels docs docs-site clean
 
 # Commands that people need first; `make help` lists them first.
 FIRST := train|test|check|docs-site|bench
@@ -121,7 +121,12 @@ test-trainers: $(VENV)/.stamp-trainers  ## run the examples and command lines of
 	python -m pytest tests/trainers $(ARGS)
 
 test-package: $(VENV)/.stamp-build $(VENV)/.stamp-dev  ## build the wheel, load it in every Python, and train with it where nothing can be compiled
-	python -m pytest tests/package -vv $(ARGS)
+	python -m pytest tests/package/test_wheel.py -vv $(ARGS)
+
+release-check: wheel $(VENV)/.stamp-dev  ## build what a release needs, check its metadata, and install it in every Python that is here
+	@$(PIP) twine
+	python -m twine check --strict dist/*
+	DIST=$(CURDIR)/dist python -m pytest tests/package -vv $(ARGS)
 
 test-gpu:  ## run the tests that need a GPU, within BUDGET seconds; skips, and says so, where there is none
 	@python=$$($(GPU_PYTHON) tools/offline.py); \
@@ -185,7 +190,7 @@ clean:  ## remove .venv, build products and outputs
 $(VENV)/.stamp-python:
 	@python="$(PYTHON)"; \
 	if [ -z "$$python" ] || [ -z "$(call usable,$(PYTHON))" ]; then \
-	    echo "error: this needs Python 3.10 to 3.13 with its venv module; found $${python:-$$(python3 --version 2>&1 || true)}." \
+	    echo "error: this needs Python 3.10 to 3.14 with its venv module; found $${python:-$$(python3 --version 2>&1 || true)}." \
 	         "Install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name one: make PYTHON=/path/to/python3.11" >&2; \
 	    exit 1; \
 	fi; \

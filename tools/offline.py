@@ -37,8 +37,8 @@ def interpreter(wheels: Path, folder: Path) -> Path:
     Raises:
         OfflineError: nothing here can run the tests.
     """
-    if not (3, 10) <= sys.version_info < (3, 14):
-        raise OfflineError(f"Python 3.10 to 3.13 is needed; {sys.executable} is {sys.version.split()[0]}")
+    if not (3, 10) <= sys.version_info < (3, 15):
+        raise OfflineError(f"Python 3.10 to 3.14 is needed; {sys.executable} is {sys.version.split()[0]}")
     if find_spec("torch") is None:
         raise OfflineError(
             f"{sys.executable} has no torch, which is never carried: name an interpreter that has it "

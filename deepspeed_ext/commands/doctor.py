@@ -96,8 +96,8 @@ def check_platform() -> Check:
     detail = f"{platform.system()} {platform.release()} on {platform.machine()}, Python {platform.python_version()}"
     if not sys.platform.startswith("linux"):
         return _warning("platform", detail, "core binding and the optimizer process need Linux")
-    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-        return _problem("platform", detail, "use Python 3.10 to 3.13")
+    if not (3, 10) <= sys.version_info[:2] <= (3, 14):
+        return _problem("platform", detail, "use Python 3.10 to 3.14")
     return _ok("platform", detail)
 
 

@@ -8,24 +8,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.package.environments import LIBRARY, PYTHONS, environment_of, interpreter_of, run
 from tests.support import quick_start
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.timeout(900)
-PYTHONS = [f"python3.{minor}" for minor in range(10, 14)]
 TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
-LIBRARY = "deepspeed_ext/zenflow/worker/kernel/_adam_pass.so"
-TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
 
 KERNEL_CODE = """
 import ctypes, hashlib, sys
@@ -52,71 +46,9 @@ exec "$@"
 """
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command prints, in an environment without this checkout."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DSEXT_", "DS_"))}
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**variables, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, (
-        f"{command}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    )
-    return done.stdout + done.stderr
-
-
-@pytest.fixture(scope="session")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="deepspeed_ext-package-") as name:
-        yield Path(name)
-
-
-@pytest.fixture(scope="session")
-def checkout(folder: Path) -> Path:
-    """A copy of the files that git tracks, without anything that was built."""
-    for name in filter(None, TRACKED):
-        if (ROOT / name).exists():
-            (folder / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / "checkout" / name)
-    return folder / "checkout"
-
-
-@pytest.fixture(scope="session")
-def built(checkout: Path, folder: Path) -> Path:
-    """An sdist, and the wheel that was built from it, both in isolation."""
-    run(sys.executable, "-m", "build", "--outdir", folder / "built", cwd=checkout)
-    return folder / "built"
-
-
-@pytest.fixture(scope="session")
-def wheel(built: Path, folder: Path) -> Path:
-    """The wheel with the platform tag that auditwheel finds; it would also add libraries, if any were missing."""
-    (plain,) = built.glob("*.whl")
-    with zipfile.ZipFile(plain) as archive:
-        before = archive.read(LIBRARY)
-    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder / "wheels", plain, cwd=folder)
-    (repaired,) = (folder / "wheels").glob("*.whl")
-    with zipfile.ZipFile(repaired) as archive:
-        assert archive.read(LIBRARY) == before
-        assert not [name for name in archive.namelist() if ".libs/" in name]
-    return repaired
-
-
 def contents(path: Path) -> dict[str, int]:
     with zipfile.ZipFile(path) as archive:
         return {each.filename: each.CRC for each in archive.infolist() if not each.filename.endswith("RECORD")}
-
-
-def environment_of(python: str, folder: Path, *install: str | Path) -> Path:
-    """The interpreter of a new, empty environment with what is installed."""
-    run(python, "-m", "venv", folder, cwd=folder.parent)
-    run(folder / "bin/python", "-m", "pip", "install", "--quiet", *install, cwd=folder.parent)
-    return folder / "bin/python"
 
 
 def test_the_sdist_makes_the_wheel_of_the_checkout(checkout: Path, built: Path, folder: Path) -> None:
@@ -135,14 +67,11 @@ def test_the_tag_is_that_of_torchs_wheels(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_one_file_loads_in_every_python(python: str, wheel: Path, folder: Path) -> None:
-    found = shutil.which(python)  # pyenv has a shim for each version that it knows, which fails unless that is enabled
-    if found is None or subprocess.run([found, "--version"], capture_output=True, check=False).returncode != 0:
-        pytest.skip(f"no {python} here")
-    interpreter = environment_of(python, folder / python, "--no-deps", wheel)
+def test_one_file_loads_in_every_python(python: str, released_wheel: Path, folder: Path) -> None:
+    interpreter = environment_of(interpreter_of(python), folder / python, "--no-deps", released_wheel)
     kind, digest = run(interpreter, "-c", KERNEL_CODE, cwd=folder).splitlines()
     assert kind == "native True True"
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(released_wheel) as archive:
         assert digest == hashlib.sha256(archive.read(LIBRARY)).hexdigest()
 
 
