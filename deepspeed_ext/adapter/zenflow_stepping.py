@@ -291,8 +291,6 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
         self._drain_together()
         with together(ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read_saved_state(state_dict_list)
-            if saved is None and load_optimizer_states:
-                checkpoint.require_same_moments(adam, state_dict_list)
         _require_same_position(saved, ranks)
         super().load_state_dict(
             state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes

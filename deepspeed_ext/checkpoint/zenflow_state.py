@@ -8,7 +8,6 @@ later steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +22,7 @@ from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam, has_room_for
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
-__all__ = ["STATE_KEY", "adopt_optimizer_state", "host_copy", "require_same_moments", "restore", "state_of"]
+__all__ = ["STATE_KEY", "adopt_optimizer_state", "host_copy", "restore", "state_of"]
 
 STATE_KEY = "deepspeed_ext_zenflow"
 """Key of ZenFlow's state in an optimizer's state dict."""
@@ -71,29 +70,6 @@ def _shown(adam: OffloadedAdam) -> dict[str, Any]:
 def _collected_gradients(adam: OffloadedAdam, partition: Partition) -> list[torch.Tensor]:
     """A partition's gradients in the arena that are not handed over, oldest first. Valid between steps."""
     return [partition.ring[slot] for slot in adam.rule.schedule.latest(len(partition.collected))]
-
-
-def require_same_moments(adam: OffloadedAdam, state: Any) -> None:
-    """Refuse the state dict of another optimizer, which DeepSpeed would load in part.
-
-    Raises:
-        CheckpointError: `state` has moments, and not those of this run's optimizer.
-    """
-    found = _moments_in(state)
-    needed, name = set(adam.kind.layout.names), adam.kind.layout.name.capitalize()
-    if found and found != needed:
-        raise CheckpointError(
-            f"the checkpoint's optimizer has the moments {sorted(found)}, and {name}, which this run uses, "
-            f"{sorted(needed)}: resume with the optimizer that wrote it, or load only the weights"
-        )
-
-
-def _moments_in(state: Any) -> set[str]:
-    """Names of moments anywhere in a state dict."""
-    if isinstance(state, Mapping):
-        own = {name for name in ADAM_STATE.names if isinstance(state.get(name), torch.Tensor)}
-        return own.union(*map(_moments_in, state.values()))
-    return set().union(*map(_moments_in, state)) if isinstance(state, (list, tuple)) else set()
 
 
 def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer) -> None:
