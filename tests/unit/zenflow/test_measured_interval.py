@@ -42,9 +42,10 @@ def measuring(engine: Any, measured: int, slots: int | None = None) -> Iterator[
 
 
 def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> dict[str, Any]:
-    """Train as `measuring` says."""
+    """Train as `measuring` says, where rank 0 has room for a ring of `slots`."""
     engine = make_engine(config)
-    with measuring(engine, measured, slots):
+    in_use = engine.optimizer.zenflow_adam.rule.schedule.ring
+    with measuring(engine, measured, None if slots is None else slots - in_use):
         losses = train(engine, batches(BY_DEFAULT + STEPS, 0))
     found = {
         "losses": losses,
@@ -69,9 +70,9 @@ def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: int 
     assert_same(open_run, given_run)
 
 
-@pytest.mark.parametrize(("slots", "interval"), [(0, 1), (1, 2), (100, 2)])
+@pytest.mark.parametrize(("slots", "interval"), [(2, 1), (3, 2), (100, 2)])
 def test_an_interval_that_host_memory_has_no_room_for_is_not_chosen(slots: int, interval: int) -> None:
-    """On any rank: 2 S - 1 slots are needed, of which two are in use already, since the CPU is the accelerator."""
+    """On any rank: 2 S - 1 slots are needed."""
     found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16), 2, slots)
     assert [each["interval"] for each in found] == [interval, interval]
 
@@ -87,9 +88,9 @@ LAGGING = {
 }
 
 
-@pytest.mark.parametrize(("slots", "interval"), [(3, 3), (5, 5), (100, 8)])
+@pytest.mark.parametrize(("slots", "interval"), [(5, 3), (7, 5), (100, 8)])
 def test_gradients_that_stay_in_flight_need_room_too(slots: int, interval: int) -> None:
-    """S + lag - 1 slots, of which two are in use already."""
+    """S + lag - 1 slots."""
     found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16, **LAGGING), 8, slots)
     assert [each["interval"] for each in found] == [interval, interval]
 
@@ -115,8 +116,8 @@ def test_no_room_for_the_shortest_interval_is_an_error_on_every_rank() -> None:
     assert second == first
 
 
-def save_and_load(config: dict[str, Any], folder: str, slots: int) -> dict[str, Any]:
-    """Save at interval 2, within an interval; load where rank 0 has room for `slots` more."""
+def save_and_load(config: dict[str, Any], folder: str, missing: int) -> dict[str, Any]:
+    """Save at interval 2, within an interval; load where rank 0 lacks room for `missing` of the slots that it takes."""
     engine = make_engine(config)
     with measuring(engine, 2):
         train(engine, batches(STEPS + 1, 0))
@@ -124,7 +125,8 @@ def save_and_load(config: dict[str, Any], folder: str, slots: int) -> dict[str, 
     engine.destroy()
     engine = make_engine(config)
     adam = engine.optimizer.zenflow_adam
-    with measuring(engine, 2, slots):
+    schedule = adam.rule.schedule
+    with measuring(engine, 2, schedule.ring_at(2) - schedule.ring - missing):
         engine.load_checkpoint(folder, tag="t")
         found = {"updates": adam.updates, "collected": len(adam.partitions[0].collected)}
         losses = train(engine, batches(STEPS, 0))
@@ -136,6 +138,6 @@ def save_and_load(config: dict[str, Any], folder: str, slots: int) -> dict[str, 
 def test_an_interval_of_another_host_is_kept_if_there_is_room(tmp_path: Path) -> None:
     """Otherwise gradients that are not handed over are applied, and the interval is measured anew."""
     config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4)
-    for slots, collected, interval in ((1, 1, 2), (0, 0, 1)):
-        found = run_ranks(2, save_and_load, config, str(tmp_path), slots)
+    for missing, collected, interval in ((0, 1, 2), (1, 0, 1)):
+        found = run_ranks(2, save_and_load, config, str(tmp_path), missing)
         assert found == [{"updates": STEPS + 1, "collected": collected, "interval": interval, "fell": True}] * 2
