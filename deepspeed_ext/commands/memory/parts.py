@@ -42,6 +42,9 @@ class Part:
     nbytes: int
     page_locked: bool = False
 
+    def __post_init__(self) -> None:
+        assert self.nbytes >= 0, f"{self.kind}: {self.nbytes} bytes"
+
 
 def largest(*moments: Sequence[Part]) -> tuple[Part, ...]:
     """The moment of a phase with the most bytes, without its empty parts."""
