@@ -200,6 +200,8 @@ class Resharder:
             if same_kind:  # DeepSpeed loads it, and reports damage
                 return None
             raise
+        if is_same and run.reads_section and not without_state:
+            require_same_groups(saved, target)
         return None if is_same else Resharding(saved, target, run.partitions_weights, run.config)
 
     def _require_newer(self, saved: SavedCheckpoint) -> None:

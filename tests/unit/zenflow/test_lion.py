@@ -206,24 +206,33 @@ def test_training_goes_on_to_the_bit_after_its_states_were_away(stage: int) -> N
     assert run_ranks(2, parked, lion_config(stage)) == ["", ""]
 
 
-def crossed(saves: dict[str, Any], loads: dict[str, Any], folder: str) -> str:
-    engine = make_engine(saves)
+def crossed(saves: dict[str, Any], loads: dict[str, Any], folder: str, extended: bool = True) -> str:
+    engine = make_engine(saves, extended=extended)
     train(engine, batches(3, dist.get_rank()))
     engine.save_checkpoint(folder, tag="t")
     engine.destroy()
     engine = make_engine(loads)
     try:
+        before = weights_of(engine)
         engine.load_checkpoint(folder, tag="t")
     except CheckpointError as error:
+        assert not first_difference(before, weights_of(engine)), "a part was loaded"
         return str(error)
     finally:
         engine.destroy()
     return "loaded"
 
 
-def test_adam_does_not_load_what_lion_saved(tmp_path: Path) -> None:
-    told = run_ranks(1, crossed, lion_config(2), zenflow_config(2), str(tmp_path))[0]
-    assert "that of Lion, this run's optimizer is Adam" in told
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_neither_loads_what_the_other_saved(stage: int, extended: bool, tmp_path: Path) -> None:
+    """With ZenFlow, or with ZeRO-Offload of DeepSpeed."""
+    lion, adam = lion_config(stage), zenflow_config(stage)
+    for number, (saves, loads) in enumerate([(lion, adam), (adam, lion), (lion, lion)]):
+        saves = saves if extended else offload_config(saves)
+        told = run_ranks(2, crossed, saves, loads, str(tmp_path / str(number)), extended)
+        expected = "loaded" if number == 2 else "the checkpoint is of another optimizer"
+        assert all(expected in each for each in told), told
 
 
 def refused_load(run: Run, folder: str) -> str:
