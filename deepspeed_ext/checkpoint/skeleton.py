@@ -89,11 +89,11 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
                 return NotImplemented
             if type(value) is torch.nn.Parameter:  # what it holds is next
                 return NotImplemented
-            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), value.requires_grad)
             stand_in = stand_ins.setdefault(place, _stand_in(value))
             storage = stand_in.untyped_storage()
             storages.setdefault(id(storage), storage)
-            sources[id(storage)] = value.detach().reshape(-1).view(torch.uint8)
+            sources[id(storage)] = value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
             return stand_in.__reduce_ex__(_PROTOCOL)
 
     with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -140,7 +140,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the host like `tensor`, without memory."""
     with FakeTensorMode():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -104,6 +104,7 @@ def from_an_accelerator(folder: str) -> None:
         "tied": [there[400:500], there[400:500]],
         "transposed": there[500:512].view(3, 4).t(),
         "number": on_device(torch.tensor(7)),
+        "trained": on_device(torch.arange(3.0)).requires_grad_(),
         "empty": there[:0],
         "host": torch.arange(5),
     }
@@ -115,6 +116,8 @@ def from_an_accelerator(folder: str) -> None:
     assert loaded["views"][0].untyped_storage().nbytes() == 600
     assert loaded["tied"][0].data_ptr() == loaded["tied"][1].data_ptr()
     assert isinstance(loaded["views"][1], torch.nn.Parameter)
+    assert loaded["trained"].requires_grad
+    assert not loaded["views"][0].requires_grad
     assert there.device.type == "sim"
 
 
