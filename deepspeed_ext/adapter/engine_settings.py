@@ -16,7 +16,7 @@ class EngineSettings(DeepSpeedEngine):
 
     @property
     def _zenflow(self) -> ZenFlowConfig | None:
-        return section_in_use(self._config.zero_config, self.optimizer_name())
+        return section_in_use(self._config.zero_config, self.optimizer_name(), super().bf16_optimizer_states())
 
     def zenflow_config(self) -> Any:
         """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
@@ -53,6 +53,10 @@ class EngineSettings(DeepSpeedEngine):
     def bf16_optimizer_states(self) -> bool:
         return self._zenflow is None and super().bf16_optimizer_states()
 
+    @property
+    def _rounds_moments(self) -> bool:
+        return self._zenflow is not None and self._zenflow.state_dtype != "float32"
+
     def _replaced_settings(self) -> list[str]:
         """The keys of `supported.IDLE` that the config turns on."""
         given = {
@@ -61,6 +65,6 @@ class EngineSettings(DeepSpeedEngine):
             "zero_optimization.pipeline_loading_checkpoint": self._config.zero_config.pipeline_loading_checkpoint,
             "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
             "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
-            "bf16.bf16_optimizer_states": super().bf16_optimizer_states(),
+            "bf16.bf16_optimizer_states": super().bf16_optimizer_states() and not self._rounds_moments,
         }
         return [name for name, is_on in given.items() if is_on]

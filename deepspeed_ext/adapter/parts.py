@@ -41,11 +41,11 @@ def fields_of(zero_config: Any) -> ZeroConfig | None:
     return zero_config if isinstance(zero_config, ZeroConfig) else None
 
 
-def section_in_use(zero_config: Any, optimizer_name: str | None) -> ZenFlowConfig | None:
+def section_in_use(zero_config: Any, optimizer_name: str | None, bf16_optimizer_states: bool) -> ZenFlowConfig | None:
     """The ``zenflow`` section, if the optimizer is to run in a separate process. An engine without an optimizer, such
     as a trainer's reference model, has the trained model's config and no use for its section."""
     settings = fields_of(zero_config)
-    return None if settings is None or optimizer_name is None else settings.zenflow
+    return None if settings is None or optimizer_name is None else settings.zenflow_with(bf16_optimizer_states)
 
 
 class Parts:

@@ -61,7 +61,10 @@ def _report(
 def _zenflow(settings: ZenFlowConfig, adam: OffloadedAdam) -> Iterator[str]:
     schedule = adam.rule.schedule
     interval = schedule.interval or "measured during the first steps"
-    yield f"Adam runs in a process of its own, one per rank; update_interval {interval}, {settings.rule} rule"
+    layout = adam.kind.layout
+    rounded = "" if layout.moment_dtype == "float32" else f", moments in {layout.moment_dtype} (not exact)"
+    how = f"update_interval {interval}, {settings.rule} rule{rounded}"
+    yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
     if settings.overlapped:
         first = schedule.warm_up_steps
         steps = "the first step waits for its" if first == 1 else f"the first {first} steps wait for their"

@@ -82,6 +82,15 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         weights_there = self.offload_param is not None and self.offload_param.device == "cpu"
         return 1.0 if self.offload_optimizer is None or weights_there else self.offload_optimizer.host_share
 
+    def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowSection | None:
+        """The ``zenflow`` section, with DeepSpeed's ``bf16.bf16_optimizer_states`` as its ``state_dtype`` where that is
+        not given and the run can have it."""
+        section = self.zenflow
+        if section is None or not bf16_optimizer_states or "state_dtype" in section.model_fields_set:
+            return section
+        can_have_it = section.rule == "predictive" and self.host_share == 1.0
+        return section.model_copy(update={"state_dtype": "bfloat16"}) if can_have_it else section
+
     def __init__(self, **data: Any) -> None:
         if is_deeper(data, DEEPEST):
             raise ConfigError(f"zero_optimization is nested more than {DEEPEST} levels deep, but no field is")

@@ -42,6 +42,8 @@ class _SavedState(SavedValues):
     block_size: Positive
     optimizer: Literal["adam", "lion"] = "adam"
     """The name of the state's layout."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the moments, which the base optimizer's state holds."""
     updates: Count
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
     weights: list[torch.Tensor] | None = None

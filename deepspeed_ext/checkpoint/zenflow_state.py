@@ -53,7 +53,8 @@ def _shown(adam: OffloadedAdam) -> dict[str, Any]:
         "block_size": adam.rule.block_size,
         "schedule": adam.rule.schedule.state_dict(),
         "updates": adam.updates,
-        **({} if adam.kind.layout is ADAM_STATE else {"optimizer": adam.kind.layout.name}),
+        **({} if adam.kind.layout.name == ADAM_STATE.name else {"optimizer": adam.kind.layout.name}),
+        **({} if adam.kind.layout.moment_dtype == "float32" else {"moment_dtype": adam.kind.layout.moment_dtype}),
         "partitions": [
             {
                 "numel": state.master.numel(),
@@ -110,6 +111,13 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
         ZenFlow state, a setting has changed, or a host has no memory for the checkpoint's interval. In the last two
         cases gradients that were not handed over have been applied first.
     """
+    there, here = "float32" if saved is None else saved.moment_dtype, adam.kind.layout.moment_dtype
+    if there != here:
+        how = "rounded to it" if here == "bfloat16" else "converted, which changes no value"
+        logger.warning(
+            f"{where}: the checkpoint's moments are {there}, this run's are {here} (zenflow.state_dtype): they are "
+            f"{how}"
+        )
     if saved is None:
         return False
     rule = adam.rule

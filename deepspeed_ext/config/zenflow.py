@@ -74,6 +74,12 @@ class ZenFlowConfig(ConfigSection):
     """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more than float32 but
     needs half the host memory and link traffic if it has 16 bits. Only the model's dtype or float32."""
 
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """``predictive`` with Adam or AdamW: dtype of the moments on the host. ``bfloat16`` takes 4 bytes of host memory
+    per parameter less, and a shorter pass, but is not exact: every update rounds both moments up or down at random. A
+    resume is still exact, and a checkpoint of the other dtype is converted. DeepSpeed's ``bf16.bf16_optimizer_states``
+    sets it, unless it is given. Not with ``offload_optimizer.ratio`` below 1."""
+
     hide_transfers: bool | None = None
     """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of device memory per
     parameter of the partition. Not given: if every rank has room for that and keeps a tenth of its memory free. Without

@@ -70,7 +70,7 @@ def start_adam(
     """
     config, parts = run.config, [weights(index) for index in range(len(groups))]
     _agree(run, groups, weights_on_host, ranks)
-    kind, metrics = hosted(optimizer, config.rule), Metrics()
+    kind, metrics = hosted(optimizer, config), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(parts[0].dtype)
     settings = _settings(run, kind, parts[0].device, weights_on_host=weights_on_host)
     numels = [part.numel() for part in parts]

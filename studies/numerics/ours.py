@@ -53,9 +53,17 @@ class Ours(Rule):
         block_size: elements over which v is averaged; 1: v itself; `WHOLE`: one mean per partition.
         warm_up_steps: synchronous steps at the start; None: one at interval 1, otherwise five intervals, which was the
             default when the study was planned.
+        moments: their dtype.
     """
 
-    def __init__(self, start: Start, interval: int = 1, block_size: int = 32, warm_up_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        start: Start,
+        interval: int = 1,
+        block_size: int = 32,
+        warm_up_steps: int | None = None,
+        moments: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__(start)
         if warm_up_steps is None:
             warm_up_steps = 1 if interval == 1 else 5 * interval
@@ -66,7 +74,7 @@ class Ours(Rule):
         for rank in range(len(start.bounds) - 1):
             mine = start.part(rank)
             weights = self._weights[start.bounds[rank] : start.bounds[rank + 1]]
-            host = Host.of(mine, block_size or max(1, mine.masters.numel()))
+            host = Host.of(mine, block_size or max(1, mine.masters.numel()), moments)
             self.parts.append(_Part(host, weights, torch.zeros_like(weights)))
         self.collected: list[tuple[torch.Tensor, AdamStep]] = []
         self.last: AdamStep | None = None

@@ -204,6 +204,26 @@ GROUPS: tuple[Group, ...] = (
         (("bytes-1m", "base", ("lion-bf16", "lion-delay", "lion-signs", "lion-means")),),
     ),
     Group(
+        "rounded",
+        "Moments in bf16, an amendment",
+        (
+            ("bytes-1m", "base", ("adamw-bf16", "ours-1-bf16")),
+            ("bytes-1m", "beta2-0.999", ("adamw-bf16", "ours-1-bf16")),
+            *_each(("embeddings", "experts", "spikes"), ("base",), ("adamw-bf16",)),
+            ("reactions", "steps-100", ("adamw-bf16",)),
+            ("bytes-5m", "base", ("adamw-bf16", "ours-1-bf16-from-40")),
+        ),
+    ),
+    Group(
+        "rounded-long", "Moments in bf16 for 2,000 steps, an amendment", (("bytes-1m", "steps-2000", ("adamw-bf16",)),)
+    ),
+    Group(
+        "rounded-twenty",
+        "Moments in bf16 at twenty million, an amendment",
+        (("bytes-20m", "base", ("adamw-bf16",)),),
+        seeds=(0,),
+    ),
+    Group(
         "beta1",
         "A delay at larger beta1, an amendment",
         (("bytes-1m", "base", ("delay-beta1-0.95", "delay-beta1-0.975")),),

@@ -84,7 +84,7 @@ class Host:
     """p, m and v of one partition, and what the newest pass published.
 
     Attributes:
-        p, m, v: 1-D fp32 [n].
+        p, m, v: 1-D [n]; p is fp32.
         published: y of the newest pass, 1-D [n], dtype of the weights.
         means: mean of v over each block.
     """
@@ -97,11 +97,12 @@ class Host:
     block_size: int = field(default=PLAIN_BLOCK)
 
     @classmethod
-    def of(cls, start: Start, block_size: int = PLAIN_BLOCK) -> Host:
-        """The state before the first step."""
+    def of(cls, start: Start, block_size: int = PLAIN_BLOCK, moments: torch.dtype = torch.float32) -> Host:
+        """The state before the first step; `moments` is the dtype of m and v."""
         p = start.masters.clone()
         means = torch.zeros(-(-p.numel() // block_size), dtype=torch.float32)
-        return cls(p, torch.zeros_like(p), torch.zeros_like(p), p.to(start.dtype, copy=True), means, block_size)
+        m, v = (torch.zeros_like(p, dtype=moments) for _ in range(2))
+        return cls(p, m, v, p.to(start.dtype, copy=True), means, block_size)
 
     def run(self, grads: Sequence[torch.Tensor], steps: Sequence[AdamStep], publish: Publish) -> None:
         """One pass of the package: an exact update for each gradient, then y and the block means."""
@@ -161,11 +162,11 @@ class Rule(ABC):
 
 
 class AdamW(Rule):
-    """Every update before the next forward pass: what the others are compared with."""
+    """Every update before the next forward pass: what the others are compared with; `moments` is their dtype."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, moments: torch.dtype = torch.float32) -> None:
         super().__init__(start)
-        self.host = Host.of(start)
+        self.host = Host.of(start, moments=moments)
 
     def step(self, gradient: Gradient) -> None:
         self.host.step(gradient.reduced, self._next(gradient))

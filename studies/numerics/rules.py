@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from studies.numerics.lion import Lion, LionBf16, LionDelay, LionMeans, LionSigns
 from studies.numerics.ours import WHOLE, Ours
 from studies.numerics.relatives import ACCO, Delay, Disturbed, Feedback, Momentum, SAPipe
@@ -36,6 +38,9 @@ RULES: dict[str, Callable[[Start], Rule]] = {
     "ours-2-from-40": partial(Ours, interval=2, warm_up_steps=40),
     "ours-4-from-40": partial(Ours, interval=4, warm_up_steps=40),
     "ours-4-blocks-8": partial(Ours, interval=4, block_size=8),
+    "adamw-bf16": partial(AdamW, moments=torch.bfloat16),
+    "ours-1-bf16": partial(Ours, interval=1, moments=torch.bfloat16),
+    "ours-1-bf16-from-40": partial(Ours, interval=1, warm_up_steps=40, moments=torch.bfloat16),
     "delay": Delay,
     "feedback": Feedback,
     "momentum": Momentum,

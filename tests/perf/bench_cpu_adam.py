@@ -8,7 +8,7 @@ lie where the arena places them; "head to tail" is the placement before, one arr
 Every contender gets the same number of threads; "cores" is the CPU time that it took per second, to check that.
 
 "GB/s" are the bytes that a contender has to read and write, over its time: 28 an element for a step of Adam (the pass:
-p, m and v in and out, 2 bytes each of gradient and weight; fused: the same with an fp32 gradient and no other weight),
+p, m and v in and out, 2 bytes each of gradient and weight, 20 with moments in bf16; fused: the same with an fp32 gradient and no other weight),
 34 for four steps in one pass, and 8 for the plain copy of an fp32 array, which shows what the memory can do. A copy
 also reads each cache line of its output before it overwrites it, which is not counted.
 """
@@ -17,7 +17,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from deepspeed_ext.zenflow.worker.arena import (
     plan_layout,
 )
 from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from tests.perf import report
 
 INTERVAL, BLOCK_SIZE = 4, 32
@@ -47,6 +49,8 @@ _SETTLE_SECONDS = 0.03
 """Before each run: threads of OpenMP, which others have used, spin for some milliseconds before they sleep."""
 STATE_BYTES = 24
 """Of an element: p, m and v, each read and written in fp32."""
+ROUNDED_BYTES = 16
+"""The same with m and v in bf16."""
 
 
 @dataclass
@@ -97,11 +101,14 @@ def head_to_tail(specs: Sequence[ArraySpec]) -> ArenaLayout:
     return ArenaLayout(tuple(arrays), end)
 
 
-def _pass_arena(numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout]) -> Arena:
+def _pass_arena(
+    numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout], state: StateLayout = ADAM_STATE
+) -> Arena:
     what: dict[str, Any] = {
         "publish_dtype": "bfloat16",
         "grad_dtype": "bfloat16",
         "per_block": ("block_means", "float32", True),
+        "states": state.arrays,
     }
     slots = {"slots": INTERVAL, "touched_slots": INTERVAL}
     arena = Arena.create(plan(partition_specs(0, numel, block_size=BLOCK_SIZE, **slots, **what)))
@@ -155,6 +162,7 @@ def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, C
     """Everything that is timed at one size."""
     native, reference = load_kernel(library_path(), threads), load_kernel(None, threads)
     spread, tight = _pass_arena(numel, plan_layout), _pass_arena(numel, head_to_tail)
+    rounded = _pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype="bfloat16"))
     step, interval = STATE_BYTES + 2 + 2, STATE_BYTES + 2 * INTERVAL + 2
     found = {
         COPY: Contender(_copy_runner(numel), 8),
@@ -167,6 +175,10 @@ def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, C
         ),
         f"pass, {native.name}, interval {INTERVAL}, head to tail": Contender(
             _pass_runner(native, tight, INTERVAL), interval, INTERVAL
+        ),
+        f"pass, {native.name}, bf16 moments": Contender(_pass_runner(native, rounded, 1), ROUNDED_BYTES + 2 + 2),
+        f"pass, {native.name}, bf16 moments, interval {INTERVAL}": Contender(
+            _pass_runner(native, rounded, INTERVAL), ROUNDED_BYTES + 2 * INTERVAL + 2, INTERVAL
         ),
         "pass, torch operations": Contender(_pass_runner(reference, spread, 1), step),
     }
@@ -205,7 +217,12 @@ def rows_of(numel: int, found: dict[str, Contender]) -> list[dict[str, Any]]:
 def comparisons_of(numel: int, threads: int, found: dict[str, Contender]) -> list[report.Comparison]:
     """The native pass beside torch's and DeepSpeed's Adam, and everybody's bytes beside those of a copy."""
     kernel = next(name for name in found if name.startswith("pass, "))
-    passes = {"1": found[kernel], str(INTERVAL): found[f"{kernel}, interval {INTERVAL}"]}
+    passes = {
+        "1": found[kernel],
+        str(INTERVAL): found[f"{kernel}, interval {INTERVAL}"],
+        "1, bf16 moments": found[f"{kernel}, bf16 moments"],
+        f"{INTERVAL}, bf16 moments": found[f"{kernel}, bf16 moments, interval {INTERVAL}"],
+    }
     size = f"{numel:,} elements ({SIZES.get(numel, 'given')})"
     comparisons = [
         report.compare(

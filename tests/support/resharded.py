@@ -58,6 +58,8 @@ class Run(NamedTuple):
         if self.setting == "lion":
             config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
             config["zero_optimization"].get("zenflow", {}).pop("update_interval", None)
+        if self.setting == "rounded" and "zenflow" in config["zero_optimization"]:
+            config["zero_optimization"]["zenflow"]["state_dtype"] = "bfloat16"
         if self.setting in ZERO_FIELDS:
             config["zero_optimization"][self.setting] = ZERO_FIELDS[self.setting]
         return config

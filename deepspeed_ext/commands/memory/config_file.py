@@ -63,7 +63,9 @@ def _optimizer(config: Mapping[str, Any]) -> list[str]:
     return [] if known else [f"the optimizer is {name}: two fp32 moments are counted, as for Adam"]
 
 
-_LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", "bf16_optimizer_states")
+_BF16_STATES = "bf16_optimizer_states"
+_LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads", _BF16_STATES)
+"""Settings that ZenFlow replaces."""
 
 
 def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -77,14 +79,18 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
         "quantized weights or gradients": any(section.get(name) is True for name in section if "quantized" in name),
         "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
-    } | {name: any(section.get(name) is True for section in sections) for name in _LOW_PRECISION}
+    }
+    if zero.zenflow is None:
+        unknown |= {name: any(section.get(name) is True for section in sections) for name in _LOW_PRECISION}
     if found := [name for name, given in unknown.items() if given]:
         raise ConfigError(f"plan --memory does not know the memory of {' and '.join(found)}")
 
 
 def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConfig, ranks: int) -> Setup:
     offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
-    zenflow = None if zero.zenflow is None else ZenFlowConfig(**zero.zenflow.model_dump(exclude_unset=True))
+    wants_bf16_states = any(section_of(config, name).get(_BF16_STATES) is True for name in ("bf16", "bfloat16"))
+    in_use = zero.zenflow_with(wants_bf16_states)
+    zenflow = None if in_use is None else ZenFlowConfig(**in_use.model_dump(exclude_unset=True))
     optimizer = section_of(config, "optimizer")
     name = str(optimizer.get("type", "")).lower()
     torch_adam = section_of(optimizer, "params").get("torch_adam") is True

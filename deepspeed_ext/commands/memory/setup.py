@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from deepspeed_ext.config import FlattenTier, ZenFlowConfig
@@ -117,7 +117,9 @@ class Setup:
             return ("ZeRO-Offload" if self.offload else "ZeRO") + where
         interval = self.zenflow.update_interval
         share = "" if self.host_share == 1.0 else f", {self.host_share:.0%} on the host"
-        return f"ZenFlow {self.zenflow.rule}, interval {'measured' if interval is None else interval}{share}{where}"
+        states = "" if self.zenflow.state_dtype == "float32" else f", {self.zenflow.state_dtype} moments"
+        interval_name = "measured" if interval is None else interval
+        return f"ZenFlow {self.zenflow.rule}, interval {interval_name}{states}{share}{where}"
 
     @property
     def on_accelerator(self) -> bool:
@@ -148,9 +150,10 @@ class Setup:
             longest = SelectiveSettings.of(self.zenflow).longest_interval
             section = self.zenflow.model_copy(update={"update_interval": longest})
             return SelectiveSettings.of(section, weights_on_host=self.weights_on_host)
-        longest = PredictiveSettings.of(self.zenflow, layout=self.layout).longest_interval
+        layout = replace(self.layout, moment_dtype=self.zenflow.state_dtype)
+        longest = PredictiveSettings.of(self.zenflow, layout=layout).longest_interval
         section = self.zenflow.model_copy(update={"update_interval": longest})
-        return PredictiveSettings.of(section, weights_on_host=self.weights_on_host, layout=self.layout)
+        return PredictiveSettings.of(section, weights_on_host=self.weights_on_host, layout=layout)
 
     def stepped_there(self, numel: int) -> int:
         """How many of a partition's `numel` elements step on the accelerator, with ZenFlow."""

@@ -33,7 +33,7 @@ class HostedAdam(HostedOptimizer):
     """The user's Adam or AdamW.
 
     Args:
-        optimizer: see the base class.
+        optimizer, moment_dtype: see the base class.
 
     Raises:
         ConfigError: see `require_adam`.
@@ -41,8 +41,8 @@ class HostedAdam(HostedOptimizer):
 
     layout = ADAM_STATE
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
+        super().__init__(optimizer, moment_dtype)
         self._decoupled = require_adam(optimizer)
 
     @classmethod
@@ -92,7 +92,7 @@ class HostedAdam(HostedOptimizer):
     def publish(
         self, publish: Publish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
     ) -> torch.Tensor:
-        p, m, v = state
+        p, m, v = (array.float() for array in state)
         means = torch.empty(-(-p.numel() // block_size), dtype=torch.float32, device="cpu")
         block_means_into(v, block_size, means)
         publish_into(publish, p, m, v, means, block_size, published)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext.config.zenflow import RuleName
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.adam import HostedAdam
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
@@ -15,15 +15,15 @@ __all__ = ["hosted"]
 _HOSTED: tuple[type[HostedOptimizer], ...] = (HostedAdam, HostedLion)
 
 
-def hosted(optimizer: torch.optim.Optimizer, rule: RuleName) -> HostedOptimizer:
+def hosted(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> HostedOptimizer:
     """The user's optimizer, as ZenFlow runs it.
 
     Args:
         optimizer: the user's.
-        rule: the update rule in use.
+        config: the section: the update rule in use and the dtype of the moments.
 
     Raises:
-        ConfigError: ZenFlow does not run it, or not with this rule.
+        ConfigError: ZenFlow does not run it, or not with this rule or dtype.
     """
     name = type(optimizer).__name__
     kind = next((each for each in _HOSTED if each.serves(optimizer)), None)
@@ -32,9 +32,14 @@ def hosted(optimizer: torch.optim.Optimizer, rule: RuleName) -> HostedOptimizer:
             f"zero_optimization.zenflow works with Adam, AdamW and Lion, but the optimizer is {name}: use Adam or "
             "AdamW from torch.optim or DeepSpeed, or DeepSpeed's Lion, or remove the zenflow section"
         )
-    if rule == "selective" and kind is not HostedAdam:
+    if config.rule == "selective" and kind is not HostedAdam:
         raise ConfigError(
             f'zero_optimization.zenflow.update_rule = "selective" with {name}: that rule steps its blocks as Adam '
             'does. Set it to "predictive" and remove topk_ratio and the select_* fields, or use Adam or AdamW'
         )
-    return kind(optimizer)
+    if config.state_dtype != "float32" and kind is not HostedAdam:
+        raise ConfigError(
+            f'zero_optimization.zenflow.state_dtype = "{config.state_dtype}" with {name}: only the moments of Adam and '
+            "AdamW can be rounded so; Lion keeps one moment and takes 4 bytes a parameter less than they do. Remove it"
+        )
+    return kind(optimizer, config.state_dtype)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
@@ -40,15 +41,18 @@ class HostedOptimizer(ABC):
 
     Args:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
+        moment_dtype: dtype of the moments on the host.
 
     Raises:
         ConfigError: it has a setting that the worker does not know.
     """
 
-    layout: ClassVar[StateLayout]
+    layout: StateLayout
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
         self._optimizer = optimizer
+        if moment_dtype != self.layout.moment_dtype:
+            self.layout = replace(self.layout, moment_dtype=moment_dtype)
 
     @classmethod
     @abstractmethod
@@ -96,7 +100,7 @@ class HostedOptimizer(ABC):
 
         Args:
             publish: from `exact` or `ahead`.
-            state: p and the moments; 1-D fp32 [n], host.
+            state: p and the moments, in their own dtypes; 1-D [n], host.
             block_size: elements per block.
             published: receives y; 1-D [n], host.
 

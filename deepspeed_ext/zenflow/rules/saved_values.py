@@ -122,7 +122,7 @@ class PartitionValues(SavedValues, ABC):
         """Apply the collected gradients to a part of what the rule sees, as the rule would have, in this process.
 
         Args:
-            state: p, m, v of the part, changed in place; 1-D fp32 [n], host.
+            state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
             block_size: elements per block.
             begin: the first element of the part behind those on the accelerator, at the start of a block. The part ends
                 where a block or the partition ends.

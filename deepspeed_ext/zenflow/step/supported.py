@@ -30,7 +30,7 @@ IDLE = {
     "they need",
     "bf16.bf16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more",
     "fp16.fp16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more",
-    "bf16.bf16_optimizer_states": "ZenFlow keeps m and v in fp32, which takes 4 bytes a parameter more",
+    "bf16.bf16_optimizer_states": "zenflow.state_dtype says float32, or this rule or ratio keeps m and v in fp32",
 }
 """Settings that ZenFlow replaces by something that does at least as much, each with what that is."""
 
@@ -71,8 +71,22 @@ def require_section(section: Any) -> None:
             offload_param is not None and offload_param.device == "nvme",
             "it is not built",
         ),
+        Refusal(
+            'zenflow.state_dtype = "bfloat16" with update_rule = "selective"',
+            _rounds(section) and section.zenflow.rule == "selective",
+            "hot blocks keep fp32 moments, and would be rounded each time they move; the predictive rule has it",
+        ),
+        Refusal(
+            'zenflow.state_dtype = "bfloat16" with offload_optimizer.ratio below 1',
+            _rounds(section) and section.host_share != 1.0,
+            "what steps on the accelerator keeps fp32 moments, and would be rounded by every save",
+        ),
         Refusal("compute_grad_norm = false", not section.compute_grad_norm, "DeepSpeed refuses it with CPU offload"),
     )
+
+
+def _rounds(section: Any) -> bool:
+    return section.zenflow.state_dtype != "float32"
 
 
 def require_shared_folder(section: Any, node_local: bool) -> None:

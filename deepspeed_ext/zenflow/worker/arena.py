@@ -150,7 +150,7 @@ def partition_specs(
     per_block: tuple[str, str, bool],
     lifts_weights: bool = True,
     before: int = 0,
-    states: Sequence[str] = ("p", "m", "v"),
+    states: Sequence[tuple[str, str]] = (("p", "float32"), ("m", "float32"), ("v", "float32")),
     per_block_width: int = 1,
 ) -> list[ArraySpec]:
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
@@ -169,7 +169,7 @@ def partition_specs(
         per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
         lifts_weights: whether y is copied to the accelerator; gradients always come from there.
         before: elements before them, of the same partition of ZeRO, that step on the accelerator.
-        states: kinds of p and of the optimizer's moments.
+        states: kinds and dtypes of p and of the optimizer's moments.
         per_block_width: elements of the per-block array for one block.
     """
     blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
@@ -178,7 +178,7 @@ def partition_specs(
         "g", grad_dtype, numel, partition, exchanged=True, replaced_by=publish_dtype if replaces else None
     )
     return [
-        *(ArraySpec(name, "float32", numel, partition, before=before) for name in states),
+        *(ArraySpec(name, its_dtype, numel, partition, before=before) for name, its_dtype in states),
         *([] if replaces else [ArraySpec("y", publish_dtype, numel, partition, exchanged=lifts_weights)]),
         ArraySpec(kind, dtype, blocks * per_block_width, partition, exchanged=exchanged),
         *(replace(gradient, slot=slot, touched=slot < touched_slots) for slot in range(slots)),

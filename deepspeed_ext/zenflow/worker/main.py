@@ -158,7 +158,8 @@ def write_from_arena(work: ArenaWrite, arena: Arena) -> str | None:
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
     p, m, v, published, *grads = _arrays(work, arena, ADAM_STATE)
     means = _per_block(work, arena, "block_means", block_size)
-    return AdamPass(p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish)
+    first = 0 if work.span is None else work.span.begin
+    return AdamPass(p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish, first)
 
 
 def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:

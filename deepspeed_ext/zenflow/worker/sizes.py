@@ -119,7 +119,7 @@ def arena_specs(
             per_block=settings.per_block,
             lifts_weights=not settings.weights_on_host,
             before=before,
-            states=settings.layout.kinds,
+            states=settings.layout.arrays,
             per_block_width=settings.per_block_width,
         )
     ]

@@ -20,6 +20,14 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
     'offload_param.device = "nvme"': (3, {"offload_param": NVME}),
+    'state_dtype = "bfloat16" with update_rule = "selective"': (
+        2,
+        {"zenflow": {"topk_ratio": 0.1, "state_dtype": "bfloat16"}},
+    ),
+    'state_dtype = "bfloat16" with offload_optimizer.ratio': (
+        3,
+        {"zenflow": {"state_dtype": "bfloat16"}, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    ),
     "compute_grad_norm": (2, {"compute_grad_norm": False}),
 }
 """What the message must name: the stage, and settings of ``zero_optimization``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_ext.zenflow.rules.blocks import step_blocks
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.saved_values import (
     GRADIENT_DTYPES,
@@ -17,6 +16,7 @@ from deepspeed_ext.zenflow.rules.saved_values import (
     StepValues,
     misfit,
 )
+from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
 
 __all__ = ["PredictivePartitionValues", "PredictiveSavedSchedule"]
 
@@ -73,7 +73,6 @@ class PredictivePartitionValues(PartitionValues):
         return super().mistakes(blocks, steps) + found
 
     def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
-        numel = state[0].numel()
-        for step, gradient in zip(self.steps, self.gradients, strict=True):
-            counts = torch.full((-(-numel // block_size),), step.step - 1, dtype=torch.int32, device="cpu")
-            step_blocks(state, block_size, counts, None, gradient[begin : begin + numel], step)
+        p, m, v = state
+        gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
+        take_steps(p, m, v, gradients, self.steps, begin)

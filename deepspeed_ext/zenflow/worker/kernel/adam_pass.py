@@ -9,7 +9,8 @@ elementwise in fp32::
     d = sqrt(v) / sqrt(1 - beta2^t) + eps
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when decoupled)
 
-Without bias correction, both 1 - beta^t are 1. A gradient is maximized by a negative c.
+Without bias correction, both 1 - beta^t are 1. A gradient is maximized by a negative c. If m and v are bfloat16, each
+step rounds them as `rounding` says, before d and p are computed from them.
 
 After the last step, with that step's d and the values of `Publish`::
 
@@ -107,10 +108,10 @@ class Publish:
 class AdamPass:
     """One pass over one partition of n elements.
 
-    ``p``, ``m``, ``v`` (fp32 [n]) are read and written. ``published`` ([n], any floating dtype) and ``block_means``
-    (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one dtype) are read, one per step. A pass
-    without steps recomputes ``published`` and ``block_means``. ``published`` may be the memory of the last one of
-    ``grads``, if both have the same item size; otherwise no two arrays overlap.
+    ``p`` (fp32 [n]), ``m`` and ``v`` ([n], both fp32 or both bfloat16) are read and written. ``published`` ([n], any
+    floating dtype) and ``block_means`` (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one
+    dtype) are read, one per step. A pass without steps recomputes ``published`` and ``block_means``. ``published`` may
+    be the memory of the last one of ``grads``, if both have the same item size; otherwise no two arrays overlap.
     """
 
     p: Array
@@ -122,12 +123,15 @@ class AdamPass:
     block_means: Array
     block_size: int
     publish: Publish
+    first: int = 0
+    """Number of the first element in its partition: random numbers depend on it."""
 
     def __post_init__(self) -> None:
         n = self.p.numel
         assert len(self.grads) == len(self.steps), "one gradient per step"
         assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), "arrays of one partition"
-        assert {a.dtype for a in (self.p, self.m, self.v, self.block_means)} == {"float32"}
+        assert {a.dtype for a in (self.p, self.block_means)} == {"float32"}
+        assert (self.m.dtype, self.v.dtype) in (("float32", "float32"), ("bfloat16", "bfloat16"))
         assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
         assert self.block_means.numel == -(-n // self.block_size)
         if self.steps:

@@ -102,7 +102,7 @@ CLONES void advance_piece(const MeanPass &a, const Piece &piece, int64_t first, 
         float pi = p[i], mi = m[i], vi = v[i];
         s.step_size = piece.step_size[i];
         s.bias2_inverse = piece.bias2_inverse[i];
-        advance(s, piece.gradient[i], pi, mi, vi);
+        advance<kFloat32>(s, piece.gradient[i], 0, pi, mi, vi);
         p[i] = pi;
         m[i] = mi;
         v[i] = vi;

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass, LionStep
+from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -28,7 +29,7 @@ class _Step(ctypes.Structure):
             "bias2_inverse",
             "grad_scale",
         )
-    ]
+    ] + [("rounding_key", ctypes.c_uint32)]
 
 
 class _Pass(ctypes.Structure):
@@ -52,6 +53,8 @@ class _Pass(ctypes.Structure):
         ("l2_bound", ctypes.c_float),
         ("publish_bias2_inverse", ctypes.c_float),
         ("publish_eps", ctypes.c_float),
+        ("moment_dtype", ctypes.c_int32),
+        ("first", ctypes.c_uint32),
     ]
 
 
@@ -146,6 +149,7 @@ def _step(step: AdamStep) -> _Step:
         step_size=step.lr / step.bias_correction1,
         bias2_inverse=1.0 / step.bias_correction2_sqrt,
         grad_scale=step.grad_scale,
+        rounding_key=rounding_key(step.step),
     )
 
 
@@ -202,6 +206,8 @@ class NativeKernel:
                 l2_bound=publish.l2_bound,
                 publish_bias2_inverse=1.0 / publish.bias_correction2_sqrt,
                 publish_eps=publish.eps,
+                moment_dtype=DTYPE_CODES[adam_pass.m.dtype],
+                first=adam_pass.first & WORD,
             )
         )
 

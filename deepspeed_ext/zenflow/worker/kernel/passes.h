@@ -24,6 +24,7 @@ extern "C" {
 
 struct AdamStep {
     float beta1_complement, beta2, beta2_complement, eps, decay, l2, step_size, bias2_inverse, grad_scale;
+    uint32_t rounding_key;
 };
 }
 
@@ -87,11 +88,49 @@ struct Element<kFloat16> {
     }
 };
 
-// One element's Adam step; returns 1 / (sqrt(v) / sqrt(1 - beta2^t) + eps).
-INLINE float advance(const AdamStep &s, float gradient, float &p, float &m, float &v) {
+// The moments of one element in memory: how they are rounded (rounding.py), loaded and stored.
+template <Dtype D>
+struct Moment;
+
+template <>
+struct Moment<kFloat32> {
+    using type = float;
+    INLINE float load(float x) { return x; }
+    INLINE void round(const AdamStep &, uint32_t, float &, float &) {}
+    INLINE float store(float x) { return x; }
+};
+
+template <>
+struct Moment<kBFloat16> {
+    using type = uint16_t;
+    INLINE float load(uint16_t x) { return from_bits(static_cast<uint32_t>(x) << 16); }
+    INLINE void round(const AdamStep &s, uint32_t i, float &m, float &v) {
+        const uint32_t random = hash(i + s.rounding_key);
+        m = up_by(m, random & 0xffffu);
+        v = up_by(v, random >> 16);
+    }
+    // x is rounded already.
+    INLINE uint16_t store(float x) { return static_cast<uint16_t>(to_bits(x) >> 16); }
+
+  private:
+    INLINE uint32_t hash(uint32_t x) {
+        x = (x ^ x >> 16) * 0x7feb352du;
+        x = (x ^ x >> 15) * 0x846ca68bu;
+        return x ^ x >> 16;
+    }
+    INLINE float up_by(float x, uint32_t random) {
+        const uint32_t bits = to_bits(x), sum = (bits + random) & 0xffff0000u;
+        return from_bits((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : sum);
+    }
+};
+
+// The Adam step of element `i` of a partition; returns 1 / (sqrt(v) / sqrt(1 - beta2^t) + eps).
+template <Dtype M>
+INLINE float advance(const AdamStep &s, float gradient, uint32_t i, float &p, float &m, float &v) {
     const float g = gradient * s.grad_scale + s.l2 * p;
     m += s.beta1_complement * (g - m);
     v = v * s.beta2 + s.beta2_complement * g * g;
+    Moment<M>::round(s, i, m, v);
     const float inverse = 1.0f / (std::sqrt(v) * s.bias2_inverse + s.eps);
     p = p * s.decay - s.step_size * (m * inverse);
     return inverse;

@@ -3,6 +3,7 @@ its fallback."""
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -10,8 +11,9 @@ import torch
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPass, LionStep
+from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS, WORD, rounding_key
 
-__all__ = ["ReferenceKernel", "block_means_into", "known_into", "publish_into"]
+__all__ = ["ReferenceKernel", "block_means_into", "known_into", "publish_into", "take_steps"]
 
 _START_SECONDS = 60.0
 """Longest time for all threads of a pool to start, on a busy machine."""
@@ -56,10 +58,10 @@ class ReferenceKernel:
 
         def work(i: int) -> None:
             with torch.no_grad():
-                for step, grad in zip(adam_pass.steps, grads, strict=True):
-                    _step(step, grad[i].float(), p[i], m[i], v[i])
-                block_means_into(v[i], block, means[i])
-                publish_into(adam_pass.publish, p[i], m[i], v[i], means[i], block, published[i])
+                newest = [grad[i] for grad in grads]
+                new_m, new_v = _steps(p[i], m[i], v[i], newest, adam_pass.steps, adam_pass.first + i * chunk)
+                block_means_into(new_v, block, means[i])
+                publish_into(adam_pass.publish, p[i], new_m, new_v, means[i], block, published[i])
 
         list(self._pool.map(work, range(len(p))))
 
@@ -165,8 +167,51 @@ def _denominator(v: torch.Tensor, bias_correction2_sqrt: float, eps: float) -> t
     return v.sqrt().div_(bias_correction2_sqrt).add_(eps)
 
 
-def _step(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-    _moments(step, grad * step.grad_scale, p, m, v)
+@torch.no_grad()
+def take_steps(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    steps: Sequence[AdamStep],
+    first: int,
+) -> None:
+    """Take the steps of an `AdamPass` without publishing, in the calling thread.
+
+    Args:
+        p, m, v: of a part of a partition, changed in place; 1-D [n], host. p is fp32, the moments fp32 or bfloat16.
+        grads: one for each step; 1-D [n], any float dtype, host.
+        steps: their constants.
+        first: number of the part's first element in its partition.
+    """
+    parts = [array.split(_CHUNK_NUMEL) for array in (p, m, v, *grads)]
+    for i, (p_part, m_part, v_part, *grad_parts) in enumerate(zip(*parts, strict=True)):
+        _steps(p_part, m_part, v_part, grad_parts, steps, first + i * _CHUNK_NUMEL)
+
+
+def _steps(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    steps: Sequence[AdamStep],
+    first: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `take_steps`, of one chunk; return the new m and v in fp32."""
+    is_rounded = m.dtype is torch.bfloat16
+    new_m, new_v = m.float(), v.float()  # the arrays themselves if they are fp32
+    for step, grad in zip(steps, grads, strict=True):
+        _moments(step, grad.float() * step.grad_scale, p, new_m, new_v)
+        if is_rounded:
+            _round_moments(new_m, new_v, step.step, first)
+        _update(step, p, new_m, new_v)
+    if is_rounded:
+        m.copy_(new_m)
+        v.copy_(new_v)
+    return new_m, new_v
+
+
+def _update(step: AdamStep, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
     p.addcdiv_(m, _denominator(v, step.bias_correction2_sqrt, step.eps), value=-step.lr / step.bias_correction1)
 
 
@@ -178,6 +223,24 @@ def _moments(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tenso
         grad.add_(p, alpha=step.weight_decay)
     m.lerp_(grad, 1.0 - step.beta1)
     v.mul_(step.beta2).addcmul_(grad, grad, value=1.0 - step.beta2)
+
+
+def _round_moments(m: torch.Tensor, v: torch.Tensor, step: int, first: int) -> None:
+    """Round m and v to values of bfloat16, as `rounding` says.
+
+    Args:
+        m, v: 1-D fp32 [n], host; changed in place.
+        step: number of the update.
+        first: number of their first element in its partition.
+    """
+    number = torch.arange(first, first + m.numel(), dtype=torch.int64, device="cpu")
+    random = number.add_(rounding_key(step)).bitwise_and_(WORD)
+    for shift, factor in zip(HASH_SHIFTS, (*HASH_FACTORS, 1), strict=True):
+        random.bitwise_xor_(random >> shift).mul_(factor).bitwise_and_(WORD)
+    for moment, up_by in ((m, random & 0xFFFF), (v, random >> 16)):
+        is_nan = moment.isnan()
+        moment.view(torch.int32).add_(up_by.to(torch.int32)).bitwise_and_(-0x10000)
+        moment.masked_fill_(is_nan, float("nan"))
 
 
 def publish_into(

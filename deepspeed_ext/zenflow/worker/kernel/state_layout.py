@@ -31,11 +31,12 @@ class StateLayout:
 
     Attributes:
         name: in messages and checkpoints.
-        moments: for each fp32 array besides p, its kind in the arena and its name in the optimizer's state.
+        moments: for each array besides p, its kind in the arena and its name in the optimizer's state.
         per_block: kind and dtype of the array from which the predictive rule's estimate is made.
         with_signs: whether that array holds, behind one number, a sign bit for each element of the block.
         counts_updates: whether a step depends on the number of updates.
         longest_interval: longest interval of overlapped steps that its estimate is made for; None: any.
+        moment_dtype: dtype of the moments; p is always fp32.
     """
 
     name: str
@@ -44,11 +45,17 @@ class StateLayout:
     with_signs: bool = False
     counts_updates: bool = True
     longest_interval: int | None = None
+    moment_dtype: str = "float32"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of the fp32 arrays in the arena."""
+        """Kinds of the arrays of the state in the arena."""
         return ("p", *(kind for kind, _ in self.moments))
+
+    @property
+    def arrays(self) -> tuple[tuple[str, str], ...]:
+        """Kinds and dtypes of the arrays of the state in the arena."""
+        return (("p", "float32"), *((kind, self.moment_dtype) for kind, _ in self.moments))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ def lion(**settings: float) -> HostedLion:
     made = DeepSpeedCPULion.__new__(DeepSpeedCPULion)  # without its operator, which takes a while to compile
     defaults = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, **settings}
     torch.optim.Optimizer.__init__(made, [torch.nn.Parameter(torch.zeros(1))], defaults)
-    found = hosted(made, "predictive")
+    found = hosted(made, ZenFlowConfig())
     assert isinstance(found, HostedLion)
     return found
 
@@ -86,7 +86,7 @@ def test_hyperparameters_are_read_at_each_step() -> None:
 
 def test_the_selective_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match="steps its blocks as Adam does"):
-        hosted(lion()._optimizer, "selective")
+        hosted(lion()._optimizer, ZenFlowConfig(topk_ratio=0.1))
 
 
 @pytest.mark.parametrize(("n", "block"), [(1000, 32), (777, 24), (5000, 256)])

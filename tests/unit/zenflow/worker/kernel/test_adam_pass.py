@@ -23,15 +23,26 @@ from tests.perf import bench_cpu_adam
 from tests.support.kernels import DTYPES, KERNELS, LIBRARY, array, make_kernel, needs_native
 from tests.support.same import assert_same
 
+MOMENTS = ["float32", "bfloat16"]
+
 
 class Problem:
     """The tensors of one partition; `make_pass` describes what to do with them."""
 
-    def __init__(self, n: int, steps: int, grad_dtype: str = "bfloat16", publish_dtype: str = "bfloat16", block=32):
+    def __init__(
+        self,
+        n: int,
+        steps: int,
+        grad_dtype: str = "bfloat16",
+        publish_dtype: str = "bfloat16",
+        block: int = 32,
+        moments: str = "float32",
+    ) -> None:
         g = torch.Generator().manual_seed(n + steps)
+        self.first = 0
         self.p = torch.randn(n, generator=g) * 0.1
-        self.m = torch.randn(n, generator=g) * 1e-3
-        self.v = torch.rand(n, generator=g) * 1e-4
+        self.m = (torch.randn(n, generator=g) * 1e-3).to(DTYPES[moments])
+        self.v = (torch.rand(n, generator=g) * 1e-4).to(DTYPES[moments])
         self.grads = [(torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad_dtype]) for _ in range(steps)]
         self.published = torch.zeros(n, dtype=DTYPES[publish_dtype])
         self.means = torch.zeros(-(-n // block))
@@ -51,6 +62,7 @@ class Problem:
             block_means=array(self.means),
             block_size=self.block,
             publish=Publish(*publish, bias2, eps),
+            first=self.first,
         )
 
     def results(self) -> dict[str, torch.Tensor]:
@@ -62,14 +74,15 @@ def adam_steps(count: int, first: int = 1, decoupled: bool = True, **changes: An
     return [replace(base, step=first + k, lr=1e-3 * (1 + 0.1 * k), **changes) for k in range(count)]
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("l2", [0.0, 1e-3], ids=["plain", "l2"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("grad", "y"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_y_in_the_place_of_the_newest_gradient_is_the_same_to_the_bit(
-    kernel: str, grad: str, y: str, count: int, l2: float
+    kernel: str, grad: str, y: str, count: int, l2: float, moments: str
 ) -> None:
-    apart, in_place = (Problem(5003, count, grad, y) for _ in range(2))
+    apart, in_place = (Problem(5003, count, grad, y, moments=moments) for _ in range(2))
     in_place.published = in_place.grads[-1].view(DTYPES[y])
     others = [each.clone() for each in in_place.grads[:-1]]
     for problem in (apart, in_place):
@@ -153,16 +166,17 @@ def test_conversions_are_those_of_torch(dtype: str) -> None:
     torch.testing.assert_close(written.published, values.to(DTYPES[dtype]), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_result_does_not_depend_on_threads_or_pieces(kernel: str) -> None:
+def test_the_result_does_not_depend_on_threads_or_pieces(kernel: str, moments: str) -> None:
     n, block = 10_007, 32
-    whole = Problem(n, 4)
+    whole = Problem(n, 4, moments=moments)
     make_kernel(kernel).run(whole.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0)))
     for threads in (2, 3):
-        again = Problem(n, 4)
+        again = Problem(n, 4, moments=moments)
         make_kernel(kernel, threads).run(again.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0)))
         assert_same(whole.results(), again.results(), f"with {threads} threads")
-    cut = Problem(n, 4)
+    cut = Problem(n, 4, moments=moments)
     full = cut.make_pass(adam_steps(4, 7), (0.99, 1e-3, 0.0, 0.0))
     bounds = [0, block, 96 * block, 97 * block, n]
     for first, last in itertools.pairwise(bounds):
@@ -171,13 +185,15 @@ def test_the_result_does_not_depend_on_threads_or_pieces(kernel: str) -> None:
             setattr(piece, name, getattr(cut, name)[first:last])
         piece.grads = [g[first:last] for g in cut.grads]
         piece.means = cut.means[first // block : -(-last // block)]
+        piece.first = first
         make_kernel(kernel).run(piece.make_pass(list(full.steps), (0.99, 1e-3, 0.0, 0.0)))
     assert_same(whole.results(), cut.results(), "in pieces")
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_one_pass_of_s_steps_equals_s_passes(kernel: str) -> None:
-    together, apart = Problem(3001, 4), Problem(3001, 4)
+def test_one_pass_of_s_steps_equals_s_passes(kernel: str, moments: str) -> None:
+    together, apart = (Problem(3001, 4, moments=moments) for _ in range(2))
     steps = adam_steps(4, 3)
     make_kernel(kernel).run(together.make_pass(steps, (0.99, 1e-3, 0.0, 0.0)))
     grads = apart.grads
@@ -189,9 +205,10 @@ def test_one_pass_of_s_steps_equals_s_passes(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("publish_dtype", DTYPES)
-def test_publishing_again_gives_the_same_bits(kernel: str, publish_dtype: str) -> None:
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_publishing_again_gives_the_same_bits(kernel: str, publish_dtype: str, moments: str) -> None:
     """A resumed run recomputes y and the block means from p, m, v: they must be those of the pass that made p, m, v."""
-    problem = Problem(3001, 2, publish_dtype=publish_dtype)
+    problem = Problem(3001, 2, publish_dtype=publish_dtype, moments=moments)
     full = problem.make_pass(adam_steps(2, 3), (0.99, 1e-3, 1e-5, 2e-4))
     make_kernel(kernel).run(full)
     expected = copy.deepcopy(problem.results())
@@ -249,14 +266,14 @@ def test_the_reference_uses_its_own_threads_and_not_those_of_torch(monkeypatch: 
     threads, before = 3, torch.get_num_threads()
     problem = Problem(64 * threads, 1)
     all_in_a_chunk, limits = threading.Barrier(threads), []
-    step = reference._step
+    steps = reference._steps
 
-    def step_together(*args) -> None:
+    def step_together(*args: Any) -> Any:
         limits.append(torch.get_num_threads())
         all_in_a_chunk.wait(timeout=60)
-        step(*args)
+        return steps(*args)
 
-    monkeypatch.setattr(reference, "_step", step_together)
+    monkeypatch.setattr(reference, "_steps", step_together)
     try:
         torch.set_num_threads(2)
         kernel = reference.ReferenceKernel(threads, chunk_numel=64)

@@ -1,0 +1,216 @@
+"""``zenflow.state_dtype = "bfloat16"``: moments of 16 bits. Close to exact training, and as exact as that to resume."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+from tests.support.compare import allow_fp16
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.resharded import Model, Run, data, everyones, resume, saved_by, state_of
+from tests.support.resuming import failed_resumes
+from tests.support.same import assert_same, first_difference
+from tests.support.state_access import looking_on
+from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
+from tests.support.zenflow_runs import difference, with_and_without
+
+STAGES = [1, 2, 3]
+DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
+
+
+def rounded(stage: int, dtype: torch.dtype = torch.bfloat16, **how: Any) -> dict[str, Any]:
+    return zenflow_config(stage, dtype, state_dtype="bfloat16", **how)
+
+
+def on_host(config: dict[str, Any]) -> dict[str, Any]:
+    config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    return config
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap_step", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_stays_close_to_zero_offload(stage: int, overlap_step: bool) -> None:
+    """Forty steps of a steep descent; docs/lab/numerics.md has the losses of a real task."""
+    config = rounded(stage, overlap_step=overlap_step)
+    for expected, actual in run_ranks(2, with_and_without, config, 40):
+        assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=0.02)
+        assert 0.0 < difference(expected, actual) < 0.2
+
+
+def moments_and_bytes(config: dict[str, Any]) -> tuple[set[torch.dtype], float]:
+    """Dtypes of the moments, and bytes of state in the arena per element."""
+    engine = make_engine(config)
+    train(engine, batches(2, dist.get_rank()))
+    adam = engine.optimizer.zenflow_adam
+    found = {moment.dtype for state in adam.states for moment in state.moments.values()}
+    arrays = [array.spec for array in adam.link.arena.layout.arrays if array.spec.kind in "pmv"]
+    numel = sum(state.master.numel() for state in adam.states)
+    engine.destroy()
+    return found, sum(spec.nbytes for spec in arrays) / numel
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moments_take_half_the_memory(stage: int) -> None:
+    assert run_ranks(1, moments_and_bytes, rounded(stage)) == [({torch.bfloat16}, 8.0)]
+    assert run_ranks(1, moments_and_bytes, zenflow_config(stage)) == [({torch.float32}, 12.0)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_own_setting_asks_for_it(stage: int) -> None:
+    theirs = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert run_ranks(1, moments_and_bytes, zenflow_config(stage) | {"bf16": theirs})[0][1] == 8.0
+    explicit = zenflow_config(stage, state_dtype="float32") | {"bf16": theirs}
+    assert run_ranks(1, moments_and_bytes, explicit)[0][1] == 12.0
+    selective = zenflow_config(stage, topk_ratio=0.1) | {"bf16": theirs}
+    assert run_ranks(1, moments_and_bytes, selective)[0][1] == 12.0
+
+
+def trained(config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Any], Any]:
+    allow_fp16()
+    engine = make_engine(config, groups=two_groups)
+    losses = train(engine, batches(steps, dist.get_rank()))
+    found = losses, weights_of(engine), masters_of(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_weights_on_the_host_change_nothing(interval: int) -> None:
+    config = rounded(3, update_interval=interval)
+    there, here = (run_ranks(2, trained, each, 6) for each in (on_host(rounded(3, update_interval=interval)), config))
+    assert_same(there, here)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_copies_beside_the_step_carry_the_same_bits(stage: int, interval: int) -> None:
+    """Parcels of blocks: an element has the random numbers of its place in the partition, not in the parcel."""
+    found = [
+        run_ranks(1, trained, rounded(stage, update_interval=interval, hide_transfers=hidden), 9, device="accelerator")
+        for hidden in (True, False)
+    ]
+    assert_same(*found)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("stage", "interval"), [(1, 2), (2, 1), (3, 2)])
+def test_resume_is_exact_at_every_step(stage: int, interval: int, device: str, tmp_path: Path) -> None:
+    """From synchronous and overlapped steps, and from the middle of an interval."""
+    config = rounded(stage, update_interval=interval, full_warm_up_rounds=2)
+    assert failed_resumes(2 if device == "cpu" else 1, config, 1, 4, str(tmp_path), device) == []
+
+
+def test_a_save_beside_training_holds_the_same(tmp_path: Path) -> None:
+    config = rounded(2, update_interval=2, full_warm_up_rounds=2, async_save=True)
+    assert failed_resumes(2, config, 2, 4, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (Run(2, 2, "predictive", "rounded"), Run(1, 3, "predictive", "rounded")),
+        (Run(2, 3, "predictive", "rounded"), Run(3, 1, "predictive", "rounded")),
+        (Run(2, 2, "predictive", "rounded"), Run(1, 1, "predictive", "bf16")),
+        (Run(2, 3, "predictive", "rounded"), Run(1, 2, "offload", "bf16")),
+    ],
+)
+def test_other_ranks_and_stages_and_dtypes_load_what_was_saved(
+    saved: Run, loaded: Run, steps: int, tmp_path: Path
+) -> None:
+    """To the bit, also where gradients of an interval had been collected. Half of them load fp32 moments."""
+    folder, _ = saved_by(saved, tmp_path, steps)
+    assert set(run_ranks(loaded.ranks, resumed, loaded, folder, steps, pool=loaded.pool)) == {""}
+
+
+def resumed(run: Run, folder: str, steps: int) -> str:
+    return resume(run, folder, steps)[0]
+
+
+def rounds_on_load(run: Run, folder: str) -> tuple[str, list[float]]:
+    """How what has arrived differs from the saved values, rounded to the nearest; the losses that follow."""
+    engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t")
+    expected = torch.load(Path(folder, "expected"))["state"]
+    for name, values in expected.items():
+        if name != "step":
+            expected[name] = [values[0], *(value.bfloat16().float() for value in values[1:])]
+    found = first_difference(expected, state_of(engine), "arrived"), everyones(train(engine, data(4, 7)))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("way", ["predictive", "offload"])
+@pytest.mark.parametrize("loaded", [Run(2, 2, "predictive", "rounded"), Run(1, 3, "predictive", "rounded")])
+def test_moments_of_32_bits_are_rounded_once_when_they_are_loaded(way: str, loaded: Run, tmp_path: Path) -> None:
+    """On the same ranks and on others, from ZenFlow and from plain ZeRO-Offload; training goes on much the same."""
+    folder, losses = saved_by(Run(2, 2, way, "bf16"), tmp_path)
+    for problem, rest in run_ranks(loaded.ranks, rounds_on_load, loaded, folder, pool=loaded.pool):
+        assert problem == ""
+        assert rest == pytest.approx(losses, rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
+    assert run_ranks(2, looking_on, rounded(stage)) == [[], []]
+
+
+def written(config: dict[str, Any]) -> list[bool]:
+    """Whether a moment that the user sets is read back, rounded to bfloat16."""
+    engine = make_engine(config)
+    train(engine, batches(3, dist.get_rank()))
+    parameter = next(p for p in engine.module.parameters() if p.requires_grad)
+    same = []
+    for key in ("exp_avg", "exp_avg_sq"):
+        value = torch.rand_like(safe_get_full_optimizer_state(parameter, key).float())
+        safe_set_full_optimizer_state(parameter, value, key)
+        same.append(torch.equal(safe_get_full_optimizer_state(parameter, key).float(), value.bfloat16().float()))
+    train(engine, batches(2, dist.get_rank()))
+    engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_moment_that_is_set_is_rounded(stage: int) -> None:
+    assert run_ranks(1, written, rounded(stage)) == [[True, True]]
+
+
+def parked(config: dict[str, Any]) -> str:
+    found = []
+    for away in (False, True):
+        engine = make_engine(config, groups=two_groups)
+        losses = []
+        for batch in batches(5, dist.get_rank()):
+            losses += train(engine, [batch])
+            if away:
+                engine.offload_states()
+                engine.reload_states()
+        found.append((losses, weights_of(engine), masters_of(engine)))
+        engine.destroy()
+    return first_difference(found[0], found[1], "losses, weights, masters")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_goes_on_to_the_bit_after_its_states_were_away(stage: int) -> None:
+    assert run_ranks(2, parked, rounded(stage)) == ["", ""]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fp16_trains_with_it(stage: int) -> None:
+    config = rounded(stage, torch.float16, update_interval=1)
+    for losses, *_ in run_ranks(2, trained, config, 8):
+        assert losses[-1] < losses[0]

@@ -1,0 +1,174 @@
+"""Moments of 16 bits: rounded up or down at random, right in the mean, the same for every number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
+from deepspeed_ext.zenflow.worker.kernel.rounding import rounding_key
+from tests.support.kernels import KERNELS, array, make_kernel, needs_native
+from tests.support.same import assert_same
+
+KEEPS = AdamStep(lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, decoupled=True, step=7, grad_scale=1.0)
+"""m becomes the gradient, and v its square."""
+
+
+def rounded(kernel: str, gradient: torch.Tensor, step: AdamStep = KEEPS, first: int = 0) -> tuple[torch.Tensor, ...]:
+    """m and v after a pass from zero moments."""
+    n = gradient.numel()
+    m, v = (torch.zeros(n, dtype=torch.bfloat16) for _ in range(2))
+    p, y, means = torch.zeros(n), torch.zeros(n), torch.zeros(-(-n // 32))
+    publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
+    make_kernel(kernel).run(
+        AdamPass(array(p), array(m), array(v), (array(gradient),), (step,), array(y), array(means), 32, publish, first)
+    )
+    return m, v
+
+
+def hashed(value: int) -> int:
+    """lowbias32 in C's own arithmetic."""
+    x = ctypes.c_uint32(value)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        x = ctypes.c_uint32((x.value ^ (x.value >> shift)) * factor)
+    return x.value
+
+
+def by_definition(value: float, up_by: int) -> float:
+    bits = ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value
+    return ctypes.c_float.from_buffer(ctypes.c_uint32((bits + up_by) & 0xFFFF0000)).value
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@settings(max_examples=30, deadline=None)
+@given(
+    step=st.integers(1, 2**40),
+    first=st.integers(0, 2**33),
+    values=st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=1, max_size=70),
+)
+def test_it_is_what_the_definition_says(kernel: str, step: int, first: int, values: list[float]) -> None:
+    m, v = rounded(kernel, torch.tensor(values), replace(KEEPS, step=step), first)
+    for i, value in enumerate(values):
+        random = hashed((first + i + hashed(step & 0xFFFFFFFF)) & 0xFFFFFFFF)
+        assert m[i] == by_definition(value, random & 0xFFFF)
+        assert v[i] == by_definition(ctypes.c_float(value * value).value, random >> 16)
+
+
+def test_the_key_of_a_step_is_its_hash() -> None:
+    assert [rounding_key(t) for t in (1, 2, 2**32 - 1)] == [hashed(t) for t in (1, 2, 2**32 - 1)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_it_is_right_in_the_mean_and_never_further_than_one_step(kernel: str) -> None:
+    """1 + 1/1024 lies an eighth of the way to the next bfloat16 above 1, which is 1 + 1/128."""
+    n = 1 << 16
+    m, v = rounded(kernel, torch.full((n,), 1.0 + 2.0**-10))
+    assert set(m.float().unique().tolist()) == {1.0, 1.0 + 2.0**-7}
+    for moment, exact in ((m, 2.0**-10), (v, 2.0**-9 + 2.0**-20)):
+        share, expected = (moment.float() > 1.0).float().mean().item(), exact / 2.0**-7
+        assert abs(share - expected) < 5 * (expected * (1 - expected) / n) ** 0.5
+    up = torch.stack([m.float() > 1.0, v.float() > 1.0]).double()
+    assert abs(torch.corrcoef(up)[0, 1].item()) < 5 / n**0.5, "m and v are rounded independently"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rounding_of_one_step_says_nothing_of_the_next(kernel: str) -> None:
+    n = 1 << 14
+    gradient = torch.full((n,), 1.0 + 2.0**-8)
+    ups = [rounded(kernel, gradient, replace(KEEPS, step=t))[0].float() > 1.0 for t in range(1, 9)]
+    between = torch.corrcoef(torch.stack(ups).double()).fill_diagonal_(0.0)
+    assert between.abs().max().item() < 5 / n**0.5
+    neighbours = torch.stack([ups[0][:-1], ups[0][1:]]).double()
+    assert abs(torch.corrcoef(neighbours)[0, 1].item()) < 5 / n**0.5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_values_of_bfloat16_stay_and_a_nan_stays_a_nan(kernel: str) -> None:
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    m, _ = rounded(kernel, patterns)
+    kept = patterns.isfinite()  # torch's lerp makes a NaN of an infinite gradient
+    assert torch.equal(m[kept].float(), patterns[kept])
+    assert m[patterns.isnan()].isnan().all()
+    largest_nan = torch.full((64,), -1, dtype=torch.int32).view(torch.float32)
+    assert rounded(kernel, largest_nan)[0].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_small_changes_of_v_are_not_lost(kernel: str) -> None:
+    """v of a constant gradient g falls from 4 g^2 to g^2 by a thousandth of the difference per step. Rounded to the
+    nearest, it would stay where it is: the first change is 3/4 of a thousandth, and half a step of bfloat16 is more."""
+    n = 4096
+    p, m = torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
+    v, gradient = torch.full((n,), 4.0, dtype=torch.bfloat16), torch.ones(n)
+    base = replace(KEEPS, beta1=0.9, beta2=0.999)
+    y, means, made = torch.zeros(n), torch.zeros(n // 32), make_kernel(kernel)
+    for t in range(1, 1001):
+        step = replace(base, step=t)
+        publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
+        made.run(
+            AdamPass(array(p), array(m), array(v), (array(gradient),), (step,), array(y), array(means), 32, publish)
+        )
+    expected = 1.0 + 3.0 * 0.999**1000
+    assert v.float().mean().item() == pytest.approx(expected, rel=0.01)
+    assert v.float().std().item() < 0.1 * expected
+
+
+@needs_native
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(decoupled: bool) -> None:
+    """The native pass fuses products and sums, so a value may lie on the other side of a random threshold."""
+    n, results = 5003, []
+    for kernel in ("native", "reference"):
+        g = torch.Generator().manual_seed(3)
+        p, m, v = torch.randn(n, generator=g), torch.zeros(n).bfloat16(), torch.zeros(n).bfloat16()
+        grads = [torch.randn(n, generator=g).bfloat16() for _ in range(3)]
+        steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled, t, 0.5) for t in (1, 2, 3))
+        y, means = torch.zeros(n), torch.zeros(-(-n // 32))
+        publish = Publish(0.99, 1e-3, 1e-5, 2e-4, steps[-1].bias_correction2_sqrt, 1e-8)
+        make_kernel(kernel).run(
+            AdamPass(array(p), array(m), array(v), tuple(map(array, grads)), steps, array(y), array(means), 32, publish)
+        )
+        results.append((p, m.float(), v.float()))
+    for native, reference in zip(results[0][1:], results[1][1:], strict=True):
+        differing = native != reference
+        assert differing.float().mean().item() < 1e-3
+        torch.testing.assert_close(native, reference, rtol=2**-7, atol=0)
+    same = (results[0][1] == results[1][1]) & (results[0][2] == results[1][2])
+    torch.testing.assert_close(results[0][0][same], results[1][0][same], rtol=5e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [0, 64, 1 << 20])
+def test_steps_that_a_load_takes_are_those_of_the_reference_pass(dtype: torch.dtype, first: int) -> None:
+    n, results = 300_000, []
+    for in_pass in (True, False):
+        g = torch.Generator().manual_seed(5)
+        p, m, v = torch.randn(n, generator=g), torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
+        grads = [torch.randn(n, generator=g).bfloat16() for _ in range(2)]
+        steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, t, 0.5) for t in (4, 5))
+        if in_pass:
+            y, means = torch.zeros(n), torch.zeros(-(-n // 32))
+            publish = Publish.exact(steps[-1].bias_correction2_sqrt, 1e-8)
+            made = AdamPass(
+                array(p),
+                array(m),
+                array(v),
+                tuple(map(array, grads)),
+                steps,
+                array(y),
+                array(means),
+                32,
+                publish,
+                first,
+            )
+            make_kernel("reference").run(made)
+        else:
+            take_steps(p, m, v, grads, steps, first)
+        results.append({"p": p, "m": m, "v": v})
+    assert_same(*results)
