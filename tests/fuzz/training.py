@@ -93,6 +93,7 @@ ZENFLOW: dict[str, dict[Keys, tuple[Any, ...]]] = {
         (Z, Y, "block_size"): (1, 7, 32, 65536),
         (Z, Y, "prediction_error_factor"): (0.0, 1.0, 1e6),
         (Z, Y, "publish_dtype"): ("float32",),
+        (Z, Y, "state_dtype"): ("bfloat16",),
         (Z, Y, "hide_transfers"): (True, False),
         (Z, Y, "async_save"): (True,),
         (Z, Y, "pt_reserved_cores"): (0.5, 1),

@@ -51,6 +51,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "ZeRO": {},
     "ZeRO-Offload": {"offload_optimizer": CPU},
     "predictive, interval 1": {"zenflow": {"update_interval": 1, "full_warm_up_rounds": 1}},
+    "predictive, interval 1, bf16 moments": {
+        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "state_dtype": "bfloat16"}
+    },
     "predictive, interval 2": {"zenflow": {"update_interval": 2, "full_warm_up_rounds": 3}},
     "predictive, interval 2, copies inside of the step": {
         "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "hide_transfers": False}
