@@ -115,8 +115,9 @@ def cost(repeats: int = 30) -> None:
         n = millions << 20
         p, m, v = (torch.rand(n) for _ in range(3))
         weights, *ring = (torch.rand(n).bfloat16() for _ in range(1 + interval))
+        dtypes = torch.bfloat16, torch.bfloat16
         partition = Partition(
-            0, 0, RankGroup.alone(), partial(torch.Tensor.detach, weights), p, (m, v), torch.bfloat16, v, ring
+            0, 0, RankGroup.alone(), partial(torch.Tensor.detach, weights), p, (m, v), *dtypes, v, ring
         )
         steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(interval + 1))
         found = []

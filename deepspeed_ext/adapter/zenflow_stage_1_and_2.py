@@ -141,8 +141,10 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         return flat
 
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
-        """Lay out a group's gradient in its ring slot; None if the slot is not on the gradients' device, or holds
-        only a part of it."""
+        """Lay out a group's gradient in its ring slot; None if there is none, it is not on the gradients' device, or it
+        holds only a part of the gradient."""
+        if not self.zenflow_adam.partitions[group_idx].ring:
+            return None
         slot, end = self.zenflow_adam.coming_slot(group_idx), 0
         if slot.device != torch.device(self.device) or slot.numel() != self._masters[group_idx].numel():
             return None

@@ -27,8 +27,17 @@ from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.transfers.beside_step import allocate_landing_buffers
+from deepspeed_ext.zenflow.transfers.inside_step import Results
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.sizes import RuleSettings, accelerator_numel, arena_specs, dtype_name
+from deepspeed_ext.zenflow.worker.sizes import (
+    RuleSettings,
+    accelerator_numel,
+    arena_specs,
+    chunk_slots,
+    dtype_name,
+    slot_specs,
+)
 
 __all__ = ["start_adam"]
 
@@ -76,12 +85,19 @@ def start_adam(
     numels = [part.numel() for part in parts]
     heads = _heads(run, numels, settings, ranks)
     _prepare_kernels(kind, settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
+    on_host = [numel - head for numel, head in zip(numels, heads, strict=True)]
+    hides = False if weights_on_host else config.hide_transfers
+    described = _results(settings, on_host, publish_dtype)
+    buffers = allocate_landing_buffers(hides, described, grad_dtype, ranks)
+    dtypes = publish_dtype, dtype_name(grad_dtype)
+    slots = None if buffers is None else chunk_slots(settings, on_host, *dtypes)
+    specs = arena_specs(settings, numels, *dtypes, heads, has_ring=slots is None)
     link = WorkerLink(
-        arena_specs(settings, numels, publish_dtype, dtype_name(grad_dtype), heads),
+        [*specs, *([] if slots is None else slot_specs(slots, *dtypes))],
+        buffers,
         block_size=settings.block_size,
         placement=placement,
         threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
-        hide_transfers=config.hide_transfers,
         weights_on_host=weights_on_host,
         ranks=ranks,
         timeout_seconds=run.worker_timeout_seconds,
@@ -94,7 +110,10 @@ def start_adam(
             parts, heads, link.arena, settings.block_size, parts[0].device, ranks, kind
         )
     states = [_state(kind, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
-    partitions = [_partition(i, state, holders[i], settings, link.arena, heads[i]) for i, state in enumerate(states)]
+    partitions = [
+        _partition(i, state, holders[i], settings, link.arena, heads[i], (publish_dtype, grad_dtype), slots is None)
+        for i, state in enumerate(states)
+    ]
     for partition, part, head in zip(partitions, parts, heads, strict=True):
         _copy_to_host(part[head:], partition.master)
     rule: UpdateRule[Any]
@@ -119,6 +138,19 @@ def _settings(
     if run.config.rule == "selective":
         return SelectiveSettings.of(run.config, run.steps_per_epoch, **on_host)
     return PredictiveSettings.of(run.config, layout=kind.layout, **on_host)
+
+
+def _results(settings: RuleSettings, numels: Sequence[int], publish_dtype: str) -> list[Results]:
+    """What the worker will write for each partition: dtypes and sizes, on the meta device."""
+    like = partial(torch.empty, device="meta")
+    kind, dtype, _ = settings.per_block
+    found = []
+    for numel in numels:
+        blocks, width = -(-numel // settings.block_size), settings.per_block_width
+        shape = (blocks,) if width == 1 else (blocks, width)
+        means = like(shape, dtype=getattr(torch, dtype)) if kind in ("block_means", "known") else None
+        found.append(Results(like(numel, dtype=getattr(torch, publish_dtype)), means))
+    return found
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
@@ -172,7 +204,14 @@ def _state(
 
 
 def _partition(
-    index: int, state: WholeState, holders: RankGroup, settings: RuleSettings, arena: Arena, head: int
+    index: int,
+    state: WholeState,
+    holders: RankGroup,
+    settings: RuleSettings,
+    arena: Arena,
+    head: int,
+    dtypes: tuple[str, torch.dtype],
+    has_ring: bool,
 ) -> Partition:
     """What remains of a partition behind its first `head` elements, for the rule."""
     per_block, *_ = settings.per_block
@@ -183,7 +222,8 @@ def _partition(
         (lambda: state.weights()[head:]) if head else state.weights,
         master=arena.tensor("p", index),
         moments=tuple(arena.tensor(kind, index) for kind, _ in settings.layout.moments),
-        publish_dtype=arena.tensor("y", index).dtype,
+        publish_dtype=getattr(torch, dtypes[0]),
+        grad_dtype=dtypes[1],
         per_block=arena.tensor(per_block, index),
-        ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)],
+        ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)] if has_ring else [],
     )

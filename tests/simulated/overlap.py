@@ -94,7 +94,7 @@ class Layers(nn.Module):
 def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[Any], float]]:
     """The spans of some steps for each share of a step that copies each way and the worker's pass take, on this rank,
     and what the engine says of its last step's waits, in microseconds. The first is calibrated without both."""
-    from deepspeed_ext.zenflow.transfers import beside_step as hidden_transfers
+    from deepspeed_ext.zenflow.worker import sizes
     from tests.support.simulated_accelerator import simulation
     from tests.support.simulated_accelerator.worker_time import worker_time
 
@@ -104,7 +104,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
     def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], float]:
         speeds = {"operator_us": 10.0, "memory_gb_per_s": 1e6, "collective_us": 0.0, "network_gb_per_s": 1e6}
         with (
-            patch.object(hidden_transfers, "CHUNK_NUMEL", numel // way.chunks),
+            patch.object(sizes, "CHUNK_NUMEL", numel // way.chunks),
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Layers, way.layers))

@@ -8,7 +8,8 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, StateError, WorkerError
@@ -19,17 +20,15 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_landing_buffers
+from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.transfers.beside_step import ChunkSlot, HiddenTransfers, LandingBuffer
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
-from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
+from deepspeed_ext.zenflow.worker.arena import OF_CHUNKS, Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["UpdatePhase", "WorkerLink"]
 
@@ -55,10 +54,10 @@ class WorkerLink:
 
     Args:
         specs: the arrays of the arena.
+        buffers: landing buffers of each partition, if copies run beside the next step; None: inside of it.
         block_size: elements per block; the worker splits its work at block boundaries.
         placement: the worker's cores and memory node; None: inherited.
         threads: number of the worker's threads.
-        hide_transfers: whether copies run beside the next step; None: if the device has memory for it.
         weights_on_host: whether weights are on the host, so nothing is copied in or beside a step.
         ranks: the data-parallel ranks; each of them builds one of these.
         timeout_seconds: longest wait for the worker.
@@ -71,7 +70,7 @@ class WorkerLink:
         longest_wait_seconds: longest wait even with progress; after it, the collective of other ranks would time out.
 
     Raises:
-        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the device the landing buffers.
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
         WorkerError: the worker does not start, or another rank has one of these errors.
     """
 
@@ -82,11 +81,11 @@ class WorkerLink:
     def __init__(
         self,
         specs: Sequence[ArraySpec],
+        buffers: Sequence[LandingBuffer] | None,
         *,
         block_size: int,
         placement: WorkerPlacement | None,
         threads: int,
-        hide_transfers: bool | None,
         weights_on_host: bool,
         ranks: RankGroup,
         timeout_seconds: float,
@@ -109,16 +108,17 @@ class WorkerLink:
                 self.arena = Arena.create(layout)
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
                 results = _results(self.arena, block_size)
-            hides = False if weights_on_host else hide_transfers
-            buffers = allocate_landing_buffers(
-                hides, [each for each, *_ in results], self.arena.tensor("g").dtype, ranks
-            )
-            with together(ranks, WorkerError):
                 if buffers is None:
                     self.transfers = Transfers(self.process, results, block_size, metrics.waiting, weights_on_host)
                 else:
                     self.transfers = HiddenTransfers(
-                        self.process, results, buffers, block_size, timeout_seconds, metrics.waiting
+                        self.process,
+                        results,
+                        buffers,
+                        block_size,
+                        timeout_seconds,
+                        metrics.waiting,
+                        _slots_of_chunks(self.arena),
                     )
                 parts = self.process, self.transfers, self.page_locks
                 # Runs at `close` or at garbage collection, but not at exit, which frees everything without waiting.
@@ -272,17 +272,31 @@ def _results(arena: Arena, block_size: int) -> list[list[Results]]:
     """The arrays that the worker writes for the trainer, for each partition in order, for each slot of its ring."""
     keys = [array.spec.key for array in arena.layout.arrays]
     means = {key.partition: _by_block(arena, key, block_size) for key in keys if key.kind in ("block_means", "known")}
-    found: dict[int, list[Results]] = {}
+    found: dict[int, list[Results]] = {key.partition: [] for key in keys if key.kind == "p"}
     for _, partition, slot in (key for key in keys if key.kind == "g"):
+        if partition == OF_CHUNKS:
+            continue
         results = Results(arena.tensor("y", partition, slot), means.get(partition))
-        found.setdefault(partition, []).append(results)
+        found[partition].append(results)
+    for partition, each in found.items():
+        if not each:  # y passes through the places of chunks
+            numel, dtype = arena.tensor("p", partition).numel(), arena.tensor("y", OF_CHUNKS).dtype
+            each.append(Results(torch.empty(numel, dtype=dtype, device="meta"), means.get(partition)))
     return list(found.values())
+
+
+def _slots_of_chunks(arena: Arena) -> list[ChunkSlot]:
+    """The places through which chunks pass; none: partitions keep whole gradients."""
+    keys = [array.spec.key for array in arena.layout.arrays if array.spec.partition == OF_CHUNKS]
+    return [
+        ChunkSlot(arena.tensor(*key), arena.tensor("y", OF_CHUNKS, key.slot), streams.blocking_event()) for key in keys
+    ]
 
 
 def _by_block(arena: Arena, key: ArrayKey, block_size: int) -> torch.Tensor:
     """A per-block array, one row per block if a block has several elements of it."""
     array = arena.tensor(*key)
-    blocks = -(-arena.tensor("y", key.partition).numel() // block_size)
+    blocks = -(-arena.tensor("p", key.partition).numel() // block_size)
     return array if array.numel() == blocks else array.view(blocks, -1)
 
 

@@ -116,17 +116,17 @@ class OffloadedAdam:
         # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
-            slot = self.coming_slot(index)
+            slot = self.coming_slot(index) if partition.ring else None
             step = self.kind.step(partition.group, self.updates + 1, grad_scale)
             if self.share is not None:
                 grad = self._step_share(self.share, index, grad, step)
-            if grad.dtype != slot.dtype:
-                grad = grad.to(slot.dtype)
+            if grad.dtype != partition.grad_dtype:
+                grad = grad.to(partition.grad_dtype)
             ready = transfers.ready()
             partition.collected.append(step)
             self.rule.step_partition(plan, partition, grad)
             transfers.take(index, grad, slot, ready)
-            self._metrics.bytes_down += slot.nbytes
+            self._metrics.bytes_down += grad.nbytes
             if plan.waits_last:  # the worker steps this partition while the next gradient is prepared
                 task = self.rule.task(plan, partition)
                 self.link.depart([task], gradients=plan.handed_over, publishes=True)
@@ -189,8 +189,9 @@ class OffloadedAdam:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def coming_slot(self, index: int) -> torch.Tensor:
-        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. After
-        `begin_step` it is free, but on an accelerator that is not the CPU the step may still read y there."""
+        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. Only for
+        partitions with a ring. After `begin_step` it is free, but on an accelerator that is not the CPU the step may
+        still read y there."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property
@@ -244,7 +245,8 @@ class OffloadedAdam:
         """Undo `offload`; later steps are bitwise unaffected. Idempotent, even after it ran out of memory."""
         if self._parked is not None:
             self._parked.restore()
-            self.link.transfers.restore()
+            if not self.link.transfers.restore():
+                self.expose()  # so that the next step publishes again
             self._parked = None
 
     def _beside_weights(self, partition: Partition) -> list[torch.Tensor]:
@@ -338,7 +340,7 @@ def has_room_for(adam: OffloadedAdam, interval: int | None) -> bool:
 def _further_bytes(adam: OffloadedAdam, interval: int | None) -> int:
     """Bytes that the ring at `interval` needs beyond those in use: a slot takes memory when it is first written."""
     schedule = adam.rule.schedule
-    slot_bytes = sum(partition.ring[0].nbytes for partition in adam.partitions)
+    slot_bytes = sum(slot.nbytes for partition in adam.partitions for slot in partition.ring[:1])
     return (schedule.ring_at(interval) - schedule.ring) * slot_bytes
 
 

@@ -51,8 +51,10 @@ class Partition:
         master, moments: p, and m and v or m alone, in the arena, 1-D fp32 [n]; owned by the worker while an update is
             in flight.
         publish_dtype: dtype of y, the model's or fp32.
+        grad_dtype: dtype in which gradients are handed over.
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient that went into it.
+            Empty: gradients and y pass through the host in chunks.
         collected: constants of the gradients that have not been handed over, oldest first, made by
             `HostedOptimizer.step`.
     """
@@ -64,6 +66,7 @@ class Partition:
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
     publish_dtype: torch.dtype
+    grad_dtype: torch.dtype
     per_block: torch.Tensor
     ring: list[torch.Tensor]
     collected: list[Any] = field(default_factory=list)

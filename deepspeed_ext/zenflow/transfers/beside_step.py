@@ -3,6 +3,10 @@
 When a step has computed its weights, its gradient is copied to a landing buffer in device memory. From there it is
 copied to the host during the next forward, in chunks of whole blocks. The worker steps each chunk as it arrives, and y
 of the chunk is copied back during backward, into the part of the buffer that its gradient has left.
+
+On the host a chunk has a place only while it is there, if nobody reads it afterwards (`sizes.chunk_slots`): a few
+slots, which chunks take in turn. A chunk is sent once the one before it in its slot has been sent back. Otherwise every
+partition keeps whole gradients.
 """
 
 from __future__ import annotations
@@ -26,16 +30,9 @@ from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from deepspeed_ext.zenflow.worker.sizes import chunk_of, dtype_name, landing_bytes
+from deepspeed_ext.zenflow.worker.sizes import chunk_numel, dtype_name, landing_bytes
 
-__all__ = ["HiddenTransfers", "LandingBuffer", "allocate_landing_buffers"]
-
-CHUNK_NUMEL = 1 << 24
-"""Minimum number of elements of a chunk, before rounding to whole blocks."""
-
-MOST_CHUNKS = 64
-"""Maximum number of chunks of all partitions together, not counting the last of each. More chunks cost launches, two
-per chunk and step; fewer make a step wait longer, by about one chunk's copies and pass."""
+__all__ = ["ChunkSlot", "HiddenTransfers", "LandingBuffer", "allocate_landing_buffers"]
 
 _FREE_SHARE = 0.1
 """Share of device memory that must stay free, unless the user asks for the buffers."""
@@ -48,7 +45,7 @@ class LandingBuffer:
     gradients of this and earlier chunks, which have been copied.
 
     Args:
-        host: the arrays that the worker writes; their dtypes and sizes.
+        host: what the worker writes; only dtypes and sizes are read.
         grad_dtype: dtype of the gradient.
         device: the accelerator.
 
@@ -56,7 +53,8 @@ class LandingBuffer:
         gradient: 1-D [n].
         results: `Results` on the accelerator.
         landed: event on the stream of the copies up, recorded after the last copy.
-        slot: destination of the gradient; None: there is no gradient.
+        is_full: whether it holds a gradient that has not been sent.
+        slot: destination of that gradient; None: the chunks' own.
     """
 
     gradient: torch.Tensor
@@ -66,6 +64,7 @@ class LandingBuffer:
         self._host, self._grad_dtype, self._device = host, grad_dtype, device
         self.allocate()
         self.landed = get_accelerator().Event()
+        self.is_full = False
         self.slot: torch.Tensor | None = None
 
     def allocate(self) -> None:
@@ -140,19 +139,28 @@ def _needed_bytes(host: Results, grad_dtype: torch.dtype) -> int:
     return landing_bytes(host.published.numel(), dtype_name(grad_dtype), dtype_name(host.published.dtype), means)
 
 
-def chunk_numel(numel: int, block_size: int) -> int:
-    """Elements per chunk, if all partitions together have `numel` elements."""
-    fewest = -(-numel // MOST_CHUNKS)
-    return max(chunk_of(CHUNK_NUMEL, block_size), -(-fewest // block_size) * block_size)
+@dataclass(frozen=True)
+class ChunkSlot:
+    """A place on the host through which chunks pass.
+
+    Attributes:
+        gradient, published: the same memory, 1-D, in the dtypes of gradients and of y.
+        free: event on the stream of the copies up, recorded after the newest copy from here.
+    """
+
+    gradient: torch.Tensor
+    published: torch.Tensor
+    free: Any
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of blocks of a partition."""
+    """A run of blocks of a partition, and the place that it takes on the host; None: in the partition's own arrays."""
 
     span: Span
     blocks: Span
     buffer: LandingBuffer
+    slot: ChunkSlot | None
 
     @property
     def is_last(self) -> bool:
@@ -160,23 +168,30 @@ class Chunk:
         return self.span.end == self.buffer.results.published.numel()
 
     def start_down(self) -> None:
-        """Start copying the gradient to its slot, on the current stream."""
-        assert self.buffer.slot is not None
-        self.buffer.slot[slice(*self.span)].copy_(self.buffer.gradient[slice(*self.span)], non_blocking=True)
+        """Start copying the gradient to its place, on the current stream."""
+        gradient = self.buffer.gradient[slice(*self.span)]
+        if self.slot is not None:
+            target = self.slot.gradient[: gradient.numel()]
+        else:
+            assert self.buffer.slot is not None
+            target = self.buffer.slot[slice(*self.span)]
+        target.copy_(gradient, non_blocking=True)
 
     def start_up(self, host: Results, stream: Any) -> None:
-        """Start copying the results to the buffer from `host`, the arena.
+        """Start copying the results to the buffer, from the chunk's place or from `host`, the arena.
 
         The gradient has arrived, so all work launched before it is done and nothing still reads the buffer's older
         contents.
         """
+        part, results = slice(*self.span), self.buffer.results
         with get_accelerator().stream(stream):
-            for target, source, part in (
-                (self.buffer.results.published, host.published, self.span),
-                (self.buffer.results.block_means, host.block_means, self.blocks),
-            ):
-                if target is not None and source is not None:
-                    target[slice(*part)].copy_(source[slice(*part)], non_blocking=True)
+            source = host.published[part] if self.slot is None else self.slot.published[: self.span.numel]
+            results.published[part].copy_(source, non_blocking=True)
+            if results.block_means is not None and host.block_means is not None:
+                blocks = slice(*self.blocks)
+                results.block_means[blocks].copy_(host.block_means[blocks], non_blocking=True)
+            if self.slot is not None:
+                self.slot.free.record(stream)
             if self.is_last:
                 self.buffer.landed.record(stream)
 
@@ -188,6 +203,8 @@ class HiddenTransfers(Transfers):
         process, results, block_size, waiting: as for `Transfers`.
         buffers: of each partition in order, from `allocate_landing_buffers`.
         timeout_seconds: longest time without progress, before waiting is an error.
+        slots: places through which chunks pass, and `results` then have no y; empty: they lie in the partitions' own
+            arrays.
     """
 
     def __init__(
@@ -198,68 +215,117 @@ class HiddenTransfers(Transfers):
         block_size: int,
         timeout_seconds: float,
         waiting: Stopwatch,
+        slots: Sequence[ChunkSlot] = (),
     ) -> None:
         super().__init__(process, results, block_size, waiting)
         accelerator = get_accelerator()
         self._chunk_numel = chunk_numel(sum(host.published.numel() for host, *_ in results), block_size)
         self._buffers = buffers
-        self._sent: dict[int, list[tuple[Chunk, Any]]] = {}  # by partition: chunks not given to the courier yet
+        self._chunk_slots = slots
+        self._coming: list[Parcel] = []  # in order: with a gradient, and not given to the courier yet
         self._up = accelerator.Stream()
-        self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()  # one per thread
+        self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()  # of two threads, of which one sends down
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
 
-    def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
+    def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor | None, ready: Any) -> None:
         buffer, stream = self._buffers[index], get_accelerator().current_stream()
         with self._waiting.measured():
             stream.wait_stream(self._down)  # which may still read the buffer's last gradient
             stream.wait_stream(self._up)  # which may still write results that were never read
         buffer.gradient.copy_(grad)
-        buffer.slot = slot
+        buffer.is_full, buffer.slot = True, slot
 
     def start(self) -> None:
-        taken = [index for index, buffer in enumerate(self._buffers) if buffer.slot is not None]
+        taken = [index for index, buffer in enumerate(self._buffers) if buffer.is_full]
         if not taken:
             return
         filled = streams.blocking_event()
         filled.record(get_accelerator().current_stream())
         self._down.wait_event(filled)
-        with get_accelerator().stream(self._down), self._downwards.measured():
-            for index in taken:
-                self._sent[index] = [(chunk, self._sent_down(chunk)) for chunk in self._chunks(index)]
-                self._buffers[index].slot = None
+        self._coming += self._parcels(taken, lambda chunk: partial(self._send_down, chunk))
+        for index in taken:
+            self._buffers[index].is_full = False
+        if self._at_once is None:
+            with self._downwards.measured(self._down):
+                self._send(self._coming)
+        elif self._courier.is_idle:  # otherwise other chunks may be in the slots
+            self._send(self._coming[: self._at_once])
 
     def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
         self.start()
         self._note_slots(tasks)
-        by_index, sent = {task.partition: task for task in tasks}, self._sent
-        departed, parcels = streams.blocking_event(), []
+        parcels, self._coming = self._coming, []
+        departed = streams.blocking_event()
         departed.record(get_accelerator().current_stream())
-        for index in sorted(by_index.keys() | sent.keys()):
-            for chunk, arrived in sent.pop(index, None) or [(chunk, departed) for chunk in self._chunks(index)]:
-                task = replace(by_index[index], span=chunk.span) if index in by_index else None
-                bring_up: Callable[[], None] | None = None
-                if publishes:
-                    bring_up = partial(self._start_up, chunk, self._host_results(index))
-                parcels.append(Parcel(arrived, task, bring_up))
-        self._courier.send(parcels or [Parcel(departed, None, None)], self._process)
+        without = {task.partition for task in tasks} - {parcel.index for parcel in parcels}
+        parcels += self._parcels(sorted(without), lambda chunk: partial(self._nothing_down, chunk, departed))
+        by_index = {task.partition: task for task in tasks}
+        for parcel in parcels:
+            if (task := by_index.get(parcel.index)) is not None:
+                slot = parcel.number % len(self._chunk_slots) if self._chunk_slots else None
+                parcel.task = replace(task, span=parcel.span, chunk_slot=slot)
+            if not publishes:
+                assert not self._chunk_slots, "y must leave its slot"
+                parcel.bring_up = None
+        self._courier.send(parcels or [Parcel(lambda: departed)], self._process, self._at_once)
 
-    def _sent_down(self, chunk: Chunk) -> Any:
-        """Start the chunk's copy to the host, on the current stream; return an event on which a thread can sleep."""
-        chunk.start_down()
+    def _send(self, parcels: Sequence[Parcel]) -> None:
+        for parcel in parcels:
+            parcel.send()
+
+    @property
+    def _at_once(self) -> int | None:
+        """How many chunks may be on the host at once; None: all."""
+        return len(self._chunk_slots) or None
+
+    def _parcels(self, indices: Sequence[int], send: Callable[[Chunk], Callable[[], Any]]) -> list[Parcel]:
+        """The parcels of partitions, behind those that are coming."""
+        found: list[Parcel] = []
+        for index in indices:
+            for span, blocks in self._spans(index):
+                number = len(self._coming) + len(found)
+                slot = self._chunk_slots[number % len(self._chunk_slots)] if self._chunk_slots else None
+                chunk = Chunk(span, blocks, self._buffers[index], slot)
+                bring_up = partial(self._start_up, chunk, index)
+                found.append(Parcel(send(chunk), bring_up=bring_up, index=index, span=span, number=number))
+        return found
+
+    def _send_down(self, chunk: Chunk) -> Any:
+        """Start the chunk's copy to the host, once its place is free; return an event on which a thread can sleep."""
+        with get_accelerator().stream(self._down):
+            if chunk.slot is None:
+                chunk.start_down()
+            else:
+                self._down.wait_event(chunk.slot.free)
+                with self._downwards.measured():
+                    chunk.start_down()
+            return self._arrived()
+
+    def _nothing_down(self, chunk: Chunk, departed: Any) -> Any:
+        """As `_send_down` for a chunk without a gradient: the worker writes to its place once that is free and
+        everything that reads what it writes is done."""
+        if chunk.slot is None:
+            return departed
+        with get_accelerator().stream(self._down):
+            self._down.wait_event(departed)
+            self._down.wait_event(chunk.slot.free)
+            return self._arrived()
+
+    def _arrived(self) -> Any:
         arrived = streams.blocking_event()
         arrived.record(self._down)
         return arrived
 
-    def _start_up(self, chunk: Chunk, host: Results) -> None:
+    def _start_up(self, chunk: Chunk, index: int) -> None:
         with self._upwards.measured(self._up):
-            chunk.start_up(host, self._up)
+            chunk.start_up(self._host_results(index), self._up)
 
-    def _chunks(self, index: int) -> Iterator[Chunk]:
-        buffer, size = self._buffers[index], self._block_size
-        numel = buffer.results.published.numel()
+    def _spans(self, index: int) -> Iterator[tuple[Span, Span]]:
+        """The elements and the blocks of each chunk of a partition."""
+        size, numel = self._block_size, self._buffers[index].results.published.numel()
         for begin in range(0, numel, self._chunk_numel):
             end = min(begin + self._chunk_numel, numel)
-            yield Chunk(Span(begin, end), Span(begin // size, -(-end // size)), buffer)
+            yield Span(begin, end), Span(begin // size, -(-end // size))
 
     def wait(self, within: Patience | None = None) -> float:
         self._courier.wait(within)
@@ -286,10 +352,12 @@ class HiddenTransfers(Transfers):
         for buffer in self._buffers:
             buffer.release()
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
         for index, buffer in enumerate(self._buffers):
             buffer.allocate()
-            buffer.bring_up(self._host_results(index))
+            if not self._chunk_slots:
+                buffer.bring_up(self._host_results(index))
+        return not self._chunk_slots
 
     def copying_seconds(self) -> float:
         return sum(self._downwards.lap()) + sum(self._upwards.lap())

@@ -16,12 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.worker.channel import Patience
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess, within_group_timeout
 
 __all__ = ["Courier", "Parcel", "Shipment"]
@@ -37,34 +38,50 @@ class Parcel:
     """A run of blocks in transit.
 
     Attributes:
-        arrived: event that the trainer records after this parcel's copy to the host. If there is no gradient, it is
-            recorded after everything that reads what the task writes.
+        start_down: starts its copy to the host, and returns an event that is recorded after it. If there is no
+            gradient, the event is recorded after everything that reads what the task writes.
         task: the worker's task once the gradient has arrived; None: none.
         bring_up: called by the courier to start the copy of the worker's result to the accelerator; None: the result
             stays on the host.
+        index, span: the partition, and the run of its elements.
+        number: its number in the shipment.
+        arrived: the event; None before `send`.
     """
 
-    arrived: Any
-    task: WorkerTask | None
-    bring_up: Callable[[], None] | None
+    start_down: Callable[[], Any]
+    task: WorkerTask | None = None
+    bring_up: Callable[[], None] | None = None
+    index: int = 0
+    span: Span | None = None
+    number: int = 0
+    arrived: Any = None
+
+    def send(self) -> None:
+        """Start its copy to the host, unless that is done."""
+        if self.arrived is None:
+            self.arrived = self.start_down()
 
 
 class Shipment:
     """Parcels sent together, in order.
 
     Args:
-        parcels: what is carried.
+        parcels: what is carried; the first `at_once` of them may have been sent.
         process: the worker.
+        at_once: how many of them may be on the host at once, at least 2; None: all.
 
     Attributes:
         carried: parcels delivered so far.
         is_done: whether everything is delivered or an error has ended it. It then holds no more references.
     """
 
-    def __init__(self, parcels: Sequence[Parcel], process: OptimizerProcess) -> None:
+    def __init__(self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None) -> None:
+        assert at_once is None or at_once > _PARCELS_AHEAD, "a parcel waits behind the one that the worker has"
         self.carried = 0
         self.is_done = False
         self._parcels = deque(parcels)
+        self._unsent = iter(tuple(parcels))
+        self._at_once = at_once
         self._process: OptimizerProcess | None = process
         self._latch = threading.Lock()
         self._latch.acquire()
@@ -73,6 +90,7 @@ class Shipment:
         """Deliver all parcels. Called by the courier's thread."""
         process, with_worker = self._process, deque[tuple[Parcel, int]]()
         assert process is not None
+        self._send(self._at_once)
         while self._parcels or with_worker:
             if self._parcels:
                 parcel = self._parcels.popleft()
@@ -85,10 +103,17 @@ class Shipment:
                     process.wait_for(number)
                     parcel.bring_up()
                 self.carried += 1
+                self._send(1)  # its place is free
+
+    def _send(self, count: int | None) -> None:
+        """Send the next parcels; None: all."""
+        for parcel in islice(self._unsent, count):
+            parcel.send()
 
     def finish(self) -> None:
         """Record that nothing is left to do."""
         self._parcels.clear()
+        self._unsent = iter(())
         self._process = None
         self.is_done = True
         self._latch.release()
@@ -123,11 +148,16 @@ class Courier:
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._calls, self._thread, os.getpid())
 
-    def send(self, parcels: Sequence[Parcel], process: OptimizerProcess) -> None:
-        """Queue `parcels` behind everything sent before, without waiting."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is delivered."""
+        return all(shipment.is_done for shipment in tuple(self._shipments))
+
+    def send(self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None = None) -> None:
+        """Queue `parcels` behind everything sent before, without waiting. `at_once` as for `Shipment`."""
         while self._shipments and self._shipments[0].is_done:
             self._shipments.popleft()
-        self._shipments.append(Shipment(parcels, process))
+        self._shipments.append(Shipment(parcels, process, at_once))
         self._calls.put(True)
 
     def wait(self, within: Patience | None = None) -> None:

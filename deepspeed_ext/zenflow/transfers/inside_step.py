@@ -28,7 +28,7 @@ class Results:
     """The worker's results for one partition of n elements.
 
     Attributes:
-        published: y, 1-D [n].
+        published: y, 1-D [n]; on the meta device if it passes through the host in chunks.
         block_means: what the estimate is made from: means of v, 1-D fp32 [ceil(n / block_size)], or with Lion signs and
             means of m, int32, one row per block; None: the rule does not use it.
     """
@@ -82,15 +82,17 @@ class Transfers:
         """Return an event on the current stream that marks the gradient complete, for `take`; None without streams."""
         return None if self._down is None else get_accelerator().current_stream().record_event()
 
-    def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
+    def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor | None, ready: Any) -> None:
         """Take a partition's gradient, whose copy to `slot` has started when `depart` returns.
 
         Args:
             index: number of the partition.
             grad: 1-D [n], on the accelerator; may be reused by later work on the current stream.
-            slot: 1-D [n], same dtype, in the arena. It must not change before `wait`.
+            slot: 1-D [n], same dtype, in the arena. It must not change before `wait`. None: gradients pass through the
+                host in chunks.
             ready: from `ready`.
         """
+        assert slot is not None, "only chunks beside the step have places of their own"
         if self._down is None:
             if grad.data_ptr() != slot.data_ptr():
                 slot.copy_(grad)
@@ -175,8 +177,9 @@ class Transfers:
     def release(self) -> None:
         """Free the accelerator memory that is held between steps. Nothing may be in flight."""
 
-    def restore(self) -> None:
-        """Allocate it again, with the newest results."""
+    def restore(self) -> bool:
+        """Allocate it again. Return whether it has the newest results; otherwise the worker must publish them again."""
+        return True
 
     def copying_seconds(self) -> float:
         """Duration of the copies beside the step that has become known since the last call."""

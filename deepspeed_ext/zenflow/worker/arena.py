@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "OF_CHUNKS",
     "Arena",
     "ArenaLayout",
     "ArrayKey",
@@ -34,6 +35,9 @@ __all__ = [
     "partition_specs",
     "plan_layout",
 ]
+
+OF_CHUNKS = -1
+"""In place of a partition's number: places that chunks of all partitions take in turn."""
 
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096

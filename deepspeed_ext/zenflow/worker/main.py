@@ -21,7 +21,7 @@ from typing import Any
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.child_process import end_with_parent
-from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey
+from deepspeed_ext.zenflow.worker.arena import OF_CHUNKS, Arena, ArrayKey
 from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, LionPass, MeanPass, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
@@ -178,6 +178,11 @@ def _lion_pass(work: LionPartitionPass, arena: Arena, block_size: int) -> LionPa
 def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
     """p, the moments, y and the gradients of the task's span."""
     arrays = [arena.array(kind, work.partition) for kind in state.kinds]
+    if work.chunk_slot is not None:
+        assert work.span is not None
+        assert len(work.slots) <= 1, "a chunk has one gradient"
+        both = [arena.array(kind, OF_CHUNKS, work.chunk_slot) for kind in ("y", *("g" for _ in work.slots))]
+        return [*(array.part(*work.span) for array in arrays), *(array.part(0, work.span.numel) for array in both)]
     arrays += [arena.array("y", work.partition, work.y_slot)]
     arrays += [arena.array("g", work.partition, slot) for slot in work.slots]
     return arrays if work.span is None else [array.part(*work.span) for array in arrays]

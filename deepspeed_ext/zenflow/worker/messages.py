@@ -48,6 +48,11 @@ class Span(NamedTuple):
     end: int
     """The element after its last one: a multiple of the block size, or n."""
 
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.end - self.begin
+
 
 @dataclass(frozen=True)
 class PartitionPass:
@@ -61,6 +66,8 @@ class PartitionPass:
     """The part to process; None: all of it. Parts may be processed in any order, with the same result."""
     again: int | None = None
     """Without gradients: the slot whose place y takes. Its gradient is lost, so it must have been handed over."""
+    chunk_slot: int | None = None
+    """The place in which the part's gradient is, and its y is to be; None: the partition's own slots."""
 
     @property
     def y_slot(self) -> int:
@@ -80,6 +87,8 @@ class MeanPartitionPass:
     span: Span | None = None
     """As in `PartitionPass`."""
     again: int | None = None
+    """As in `PartitionPass`."""
+    chunk_slot: int | None = None
     """As in `PartitionPass`."""
 
     @property
@@ -104,6 +113,8 @@ class LionPartitionPass:
     span: Span | None = None
     """As in `PartitionPass`."""
     again: int | None = None
+    """As in `PartitionPass`."""
+    chunk_slot: int | None = None
     """As in `PartitionPass`."""
 
     @property

@@ -8,23 +8,30 @@ Sizes are per rank; partitions are given by their numbers of elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from deepspeed_ext.zenflow.worker.arena import ArraySpec, partition_specs
+from deepspeed_ext.zenflow.worker.arena import OF_CHUNKS, ArraySpec, partition_specs
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = [
     "ACCELERATOR_CHUNK_NUMEL",
+    "CHUNK_NUMEL",
     "LARGEST_KERNEL_BLOCK",
+    "MOST_CHUNKS",
+    "ChunkSlots",
     "RuleSettings",
     "accelerator_numel",
     "accelerator_share_bytes",
     "arena_specs",
+    "chunk_numel",
     "chunk_of",
+    "chunk_slots",
     "dtype_name",
     "gradient_dtype",
     "landing_bytes",
+    "slot_specs",
 ]
 
 LARGEST_KERNEL_BLOCK = 256
@@ -32,6 +39,18 @@ LARGEST_KERNEL_BLOCK = 256
 
 ACCELERATOR_CHUNK_NUMEL = 1 << 24
 """Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
+
+CHUNK_NUMEL = 1 << 24
+"""Minimum number of elements of a chunk that travels beside the step, before rounding to whole blocks."""
+
+MOST_CHUNKS = 64
+"""Maximum number of chunks of all partitions together, not counting the last of each. More chunks cost launches, two
+per chunk and step; fewer make a step wait longer, by about one chunk's copies and pass."""
+
+SLOTS_OF_CHUNKS = 4
+"""Chunks that are on the host at once, if each has a place only while it is there: one with the worker, the next one
+behind it, and one on its way in each direction. At least 2: the courier hands a chunk over before it waits for the one
+before."""
 
 
 class RuleSettings(Protocol):
@@ -56,6 +75,10 @@ class RuleSettings(Protocol):
     @property
     def least_slots(self) -> int:
         """Slots in use while the interval is open: as many as interval 1 needs, so that it always fits."""
+
+    @property
+    def passes_chunks(self) -> bool:
+        """Whether nobody reads a gradient or y on the host after its chunk has been stepped and sent back."""
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
@@ -94,6 +117,7 @@ def arena_specs(
     publish_dtype: str,
     grad_dtype: str,
     on_accelerator: Sequence[int] = (),
+    has_ring: bool = True,
 ) -> list[ArraySpec]:
     """The arrays of all partitions. While the interval is open, only `least_slots` slots are touched at start.
 
@@ -103,6 +127,7 @@ def arena_specs(
         publish_dtype: dtype of y.
         grad_dtype: dtype in which gradients are handed over.
         on_accelerator: how many of them step on the accelerator; empty: none.
+        has_ring: whether they have gradients of their own; otherwise `slot_specs` has a place for chunks.
     """
     shares = on_accelerator or [0] * len(numels)
     return [
@@ -114,7 +139,7 @@ def arena_specs(
             block_size=settings.block_size,
             publish_dtype=publish_dtype,
             grad_dtype=grad_dtype,
-            slots=settings.slots,
+            slots=settings.slots if has_ring else 0,
             touched_slots=settings.least_slots if settings.update_interval is None else settings.slots,
             per_block=settings.per_block,
             lifts_weights=not settings.weights_on_host,
@@ -123,6 +148,45 @@ def arena_specs(
             per_block_width=settings.per_block_width,
         )
     ]
+
+
+@dataclass(frozen=True)
+class ChunkSlots:
+    """Places of chunks in transit, which take turns in them: gradients of the chunk, and then its y."""
+
+    count: int
+    numel: int
+    """Elements of each."""
+
+
+def chunk_numel(numel: int, block_size: int) -> int:
+    """Elements per chunk, if all partitions together have `numel` elements."""
+    fewest = -(-numel // MOST_CHUNKS)
+    return max(chunk_of(CHUNK_NUMEL, block_size), -(-fewest // block_size) * block_size)
+
+
+def chunk_slots(
+    settings: RuleSettings, numels: Sequence[int], publish_dtype: str, grad_dtype: str
+) -> ChunkSlots | None:
+    """Places for chunks that travel beside the step, in place of whole gradients on the host; None: partitions keep
+    whole gradients, because somebody reads them there, y does not fit into their place, or they take no more memory.
+
+    Args:
+        settings: settings of the rule.
+        numels: elements of each partition that step on the host.
+        publish_dtype: dtype of y.
+        grad_dtype: dtype in which gradients are handed over.
+    """
+    if not settings.passes_chunks or DTYPE_BYTES[publish_dtype] != DTYPE_BYTES[grad_dtype]:
+        return None
+    size = min(chunk_numel(sum(numels), settings.block_size), max(numels, default=0))
+    return ChunkSlots(SLOTS_OF_CHUNKS, size) if SLOTS_OF_CHUNKS * size < sum(numels) else None
+
+
+def slot_specs(slots: ChunkSlots, publish_dtype: str, grad_dtype: str) -> list[ArraySpec]:
+    """Their arrays."""
+    gradient = ArraySpec("g", grad_dtype, slots.numel, OF_CHUNKS, exchanged=True, replaced_by=publish_dtype)
+    return [replace(gradient, slot=slot) for slot in range(slots.count)]
 
 
 def gradient_dtype(weights: str, accumulation: str) -> str:

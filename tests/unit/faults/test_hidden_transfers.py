@@ -20,8 +20,8 @@ from deepspeed import comm as dist
 from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.transfers import beside_step as hidden_transfers
 from deepspeed_ext.zenflow.transfers.beside_step import Chunk, LandingBuffer
+from deepspeed_ext.zenflow.worker import sizes
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -94,7 +94,7 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
     found, rank = [], dist.get_rank()
     for state, chunk in cases:
         message, ended = "no error", 0.0
-        with patch.object(hidden_transfers, "CHUNK_NUMEL", 512):
+        with patch.object(sizes, "CHUNK_NUMEL", 512):
             engine = make_engine(config)
             link = engine.optimizer.zenflow_adam.link
             data = [on_device(batch) for batch in batches(WITHOUT_FAULT + UNTIL_ERROR, rank)]

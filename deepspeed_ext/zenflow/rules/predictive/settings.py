@@ -86,6 +86,12 @@ class PredictiveSettings:
         return ring_of(1, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
 
     @property
+    def passes_chunks(self) -> bool:
+        """Whether gradients and y pass through the host chunk by chunk: with one gradient at a time, and weights on the
+        accelerator."""
+        return self.slots == 1 and not (self.weights_on_host or self.grads_on_host)
+
+    @property
     def per_block(self) -> tuple[str, str, bool]:
         """The per-block array: what the estimate is made from, copied to the accelerator if the weights are there."""
         return (*self.layout.per_block, not self.weights_on_host)

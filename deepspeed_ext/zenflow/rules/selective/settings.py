@@ -137,6 +137,11 @@ class SelectiveSettings:
         return 1
 
     @property
+    def passes_chunks(self) -> bool:
+        """False: the mean of several gradients is made on the host."""
+        return False
+
+    @property
     def per_block(self) -> tuple[str, str, bool]:
         """The per-block array: update counts, which stay on the host."""
         return ("updates", "int32", False)

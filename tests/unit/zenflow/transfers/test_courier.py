@@ -6,9 +6,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.transfers import courier as courier_module
@@ -17,6 +21,8 @@ from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 
 class Recorded:
     """A worker, events and copies that note what is asked of them, and fail or block at one of these requests."""
+
+    notes_sends = False
 
     def __init__(self, fails_at: str = "", blocks_at: str = "") -> None:
         self.asked: list[str] = []
@@ -42,12 +48,17 @@ class Recorded:
     def parcels(self, count: int, task: bool = True, up: bool = True) -> list[Parcel]:
         return [
             Parcel(
-                Arrival(self, index),
+                partial(self.send, index),
                 index if task else None,  # type: ignore[arg-type]
                 self.bring_up(index) if up else None,
             )
             for index in range(1, count + 1)
         ]
+
+    def send(self, index: int) -> Arrival:
+        if self.notes_sends:
+            self.note(f"send {index}")
+        return Arrival(self, index)
 
     def bring_up(self, index: int) -> Callable[[], None]:
         return lambda: self.note(f"bring up {index}")
@@ -65,10 +76,10 @@ def couriers() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "deepspeed_ext-courier"}
 
 
-def carried(recorded: Recorded, *shipments: list[Parcel]) -> list[str]:
+def carried(recorded: Recorded, *shipments: list[Parcel], at_once: int | None = None) -> list[str]:
     courier = Courier(0, timeout_seconds=30.0)
     for parcels in shipments:
-        courier.send(parcels, recorded)  # type: ignore[arg-type]
+        courier.send(parcels, recorded, at_once)  # type: ignore[arg-type]
     try:
         courier.wait()
     finally:
@@ -94,6 +105,39 @@ def test_results_of_an_earlier_update_are_awaited() -> None:
     recorded = Recorded()
     asked = carried(recorded, recorded.parcels(1, up=False), recorded.parcels(1, task=False))
     assert asked == ["arrive 1", "tell 1", "arrive 1", "await 1", "bring up 1"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    at_once=st.integers(2, 5),
+    already=st.integers(0, 5),
+)
+def test_a_parcel_is_sent_once_the_one_before_in_its_place_is_brought_up(
+    counts: list[int], at_once: int, already: int
+) -> None:
+    """Also if the trainer has sent the first ones; and none waits for a later one, which would be a deadlock."""
+    for count in counts:
+        recorded = Recorded()
+        recorded.notes_sends = True
+        parcels = recorded.parcels(count)
+        for parcel in parcels[: min(already, at_once)]:
+            parcel.send()
+        asked = carried(recorded, parcels, at_once=at_once)
+        when = {request: number for number, request in enumerate(asked)}
+        assert len(when) == len(asked), "nothing twice"
+        for index in range(1, count + 1):
+            assert when[f"send {index}"] < when[f"arrive {index}"] < when[f"bring up {index}"]
+            if index > at_once:
+                assert when[f"bring up {index - at_once}"] < when[f"send {index}"]
+
+
+def test_parcels_are_sent_as_early_as_there_is_a_place() -> None:
+    recorded = Recorded()
+    recorded.notes_sends = True
+    asked = carried(recorded, recorded.parcels(4), at_once=3)
+    assert asked[:4] == ["send 1", "send 2", "send 3", "arrive 1"]
+    assert asked[asked.index("bring up 1") + 1] == "send 4"
 
 
 EVERY_REQUEST = carried((first := Recorded()), first.parcels(3))
@@ -148,7 +192,7 @@ def test_a_capture_that_forbids_the_copies_is_explained() -> None:
     def forbid() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nSearch for the name of this error")
 
-    parcels[0].arrived.synchronize = forbid
+    parcels[0].arrived = SimpleNamespace(synchronize=forbid)
     courier.send(parcels, recorded)  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match=r'is capturing\).*capture_error_mode="thread_local"'):
         courier.wait()

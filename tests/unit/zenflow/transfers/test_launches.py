@@ -12,16 +12,11 @@ import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
-from deepspeed_ext.zenflow.transfers import beside_step as hidden_transfers
-from deepspeed_ext.zenflow.transfers.beside_step import (
-    MOST_CHUNKS,
-    HiddenTransfers,
-    allocate_landing_buffers,
-    chunk_numel,
-)
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_landing_buffers
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 from deepspeed_ext.zenflow.transfers.inside_step import Results
-from deepspeed_ext.zenflow.worker.sizes import chunk_of
+from deepspeed_ext.zenflow.worker import sizes
+from deepspeed_ext.zenflow.worker.sizes import MOST_CHUNKS, chunk_numel, chunk_of
 from tests.simulated.overlap import WIDTH, Layers
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
@@ -68,8 +63,8 @@ def test_there_are_at_most_64_whole_chunks(numel: int, block_size: int) -> None:
     chunk = chunk_numel(numel, block_size)
     assert chunk % block_size == 0
     assert -(-numel // chunk) <= MOST_CHUNKS
-    assert chunk >= chunk_of(hidden_transfers.CHUNK_NUMEL, block_size)
-    assert chunk == chunk_of(hidden_transfers.CHUNK_NUMEL, block_size) or (chunk - block_size) * MOST_CHUNKS < numel
+    assert chunk >= chunk_of(sizes.CHUNK_NUMEL, block_size)
+    assert chunk == chunk_of(sizes.CHUNK_NUMEL, block_size) or (chunk - block_size) * MOST_CHUNKS < numel
 
 
 SCALE = 1 << 14
@@ -93,12 +88,12 @@ def launches(numels: list[int]) -> tuple[int, int]:
     gradients = [torch.zeros_like(each, device=accelerator.current_device_name()) for each in pinned]
     send = Courier.send
 
-    def noted(courier: Courier, sent: list[Parcel], process: Any) -> None:
+    def noted(courier: Courier, sent: list[Parcel], *more: Any) -> None:
         parcels.extend(sent)
-        send(courier, sent, process)
+        send(courier, sent, *more)
 
     with (
-        patch.object(hidden_transfers, "CHUNK_NUMEL", hidden_transfers.CHUNK_NUMEL // SCALE),
+        patch.object(sizes, "CHUNK_NUMEL", sizes.CHUNK_NUMEL // SCALE),
         patch.object(Courier, "send", noted),
     ):
         buffers = allocate_landing_buffers(True, results, torch.bfloat16, RankGroup.alone())
