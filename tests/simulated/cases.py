@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from deepspeed import comm as dist
 from torch.utils._pytree import tree_leaves
 
+from deepspeed_ext.zenflow.worker import sizes
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -29,6 +32,8 @@ from tests.support.zenflow import (
 __all__ = ["CASES", "Case", "check", "expected"]
 
 STEPS = 6
+CHUNK_NUMEL = 512
+"""Many chunks of a partition, the last of them shorter."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Case:
         """Fields of the ``zenflow`` section."""
         return {
             "predictive, interval 1": {"update_interval": 1},
+            "predictive, interval 1, chunks": {"update_interval": 1},
             "predictive, interval 1, copies inside": {"update_interval": 1, "hide_transfers": False},
             "predictive, copies inside": RULES["predictive"] | {"hide_transfers": False},
             "predictive, accumulation": {"update_interval": 1},
@@ -90,9 +96,8 @@ class Case:
         # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its rounding with it.
         # So each has its own processes, which no other test has used.
         pool = "simulated, stage 3" if self.stage == 3 else "simulated"
-        return run_ranks(
-            self.ranks, train_in, order, seed, self.config(), STEPS * self.accumulation, device=device, pool=pool
-        )
+        count, chunk = STEPS * self.accumulation, CHUNK_NUMEL if "chunks" in self.way else None
+        return run_ranks(self.ranks, train_in, order, seed, self.config(), count, chunk, device=device, pool=pool)
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.way}, {self.ranks} ranks, clip {self.clip:g}"
@@ -101,6 +106,7 @@ class Case:
 WAYS = (
     *RULES,
     "predictive, interval 1",
+    "predictive, interval 1, chunks",
     "predictive, interval 1, copies inside",
     "predictive, copies inside",
     "predictive, accumulation",
@@ -116,21 +122,24 @@ STRIDE = 37
 assert math.gcd(STRIDE, len(CASES)) == 1, "else some cases never have a turn"
 
 
-def train_in(order: str | None, seed: int, config: dict[str, Any], count: int) -> Outcome:
-    """One run on this rank; `order` is one of the simulated accelerator's, None on the CPU."""
+def train_in(order: str | None, seed: int, config: dict[str, Any], count: int, chunk: int | None) -> Outcome:
+    """One run on this rank; `order` is one of the simulated accelerator's, None on the CPU. With `chunk`, gradients
+    pass through the host in chunks of so many elements."""
     if order is None:
         return trained(config, count)
     from tests.support.simulated_accelerator import simulation
 
     simulation.configure(order, seed)  # type: ignore[arg-type]
     try:
-        return trained(config, count)
+        with nullcontext() if chunk is None else patch.object(sizes, "CHUNK_NUMEL", chunk):
+            return trained(config, count, in_chunks=chunk is not None)
     finally:
         simulation.configure("held")
 
 
-def trained(config: dict[str, Any], count: int) -> Outcome:
+def trained(config: dict[str, Any], count: int, *, in_chunks: bool = False) -> Outcome:
     engine = make_engine(config)
+    assert not in_chunks or not engine.optimizer.zenflow_adam.partitions[0].ring
     losses = train(engine, batches(count, dist.get_rank()))
     saved = saved_tensors(engine) if hasattr(engine.optimizer, "zenflow_adam") else []
     outcome = Outcome(losses, weights_of(engine), [*full_masters_of(engine), *saved])

@@ -1,0 +1,192 @@
+"""Gradients and y that pass through a few places on the host: the bits of whole gradients there, in every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow import start
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.worker import sizes
+from deepspeed_ext.zenflow.worker.sizes import chunk_slots
+from tests.support.compare import allow_fp16
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.resuming import failed_resumes, resume_from_each, train_and_save
+from tests.support.same import assert_same, first_difference
+from tests.support.state_access import looking_on
+from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
+
+CHUNK = 512
+
+
+@contextmanager
+def small_chunks(*, whole: bool = False) -> Iterator[None]:
+    """Partitions of many chunks, which pass through slots, or lie in `whole` gradients."""
+    without = patch.object(start, "chunk_slots", lambda *_: None)
+    with patch.object(sizes, "CHUNK_NUMEL", CHUNK):
+        if not whole:
+            yield
+            return
+        with without:
+            yield
+
+
+def trained(config: dict[str, Any], between: Callable[[Any], None] | None, whole: bool) -> dict[str, Any]:
+    allow_fp16()
+    accumulation = config["gradient_accumulation_steps"]
+    with small_chunks(whole=whole):
+        engine = make_engine(config, groups=two_groups)
+        adam, losses = engine.optimizer.zenflow_adam, []
+        assert bool(adam.partitions[0].ring) is whole
+        for batch in batches(7 * accumulation, dist.get_rank()):
+            losses += train(engine, [batch])
+            if between is not None and engine.is_gradient_accumulation_boundary():
+                between(engine)
+        found = {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
+        engine.destroy()
+    return found
+
+
+def differs(config: dict[str, Any], between: Callable[[Any], None] | None = None) -> str:
+    return first_difference(trained(config, None, whole=True), trained(config, between, whole=False))
+
+
+def away_and_back(engine: Any) -> None:
+    engine.offload_states()
+    engine.reload_states()
+
+
+def exposed(engine: Any) -> None:
+    engine.optimizer.zenflow_adam.expose()
+
+
+def away_and_exposed(engine: Any) -> None:
+    away_and_back(engine)
+    exposed(engine)
+
+
+def drained(engine: Any) -> None:
+    engine.optimizer.zenflow_adam.drain()
+
+
+@pytest.mark.parametrize("between", [None, away_and_back, exposed, away_and_exposed, drained])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_bits_are_those_of_whole_gradients(stage: int, between: Callable[[Any], None] | None) -> None:
+    config = zenflow_config(stage, update_interval=1, full_warm_up_rounds=2, prediction_error_factor=1e6)
+    assert run_ranks(2, differs, config, between, device="sim", pool=f"chunks {stage == 3}") == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"overlap_step": False},
+        {"update_interval": 1, "state_dtype": "bfloat16"},
+        {"update_interval": 1, "async_save": True},
+        {"update_interval": 1, "block_size": 24},
+    ],
+    ids=str,
+)
+def test_other_settings_change_nothing_of_that(changes: dict[str, Any]) -> None:
+    config = zenflow_config(2, full_warm_up_rounds=2, **changes)
+    assert run_ranks(2, differs, config, device="sim", pool="chunks False") == ["", ""]
+
+
+def test_nor_do_fp16_accumulation_and_lion() -> None:
+    accumulated = zenflow_config(2, accumulation=3, update_interval=1)
+    assert run_ranks(1, differs, accumulated, device="sim", pool="chunks False") == [""]
+    half = zenflow_config(2, torch.float16, update_interval=1)
+    assert run_ranks(1, differs, half, device="sim", pool="chunks False") == [""]
+    lion = zenflow_config(3) | {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
+    assert run_ranks(1, differs, lion, device="sim", pool="chunks True") == [""]
+
+
+def save_in_chunks(config: dict[str, Any], *more: Any) -> str:
+    with small_chunks():
+        return train_and_save(config, *more)
+
+
+def resume_in_chunks(config: dict[str, Any], *more: Any) -> list[str]:
+    with small_chunks():
+        return resume_from_each(config, *more)
+
+
+@pytest.mark.parametrize("saves_beside", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_is_exact_at_every_step(stage: int, saves_beside: bool, tmp_path: Path) -> None:
+    config = zenflow_config(stage, update_interval=1, full_warm_up_rounds=2, async_save=saves_beside)
+    bodies = save_in_chunks, resume_in_chunks
+    assert failed_resumes(1, config, 1, 4, str(tmp_path), "sim", bodies) == []
+
+
+@pytest.mark.parametrize("loads_chunks", [True, False])
+def test_a_checkpoint_does_not_know_of_it(loads_chunks: bool, tmp_path: Path) -> None:
+    config = zenflow_config(2, update_interval=1, full_warm_up_rounds=2)
+    bodies = (train_and_save, resume_in_chunks) if loads_chunks else (save_in_chunks, resume_from_each)
+    assert failed_resumes(1, config, 2, 4, str(tmp_path), "sim", bodies) == []
+
+
+def looked_on(config: dict[str, Any]) -> list[str]:
+    with small_chunks():
+        return looking_on(config)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
+    config = zenflow_config(stage, update_interval=1)
+    assert run_ranks(2, looked_on, config, device="sim", pool=f"chunks {stage == 3}") == [[], []]
+
+
+# -- which runs have it, and how many places --------------------------------------------------------------------------
+
+
+@given(
+    numels=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=5),
+    block_size=st.integers(1, 300),
+    published=st.sampled_from(["bfloat16", "float32"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_places_take_less_than_whole_gradients_and_hold_every_chunk(
+    numels: list[int], block_size: int, published: str
+) -> None:
+    rule = PredictiveSettings.of(ZenFlowConfig(update_interval=1, block_size=block_size))
+    found = chunk_slots(rule, numels, published, "bfloat16")
+    if published == "float32":
+        assert found is None, "y is larger than the gradient"
+    if found is None:
+        return
+    assert found.count * found.numel < sum(numels)
+    assert found.numel >= min(max(numels), sizes.chunk_numel(sum(numels), block_size))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        PredictiveSettings.of(ZenFlowConfig(update_interval=2)),
+        PredictiveSettings.of(ZenFlowConfig()),
+        PredictiveSettings.of(ZenFlowConfig(update_interval=1), weights_on_host=True),
+        PredictiveSettings.of(ZenFlowConfig(update_interval=1), grads_on_host=True),
+        SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, update_interval=1)),
+    ],
+)
+def test_what_somebody_reads_on_the_host_stays_whole(rule: Any) -> None:
+    assert chunk_slots(rule, [1 << 30], "bfloat16", "bfloat16") is None
+
+
+def test_seven_billion_parameters_take_less_than_a_tenth_of_their_gradients() -> None:
+    rule = PredictiveSettings.of(ZenFlowConfig(update_interval=1))
+    found = chunk_slots(rule, [7 * 10**9], "bfloat16", "bfloat16")
+    assert found is not None
+    assert found.count * found.numel < 0.07 * 7 * 10**9
+    assert_same(chunk_slots(rule, [1 << 20], "bfloat16", "bfloat16"), None)
