@@ -90,7 +90,7 @@ def start_adam(
     described = _results(settings, on_host, publish_dtype)
     buffers = allocate_landing_buffers(hides, described, grad_dtype, ranks)
     dtypes = publish_dtype, dtype_name(grad_dtype)
-    slots = None if buffers is None else chunk_slots(settings, on_host, *dtypes)
+    slots = None if buffers is None else chunk_slots(settings, sum(on_host), max(on_host, default=0), *dtypes)
     specs = arena_specs(settings, numels, *dtypes, heads, has_ring=slots is None)
     link = WorkerLink(
         [*specs, *([] if slots is None else slot_specs(slots, *dtypes))],

@@ -16,7 +16,7 @@ from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.worker.arena import plan_layout
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import arena_specs
+from deepspeed_ext.zenflow.worker.sizes import ChunkSlots, arena_specs, chunk_slots, slot_specs
 
 __all__ = ["host_parts"]
 
@@ -26,11 +26,12 @@ ARENA_KINDS = {
     "v": "moment v",
     "y": "published weights",
     "g": "gradient ring",
+    "chunks": "chunks in transit",
     "block_means": "block means",
     "known": "signs and means",
     "updates": "update counts",
 }
-"""Names of the arena's kinds of arrays in a report."""
+"""Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through a few places."""
 
 MOST_PLACED = 32
 """Maximum number of partitions that are placed in the arena one by one."""
@@ -93,14 +94,25 @@ class _Host:
         rule, model = self.setup.rule, self.model
         publish_dtype, grad_dtype = self.setup.publish_dtype(model), self.setup.handed_over_dtype(model)
         open_interval = self.setup.zenflow is not None and self.setup.zenflow.update_interval is None
-        nbytes = dict.fromkeys(ARENA_KINDS, 0)
+        nbytes, slots = dict.fromkeys(ARENA_KINDS, 0), self.chunk_slots()
+        if slots is not None:
+            nbytes["chunks"] = sum(plan_layout(slot_specs(slots, publish_dtype, grad_dtype)).page_bytes().values())
         for numels, count in self.laid_out():
-            there = [self.setup.stepped_there(numel) for numel in numels]
-            pages = plan_layout(arena_specs(rule, numels, publish_dtype, grad_dtype, there)).page_bytes()
+            there, dtypes = [self.setup.stepped_there(numel) for numel in numels], (publish_dtype, grad_dtype)
+            pages = plan_layout(arena_specs(rule, numels, *dtypes, there, has_ring=slots is None)).page_bytes()
             for key, size in pages.items():
                 nbytes[key.kind] += 0 if at_start and open_interval and key.slot >= rule.least_slots else size * count
-        exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "block_means", "known"}
+        exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "chunks", "block_means", "known"}
         return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
+
+    def chunk_slots(self) -> ChunkSlots | None:
+        """Places for chunks in place of whole gradients; None: the ring has those."""
+        if not self.setup.hides_transfers:
+            return None
+        dtypes = self.setup.publish_dtype(self.model), self.setup.handed_over_dtype(self.model)
+        runs = self.on_host()
+        whole = sum(run.numel * run.times for run in runs)
+        return chunk_slots(self.setup.rule, whole, max(run.numel for run in runs), *dtypes)
 
     def laid_out(self) -> list[tuple[list[int], int]]:
         """Groups of partitions whose arrays are placed together, and the number of such groups. Exact for up to

@@ -166,21 +166,22 @@ def chunk_numel(numel: int, block_size: int) -> int:
 
 
 def chunk_slots(
-    settings: RuleSettings, numels: Sequence[int], publish_dtype: str, grad_dtype: str
+    settings: RuleSettings, numel: int, largest: int, publish_dtype: str, grad_dtype: str
 ) -> ChunkSlots | None:
     """Places for chunks that travel beside the step, in place of whole gradients on the host; None: partitions keep
     whole gradients, because somebody reads them there, y does not fit into their place, or they take no more memory.
 
     Args:
         settings: settings of the rule.
-        numels: elements of each partition that step on the host.
+        numel: elements of all partitions that step on the host.
+        largest: elements of the largest of them.
         publish_dtype: dtype of y.
         grad_dtype: dtype in which gradients are handed over.
     """
     if not settings.passes_chunks or DTYPE_BYTES[publish_dtype] != DTYPE_BYTES[grad_dtype]:
         return None
-    size = min(chunk_numel(sum(numels), settings.block_size), max(numels, default=0))
-    return ChunkSlots(SLOTS_OF_CHUNKS, size) if SLOTS_OF_CHUNKS * size < sum(numels) else None
+    size = min(chunk_numel(numel, settings.block_size), largest)
+    return ChunkSlots(SLOTS_OF_CHUNKS, size) if SLOTS_OF_CHUNKS * size < numel else None
 
 
 def slot_specs(slots: ChunkSlots, publish_dtype: str, grad_dtype: str) -> list[ArraySpec]:

@@ -126,7 +126,7 @@ def test_the_report_is_one_screen_and_the_config_is_written(tmp_path: Path, caps
     path = tmp_path / "ds.json"
     assert cli.main(["plan", "--memory", "--params", "7e9", *MACHINE, "--write", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 26
+    assert len(lines) <= 29
     assert max(map(len, lines)) <= 120
     assert "Assumed: 55 GB/s each way" in lines[1]
     plain, exact = (line for line in lines if line.startswith(("2, ZeRO  ", "2, ZenFlow exact  ")))
