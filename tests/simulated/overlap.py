@@ -3,6 +3,7 @@
     python -m tests.simulated.overlap [--traces FOLDER] [--quick]
     python -m tests.simulated.overlap --device-waits
     python -m tests.simulated.overlap --shares
+    python -m tests.simulated.overlap --slots
 
 Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of the step and beside
 the next. Then the link slows down from 0.1 to 2 of a step. A step is calibrated: what the same training takes with an
@@ -25,6 +26,7 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
+from deepspeed_ext.zenflow.worker import sizes
 from tests.perf import report
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
@@ -40,6 +42,10 @@ UP_OVER_DOWN = 1 + 4 / 32 / 2
 HOST_SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOW = (1.0, 1.8)
 """Of a step: the link each way and the worker, where only a share of the optimizer on the host is hidden."""
+SLOTS = (2, 3, 4, 6, 8)
+"""Places for chunks on the host."""
+NEARLY_FULL = ((0.4, 0.5), (0.9, 0.5), (0.5, 0.9), (0.9, 0.9))
+"""Shares of a step that the link takes each way and the worker, up to what can just be hidden."""
 SLOWER = (0.1, 0.25, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
 
 
@@ -55,6 +61,7 @@ class Way:
     chunks: int = 16
     overlap_comm: bool = False
     host_share: float = 1.0
+    slots: int = sizes.SLOTS_OF_CHUNKS
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -94,7 +101,6 @@ class Layers(nn.Module):
 def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[Any], float]]:
     """The spans of some steps for each share of a step that copies each way and the worker's pass take, on this rank,
     and what the engine says of its last step's waits, in microseconds. The first is calibrated without both."""
-    from deepspeed_ext.zenflow.worker import sizes
     from tests.support.simulated_accelerator import simulation
     from tests.support.simulated_accelerator.worker_time import worker_time
 
@@ -105,6 +111,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
         speeds = {"operator_us": 10.0, "memory_gb_per_s": 1e6, "collective_us": 0.0, "network_gb_per_s": 1e6}
         with (
             patch.object(sizes, "CHUNK_NUMEL", numel // way.chunks),
+            patch.object(sizes, "SLOTS_OF_CHUNKS", way.slots),
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Layers, way.layers))
@@ -222,6 +229,19 @@ def shares(link: float, worker: float) -> list[dict[str, Any]]:
     return rows
 
 
+def places(loads: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
+    """A row for each number of places for chunks on the host: the idle share of the compute lane, for each share of a
+    step that the link takes each way and the worker. As many places as chunks are whole gradients."""
+    rows = []
+    for slots in (*SLOTS, LONG_CHUNKS):
+        way = Way(2, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, slots=slots)
+        idle = [found["idle"] for found in figures(way, list(loads))]
+        names = [f"link {link}, worker {worker}" for link, worker in loads]
+        row = {"places": "whole gradients" if slots == LONG_CHUNKS else slots}
+        rows.append({**row, **dict(zip(names, idle, strict=True))})
+    return rows
+
+
 def comparisons_of(tables: Sequence[Sequence[dict[str, Any]]]) -> list[report.Comparison]:
     """Transfers beside the next step, against those inside of it and against plain ZeRO. Nothing varies in it."""
     ways, zero, links = tables
@@ -250,11 +270,16 @@ def main() -> None:
     parser.add_argument("--links", type=float, nargs="+", default=list(SLOWER), help="of the last table")
     parser.add_argument("--device-waits", action="store_true", help="only what waits for the whole device expose")
     parser.add_argument("--shares", action="store_true", help="only steps with a share of the optimizer on the device")
+    parser.add_argument("--slots", action="store_true", help="only how many places chunks need on the host")
     arguments = parser.parse_args()
     print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
     if arguments.shares:
         rows = shares(*SLOW)
         print(f"link {SLOW[0]}, worker {SLOW[1]}\n\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
+        return
+    if arguments.slots:
+        rows = places(NEARLY_FULL)
+        print(f"\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
         return
     if arguments.device_waits:
         rows = device_waits((LINK, 2 * LINK))
