@@ -143,7 +143,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
         """Lay out a group's gradient in its ring slot; None if there is none, it is not on the gradients' device, or it
         holds only a part of the gradient."""
-        if not self.zenflow_adam.partitions[group_idx].ring:
+        if self.zenflow_adam.link.transfers.passes_chunks:
             return None
         slot, end = self.zenflow_adam.coming_slot(group_idx), 0
         if slot.device != torch.device(self.device) or slot.numel() != self._masters[group_idx].numel():

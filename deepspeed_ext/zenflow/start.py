@@ -91,7 +91,7 @@ def start_adam(
     buffers = allocate_landing_buffers(hides, described, grad_dtype, ranks)
     dtypes = publish_dtype, dtype_name(grad_dtype)
     slots = None if buffers is None else chunk_slots(settings, sum(on_host), max(on_host, default=0), *dtypes)
-    specs = arena_specs(settings, numels, *dtypes, heads, has_ring=slots is None)
+    specs = arena_specs(settings, numels, *dtypes, heads, in_chunks=slots is not None)
     link = WorkerLink(
         [*specs, *([] if slots is None else slot_specs(slots, *dtypes))],
         buffers,
@@ -111,7 +111,7 @@ def start_adam(
         )
     states = [_state(kind, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
     partitions = [
-        _partition(i, state, holders[i], settings, link.arena, heads[i], (publish_dtype, grad_dtype), slots is None)
+        _partition(i, state, holders[i], settings, link.arena, heads[i], (publish_dtype, grad_dtype))
         for i, state in enumerate(states)
     ]
     for partition, part, head in zip(partitions, parts, heads, strict=True):
@@ -211,7 +211,6 @@ def _partition(
     arena: Arena,
     head: int,
     dtypes: tuple[str, torch.dtype],
-    has_ring: bool,
 ) -> Partition:
     """What remains of a partition behind its first `head` elements, for the rule."""
     per_block, *_ = settings.per_block
@@ -225,5 +224,5 @@ def _partition(
         publish_dtype=getattr(torch, dtypes[0]),
         grad_dtype=dtypes[1],
         per_block=arena.tensor(per_block, index),
-        ring=[arena.tensor("g", index, slot) for slot in range(settings.slots)] if has_ring else [],
+        ring=[arena.tensor(*key) for key in arena.keys("g", index)],
     )

@@ -139,7 +139,7 @@ def train_in(order: str | None, seed: int, config: dict[str, Any], count: int, c
 
 def trained(config: dict[str, Any], count: int, *, in_chunks: bool = False) -> Outcome:
     engine = make_engine(config)
-    assert not in_chunks or not engine.optimizer.zenflow_adam.partitions[0].ring
+    assert not in_chunks or engine.optimizer.zenflow_adam.link.transfers.passes_chunks
     losses = train(engine, batches(count, dist.get_rank()))
     saved = saved_tensors(engine) if hasattr(engine.optimizer, "zenflow_adam") else []
     outcome = Outcome(losses, weights_of(engine), [*full_masters_of(engine), *saved])

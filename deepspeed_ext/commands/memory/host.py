@@ -99,7 +99,7 @@ class _Host:
             nbytes["chunks"] = sum(plan_layout(slot_specs(slots, publish_dtype, grad_dtype)).page_bytes().values())
         for numels, count in self.laid_out():
             there, dtypes = [self.setup.stepped_there(numel) for numel in numels], (publish_dtype, grad_dtype)
-            pages = plan_layout(arena_specs(rule, numels, *dtypes, there, has_ring=slots is None)).page_bytes()
+            pages = plan_layout(arena_specs(rule, numels, *dtypes, there, in_chunks=slots is not None)).page_bytes()
             for key, size in pages.items():
                 nbytes[key.kind] += 0 if at_start and open_interval and key.slot >= rule.least_slots else size * count
         exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "chunks", "block_means", "known"}

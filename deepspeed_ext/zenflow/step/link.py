@@ -287,9 +287,9 @@ def _results(arena: Arena, block_size: int) -> list[list[Results]]:
 
 def _slots_of_chunks(arena: Arena) -> list[ChunkSlot]:
     """The places through which chunks pass; none: partitions keep whole gradients."""
-    keys = [array.spec.key for array in arena.layout.arrays if array.spec.partition == OF_CHUNKS]
     return [
-        ChunkSlot(arena.tensor(*key), arena.tensor("y", OF_CHUNKS, key.slot), streams.blocking_event()) for key in keys
+        ChunkSlot(arena.tensor(*key), arena.tensor("y", OF_CHUNKS, key.slot), streams.blocking_event())
+        for key in arena.keys("g", OF_CHUNKS)
     ]
 
 

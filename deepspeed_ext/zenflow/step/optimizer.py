@@ -116,7 +116,7 @@ class OffloadedAdam:
         # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
-            slot = self.coming_slot(index) if partition.ring else None
+            slot = None if transfers.passes_chunks else self.coming_slot(index)
             step = self.kind.step(partition.group, self.updates + 1, grad_scale)
             if self.share is not None:
                 grad = self._step_share(self.share, index, grad, step)
@@ -189,9 +189,9 @@ class OffloadedAdam:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def coming_slot(self, index: int) -> torch.Tensor:
-        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. Only for
-        partitions with a ring. After `begin_step` it is free, but on an accelerator that is not the CPU the step may
-        still read y there."""
+        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. Only if gradients
+        do not pass through in chunks. After `begin_step` it is free, but on an accelerator that is not the CPU the step
+        may still read y there."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property
@@ -317,7 +317,12 @@ class OffloadedAdam:
         return interval
 
     def lock_ring(self) -> None:
-        """Page-lock the ring slots in use, whose number is known only once the interval is."""
+        """Page-lock the ring slots in use, whose number is known only once the interval is. Nothing may be in
+        flight."""
+        if self.link.transfers.passes_chunks:
+            if (self.rule.schedule.interval or 1) == 1:
+                return
+            self.link.transfers.keep_whole()
         slots = range(min(len(self.partitions[0].ring), self.rule.schedule.ring) if self.partitions else 0)
         self.link.lock([ArrayKey("g", partition.index, slot) for partition in self.partitions for slot in slots])
 
@@ -339,9 +344,11 @@ def has_room_for(adam: OffloadedAdam, interval: int | None) -> bool:
 
 def _further_bytes(adam: OffloadedAdam, interval: int | None) -> int:
     """Bytes that the ring at `interval` needs beyond those in use: a slot takes memory when it is first written."""
-    schedule = adam.rule.schedule
+    schedule, in_use, wanted = adam.rule.schedule, adam.rule.schedule.ring, adam.rule.schedule.ring_at(interval)
+    if adam.link.transfers.passes_chunks:
+        in_use, wanted = 0, 0 if schedule.ring_at(interval) == 1 else wanted
     slot_bytes = sum(slot.nbytes for partition in adam.partitions for slot in partition.ring[:1])
-    return (schedule.ring_at(interval) - schedule.ring) * slot_bytes
+    return (wanted - in_use) * slot_bytes
 
 
 def _available_bytes() -> int:

@@ -54,7 +54,7 @@ class Partition:
         grad_dtype: dtype in which gradients are handed over.
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient that went into it.
-            Empty: gradients and y pass through the host in chunks.
+            Empty, or not used: gradients and y pass through the host in chunks.
         collected: constants of the gradients that have not been handed over, oldest first, made by
             `HostedOptimizer.step`.
     """

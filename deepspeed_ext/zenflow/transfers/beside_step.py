@@ -203,8 +203,7 @@ class HiddenTransfers(Transfers):
         process, results, block_size, waiting: as for `Transfers`.
         buffers: of each partition in order, from `allocate_landing_buffers`.
         timeout_seconds: longest time without progress, before waiting is an error.
-        slots: places through which chunks pass, and `results` then have no y; empty: they lie in the partitions' own
-            arrays.
+        slots: places through which chunks pass, until `keep_whole`; empty: they lie in the partitions' own arrays.
     """
 
     def __init__(
@@ -222,6 +221,7 @@ class HiddenTransfers(Transfers):
         self._chunk_numel = chunk_numel(sum(host.published.numel() for host, *_ in results), block_size)
         self._buffers = buffers
         self._chunk_slots = slots
+        self._has_y = not slots  # the host has the newest y
         self._coming: list[Parcel] = []  # in order: with a gradient, and not given to the courier yet
         self._up = accelerator.Stream()
         self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()  # of two threads, of which one sends down
@@ -260,6 +260,7 @@ class HiddenTransfers(Transfers):
         without = {task.partition for task in tasks} - {parcel.index for parcel in parcels}
         parcels += self._parcels(sorted(without), lambda chunk: partial(self._nothing_down, chunk, departed))
         by_index = {task.partition: task for task in tasks}
+        self._has_y = self._has_y or bool(tasks and not self._chunk_slots)
         for parcel in parcels:
             if (task := by_index.get(parcel.index)) is not None:
                 slot = parcel.number % len(self._chunk_slots) if self._chunk_slots else None
@@ -347,6 +348,13 @@ class HiddenTransfers(Transfers):
             get_accelerator().current_stream().wait_event(buffer.landed)
         return buffer.results
 
+    @property
+    def passes_chunks(self) -> bool:
+        return bool(self._chunk_slots)
+
+    def keep_whole(self) -> None:
+        self._chunk_slots = ()
+
     def release(self) -> None:
         get_accelerator().synchronize()  # copies from the host have been started, and may still run
         for buffer in self._buffers:
@@ -355,9 +363,9 @@ class HiddenTransfers(Transfers):
     def restore(self) -> bool:
         for index, buffer in enumerate(self._buffers):
             buffer.allocate()
-            if not self._chunk_slots:
+            if self._has_y:
                 buffer.bring_up(self._host_results(index))
-        return not self._chunk_slots
+        return self._has_y
 
     def copying_seconds(self) -> float:
         return sum(self._downwards.lap()) + sum(self._upwards.lap())

@@ -174,6 +174,14 @@ class Transfers:
         assert means is not None, "only rules with block means read them"
         return means
 
+    @property
+    def passes_chunks(self) -> bool:
+        """Whether gradients and y pass through the host in chunks. Otherwise they lie in their slots there."""
+        return False
+
+    def keep_whole(self) -> None:
+        """From now on, keep gradients and y in their slots. Nothing may be in flight."""
+
     def release(self) -> None:
         """Free the accelerator memory that is held between steps. Nothing may be in flight."""
 

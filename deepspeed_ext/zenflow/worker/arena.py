@@ -276,6 +276,10 @@ class Arena:
         begin = address - self._address
         return begin if begin >= 0 and begin + nbytes <= self.layout.nbytes else None
 
+    def keys(self, kind: str, partition: int) -> list[ArrayKey]:
+        """The keys of a partition's arrays of one kind, by slot."""
+        return [spec.key for spec, _ in self.layout.arrays if (spec.kind, spec.partition) == (kind, partition)]
+
     def array(self, kind: str, partition: int = 0, slot: int = 0) -> Array:
         """The address of an array; valid while the arena exists."""
         spec, offset = self._arrays[ArrayKey(kind, partition, slot)]

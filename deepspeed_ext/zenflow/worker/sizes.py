@@ -78,7 +78,8 @@ class RuleSettings(Protocol):
 
     @property
     def passes_chunks(self) -> bool:
-        """Whether nobody reads a gradient or y on the host after its chunk has been stepped and sent back."""
+        """Whether nobody reads a gradient or y on the host after its chunk has been stepped and sent back, at least
+        while the interval is open."""
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
@@ -117,7 +118,7 @@ def arena_specs(
     publish_dtype: str,
     grad_dtype: str,
     on_accelerator: Sequence[int] = (),
-    has_ring: bool = True,
+    in_chunks: bool = False,
 ) -> list[ArraySpec]:
     """The arrays of all partitions. While the interval is open, only `least_slots` slots are touched at start.
 
@@ -127,8 +128,11 @@ def arena_specs(
         publish_dtype: dtype of y.
         grad_dtype: dtype in which gradients are handed over.
         on_accelerator: how many of them step on the accelerator; empty: none.
-        has_ring: whether they have gradients of their own; otherwise `slot_specs` has a place for chunks.
+        in_chunks: whether gradients pass through in chunks, for which `slot_specs` has places. Then only an open
+            interval has a ring, which is used if it becomes longer than 1.
     """
+    slots = 0 if in_chunks and settings.update_interval is not None else settings.slots
+    touched = settings.least_slots if settings.update_interval is None else slots
     shares = on_accelerator or [0] * len(numels)
     return [
         spec
@@ -139,8 +143,8 @@ def arena_specs(
             block_size=settings.block_size,
             publish_dtype=publish_dtype,
             grad_dtype=grad_dtype,
-            slots=settings.slots if has_ring else 0,
-            touched_slots=settings.least_slots if settings.update_interval is None else settings.slots,
+            slots=slots,
+            touched_slots=0 if in_chunks else touched,
             per_block=settings.per_block,
             lifts_weights=not settings.weights_on_host,
             before=before,

@@ -87,9 +87,10 @@ class PredictiveSettings:
 
     @property
     def passes_chunks(self) -> bool:
-        """Whether gradients and y pass through the host chunk by chunk: with one gradient at a time, and weights on the
-        accelerator."""
-        return self.slots == 1 and not (self.weights_on_host or self.grads_on_host)
+        """Whether gradients and y may pass through the host chunk by chunk: with one gradient at a time, at least until
+        the interval is measured, and weights on the accelerator."""
+        one = self.least_slots if self.update_interval is None else self.slots
+        return one == 1 and not (self.weights_on_host or self.grads_on_host)
 
     @property
     def per_block(self) -> tuple[str, str, bool]:

@@ -8,23 +8,26 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import hypothesis
 import pytest
 import torch
 from deepspeed import comm as dist
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow import start
+from deepspeed_ext.zenflow.rules.predictive import rule
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
 from deepspeed_ext.zenflow.worker import sizes
 from deepspeed_ext.zenflow.worker.sizes import chunk_slots
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes, resume_from_each, train_and_save
-from tests.support.same import first_difference
+from tests.support.same import assert_same, first_difference
 from tests.support.state_access import looking_on
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
@@ -49,7 +52,7 @@ def trained(config: dict[str, Any], between: Callable[[Any], None] | None, whole
     with small_chunks(whole=whole):
         engine = make_engine(config, groups=two_groups)
         adam, losses = engine.optimizer.zenflow_adam, []
-        assert bool(adam.partitions[0].ring) is whole
+        assert adam.link.transfers.passes_chunks is not whole
         for batch in batches(7 * accumulation, dist.get_rank()):
             losses += train(engine, [batch])
             if between is not None and engine.is_gradient_accumulation_boundary():
@@ -148,10 +151,57 @@ def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
     assert run_ranks(2, looked_on, config, device="sim", pool=f"chunks {stage == 3}") == [[], []]
 
 
+# -- while the interval is open ----------------------------------------------------------------------------------------
+
+
+def measured(config: dict[str, Any], interval: int, away: bool) -> tuple[dict[str, Any], list[bool], int]:
+    """A run that measures `interval`, whether gradients passed through in chunks before each step, and its bytes of
+    gradients in the end."""
+    with small_chunks(), patch.object(rule, "smallest_interval", lambda *_: interval):
+        engine = make_engine(config, groups=two_groups)
+        adam, losses, in_chunks = engine.optimizer.zenflow_adam, [], []
+        for batch in batches(2 * MEASURED_STEPS + 6, dist.get_rank()):
+            in_chunks.append(adam.link.transfers.passes_chunks)
+            losses += train(engine, [batch])
+            if away:
+                away_and_back(engine)
+        adam.drain()
+        arena = adam.link.arena
+        touched = sum(arena.tensor(*key).any().item() * arena.tensor(*key).nbytes for key in arena.keys("g", 0))
+        found = {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
+        engine.destroy()
+    return found, in_chunks, touched
+
+
+def given(config: dict[str, Any]) -> dict[str, Any]:
+    with small_chunks(whole=True):
+        engine = make_engine(config, groups=two_groups)
+        losses = train(engine, batches(2 * MEASURED_STEPS + 6, dist.get_rank()))
+        engine.optimizer.zenflow_adam.drain()
+        found = {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_measured_interval_keeps_whole_gradients_only_if_it_is_longer_than_1(interval: int, away: bool) -> None:
+    config = zenflow_config(2, full_warm_up_rounds=MEASURED_STEPS + 2, prediction_error_factor=1e6)
+    told = zenflow_config(
+        2, full_warm_up_rounds=MEASURED_STEPS + 2, prediction_error_factor=1e6, update_interval=interval
+    )
+    expected = run_ranks(1, given, told, device="sim", pool="chunks False")[0]
+    found, in_chunks, touched = run_ranks(1, measured, config, interval, away, device="sim", pool="chunks False")[0]
+    assert in_chunks[0]
+    assert in_chunks[-1] is (interval == 1)
+    assert bool(touched) is (interval == 2)
+    assert_same(expected, found)
+
+
 # -- which runs have it, and how many places --------------------------------------------------------------------------
 
 
-@given(
+@hypothesis.given(
     numels=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=5),
     block_size=st.integers(1, 300),
     published=st.sampled_from(["bfloat16", "float32"]),
@@ -174,7 +224,6 @@ def test_places_take_less_than_whole_gradients_and_hold_every_chunk(
     "rule",
     [
         PredictiveSettings.of(ZenFlowConfig(update_interval=2)),
-        PredictiveSettings.of(ZenFlowConfig()),
         PredictiveSettings.of(ZenFlowConfig(update_interval=1), weights_on_host=True),
         PredictiveSettings.of(ZenFlowConfig(update_interval=1), grads_on_host=True),
         SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, update_interval=1)),
