@@ -13,7 +13,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.worker import sizes
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -53,6 +54,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "predictive, interval 1": {"zenflow": {"update_interval": 1, "full_warm_up_rounds": 1}},
     "predictive, interval 1, bf16 moments": {
         "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "state_dtype": "bfloat16"}
+    },
+    "predictive, interval 1, copies inside of the step": {
+        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "hide_transfers": False}
     },
     "predictive, interval 2": {"zenflow": {"update_interval": 2, "full_warm_up_rounds": 3}},
     "predictive, interval 2, copies inside of the step": {
@@ -200,8 +204,14 @@ def measure(config: dict[str, Any], model: str | None = None) -> Measured:
         model: a Hugging Face ``config.json`` of a language model; None: `Layers`.
     """
     gc.collect()
-    with patch.object(probe, "SAMPLE_NUMEL", 1 << 10):  # 16 Ki would count in so small a model
+    # 16 Ki would count in so small a model, and chunks of 16 Mi would be all of it.
+    with patch.object(probe, "SAMPLE_NUMEL", 1 << 10), in_proportion():
         return _measure(config, model)
+
+
+def in_proportion() -> AbstractContextManager[Any]:
+    """Context in which the chunks that travel beside a step are as small as a part of the model as in a large one."""
+    return patch.object(sizes, "CHUNK_NUMEL", 1 << 12)
 
 
 class OfConfig(nn.Module):
@@ -297,7 +307,8 @@ def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> Mem
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
         found = read_config(str(path), ranks)
-    return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), found.setup)
+    with in_proportion():
+        return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), found.setup)
 
 
 def compared(

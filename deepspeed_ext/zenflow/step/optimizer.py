@@ -189,9 +189,9 @@ class OffloadedAdam:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def coming_slot(self, index: int) -> torch.Tensor:
-        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. Only if gradients
-        do not pass through in chunks. After `begin_step` it is free, but on an accelerator that is not the CPU the step
-        may still read y there."""
+        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. Not for
+        gradients that pass through in chunks. After `begin_step` it is free, but on an accelerator that is not the CPU
+        the step may still read y there."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property

@@ -15,7 +15,6 @@ from deepspeed_ext.commands.memory.parts import Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model
 from deepspeed_ext.flatten import staging
-from deepspeed_ext.zenflow.worker import sizes
 from tests.support.memory_runs import LARGEST, LAYERS, PARAMS, WAYS, Measured, compared, measure, memory_config, planned
 from tests.support.ranks import run_ranks
 
@@ -103,7 +102,7 @@ def test_the_arena_of_lion_is_planned_to_the_byte() -> None:
     config = memory_config(2, "predictive, interval 1") | LION
     plan = planned(config, 1)
     (rank,) = run_ranks(1, measure, config, device="sim")
-    assert rank.arena >= PARAMS * 10
+    assert rank.arena >= PARAMS * 8
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
 
@@ -160,7 +159,6 @@ def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
     with (
         patch.object(staging, "CHUNK_BYTES", SMALL_CHUNK),
         patch.object(skeleton, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
-        patch.object(sizes, "CHUNK_NUMEL", SMALL_CHUNK),
     ):
         return measure(config)
 
@@ -196,8 +194,7 @@ def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
 def test_with_chunks_in_transit_the_host_holds_little_besides_the_state(stage: int, way: str, most: float) -> None:
     """Bytes per parameter by the meter, in every phase of a run; the plan's arena is the run's to the byte."""
     config = memory_config(stage, way)
-    with patch.object(sizes, "CHUNK_NUMEL", SMALL_CHUNK):
-        plan = planned(config, 2)
+    plan = planned(config, 2)
     held = {part.kind: part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN]}
     assert "gradient ring" not in held
     for rank in run_ranks(2, measure_in_small_chunks, config, device="sim"):
