@@ -42,7 +42,7 @@ FIELDS = {
     "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds hide_transfers offload"
     " offload_reserve_fraction overlap_lag"
     " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype select_block_size"
-    " select_interval select_strategy topk_ratio update_interval update_rule worker_timeout_seconds",
+    " select_interval select_strategy state_dtype topk_ratio update_interval update_rule worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",
