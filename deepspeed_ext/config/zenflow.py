@@ -168,7 +168,7 @@ CHOOSES_SELECTIVE = frozenset(
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
-    "predictive": frozenset({"block_size", "prediction_error_factor"}),
+    "predictive": frozenset({"block_size", "prediction_error_factor", "state_dtype"}),
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio"},
 }
 """Fields that only one rule reads."""
