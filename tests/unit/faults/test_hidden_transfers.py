@@ -21,6 +21,7 @@ from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.transfers.beside_step import Chunk, LandingBuffer
+from deepspeed_ext.zenflow.transfers.courier import Parcel
 from deepspeed_ext.zenflow.worker import sizes
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
@@ -46,11 +47,16 @@ STATES: dict[str, tuple[type, str, bool]] = {
 }
 """State of a chunk -> the method at whose end (True) or beginning it is in that state."""
 
+PASSING = {**STATES, "being sent": (Parcel, "send", False), "sent": (Parcel, "send", True)}
+"""The same where chunks pass through a few places, so that all but the first are sent by the courier."""
+
+WAYS = {**RULES, "in chunks": {"update_interval": 1}}
+
 
 @contextmanager
 def at(state: str, chunk: int, fault: Callable[[], None]) -> Iterator[None]:
     """Let `fault` happen once, when chunk number `chunk` from now on is in `state`."""
-    owner, name, is_after = STATES[state]
+    owner, name, is_after = PASSING[state]
     original, left = getattr(owner, name), [1 if state == "going down" else chunk]
 
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -97,6 +103,7 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
         with patch.object(sizes, "CHUNK_NUMEL", 512):
             engine = make_engine(config)
             link = engine.optimizer.zenflow_adam.link
+            assert link.transfers.passes_chunks is (config["zero_optimization"]["zenflow"]["update_interval"] == 1)
             data = [on_device(batch) for batch in batches(WITHOUT_FAULT + UNTIL_ERROR, rank)]
             train(engine, data[:WITHOUT_FAULT])
             dist.barrier()
@@ -124,6 +131,9 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
             for stage in (2, 3)
             for rule in RULES
         ),
+        (2, "in chunks", "killed", [(state, chunk) for state in PASSING for chunk in (2, 7)]),
+        (3, "in chunks", "stopped", [("with the worker", 7), ("stepped", 7), ("being sent", 7)]),
+        (3, "in chunks", "raising", [("with the worker", chunk) for chunk in (1, 7)]),
         (3, "predictive", "stopped", [("going down", 1), ("with the worker", 2), ("stepped", 2)]),
         (2, "predictive", "raising", [("with the worker", chunk) for chunk in (1, 2, 3)]),
     ],
@@ -132,7 +142,7 @@ def test_a_worker_harmed_while_a_chunk_is_in_each_state(
     stage: int, rule: str, how: str, cases: list[tuple[str, int]]
 ) -> None:
     timeout = TIMEOUT_SECONDS if how == "stopped" else 600.0
-    config = zenflow_config(stage, **RULES[rule], hide_transfers=True, worker_timeout_seconds=timeout)
+    config = zenflow_config(stage, **WAYS[rule], hide_transfers=True, worker_timeout_seconds=timeout)
     says = {"raising": f"slot={SLOT_THAT_IS_NOT}", "stopped": "within 2 s"}.get(how, "SIGKILL")
     pool = f"simulated, stage {stage}"
     for *outcomes, after in run_ranks(2, suffer, config, how, cases, device="sim", pool=pool):
