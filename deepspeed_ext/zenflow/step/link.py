@@ -60,12 +60,14 @@ class WorkerLink:
         threads: number of the worker's threads.
         hide_transfers: whether copies run beside the next step; None: if the device has memory for it.
         weights_on_host: whether weights are on the host, so nothing is copied in or beside a step.
+        fills_early: whether gradients are in their slots before a step, so nothing is copied beside it.
         ranks: the data-parallel ranks; each of them builds one of these.
         timeout_seconds: longest wait for the worker.
         metrics: receives the measurements.
 
     Attributes:
         arena, process, transfers, page_locks: see their classes.
+        fills_early: the argument.
         phase: state of the newest update.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
         longest_wait_seconds: longest wait even with progress; after it, the collective of other ranks would time out.
@@ -88,11 +90,13 @@ class WorkerLink:
         threads: int,
         hide_transfers: bool | None,
         weights_on_host: bool,
+        fills_early: bool,
         ranks: RankGroup,
         timeout_seconds: float,
         metrics: Metrics,
     ) -> None:
         self.page_locks = PageLocks()
+        self.fills_early = fills_early
         self.phase = UpdatePhase.READ
         self.write_wait_seconds = 0.0
         self._ranks = ranks
@@ -109,13 +113,15 @@ class WorkerLink:
                 self.arena = Arena.create(layout)
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
                 results = _results(self.arena, block_size)
-            hides = False if weights_on_host else hide_transfers
+            hides = False if fills_early else hide_transfers
             buffers = allocate_landing_buffers(
                 hides, [each for each, *_ in results], self.arena.tensor("g").dtype, ranks
             )
             with together(ranks, WorkerError):
                 if buffers is None:
-                    self.transfers = Transfers(self.process, results, block_size, metrics.waiting, weights_on_host)
+                    self.transfers = Transfers(
+                        self.process, results, block_size, metrics.waiting, weights_on_host, fills_early
+                    )
                 else:
                     self.transfers = HiddenTransfers(
                         self.process, results, buffers, block_size, timeout_seconds, metrics.waiting
