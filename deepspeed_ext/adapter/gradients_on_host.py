@@ -18,6 +18,7 @@ from deepspeed_ext.adapter.host_gradients import HostGradients
 from deepspeed_ext.adapter.step import Step
 from deepspeed_ext.adapter.upstream import ZeROOptimizer
 from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.gradients_place import GradientBytes
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.worker.sizes import gradient_bytes
 
@@ -53,8 +54,8 @@ class GradientsOnHost(ZeROOptimizer, ABC):
         than that of the weights."""
         return False
 
-    def _gradient_bytes(self, partitions: int, handed_over: torch.dtype) -> int | None:
-        """What gradients take at once if they stay on the accelerator; None: they cannot go to the host.
+    def _gradient_bytes(self, partitions: int, handed_over: torch.dtype) -> GradientBytes | None:
+        """What gradients take on the accelerator or on the host; None: they cannot go to the host during backward.
 
         Args:
             partitions: number of partitions.
@@ -62,9 +63,11 @@ class GradientsOnHost(ZeROOptimizer, ABC):
         """
         if not self._can_take_gradients:
             return None
-        weights = [self._weights(index) for index in range(partitions)]
-        items = weights[0].itemsize, self.gradient_accumulation_dtype.itemsize, handed_over.itemsize
-        return gradient_bytes([each.numel() for each in weights], *items, flattens=self._flattens_sums)
+        weights, summed = [self._weights(index) for index in range(partitions)], self.gradient_accumulation_dtype
+        numels = [each.numel() for each in weights]
+        items = weights[0].itemsize, summed.itemsize, handed_over.itemsize
+        there = gradient_bytes(numels, *items, flattens=self._flattens_sums)
+        return GradientBytes(there, 0 if summed is handed_over else summed.itemsize * sum(numels))
 
     def _take_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """Start the copy of a parameter's reduced gradient to the host. An error is kept until the ranks wait together:

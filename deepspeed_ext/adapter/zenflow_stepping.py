@@ -95,7 +95,7 @@ class ZenFlowStepping(GradientsOnHost):
             local_ranks=local_world_size(),
             undo=self._start.undo,
             weights_on_host=self._weights_on_host,
-            gradient_bytes=self._gradient_bytes(len(groups), grad_dtype),
+            gradients=self._gradient_bytes(len(groups), grad_dtype),
         )
         scaler = self.torch_autocast_gradscaler
         self._autocast_scale = None if scaler is None else AutocastScale(scaler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
-from deepspeed_ext.zenflow.gradients_place import gradients_go_to_host
+from deepspeed_ext.zenflow.gradients_place import GradientBytes, gradients_go_to_host
 from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.choose import hosted
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
@@ -28,7 +29,7 @@ from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.arena import Arena, bytes_at_start
 from deepspeed_ext.zenflow.worker.sizes import RuleSettings, accelerator_numel, arena_specs, dtype_name
 
 __all__ = ["start_adam"]
@@ -47,7 +48,7 @@ def start_adam(
     local_ranks: int,
     undo: ExitStack,
     weights_on_host: bool = False,
-    gradient_bytes: int | None = None,
+    gradients: GradientBytes | None = None,
 ) -> OffloadedAdam:
     """Start this rank's worker. A collective.
 
@@ -64,8 +65,8 @@ def start_adam(
         local_ranks: number of ranks on this host, which share its cores.
         undo: receives what stops the worker and frees the arena, in case the caller fails later.
         weights_on_host: whether `weights` are on the host.
-        gradient_bytes: what gradients take at once if they stay on the accelerator until their step; None: the caller
-            cannot take them to the host. Whether they go there says the result's ``link.fills_early``.
+        gradients: what they take; None: the caller cannot take them to the host during backward. Whether they go there
+            says the result's ``link.fills_early``.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is another.
@@ -73,12 +74,16 @@ def start_adam(
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
     config, parts = run.config, [weights(index) for index in range(len(groups))]
-    _agree(run, groups, (weights_on_host, gradient_bytes is not None), ranks)
-    fills_early = weights_on_host or (gradient_bytes is not None and gradients_go_to_host(run, gradient_bytes, ranks))
+    _agree(run, groups, (weights_on_host, gradients is not None), ranks)
     kind, metrics = hosted(optimizer, config.rule), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(parts[0].dtype)
-    settings = _settings(run, kind, parts[0].device, weights_on_host, fills_early)
     numels = [part.numel() for part in parts]
+    settings = _settings(run, kind, parts[0].device, weights_on_host, fills_early=True)
+    fills_early = weights_on_host
+    if gradients is not None and not weights_on_host:
+        arena = bytes_at_start(arena_specs(settings, numels, publish_dtype, dtype_name(grad_dtype)))
+        fills_early = gradients_go_to_host(run, gradients.accelerator, arena + gradients.sums, ranks)
+    settings = replace(settings, fills_early=fills_early)
     heads = _heads(run, numels, settings, ranks)
     _prepare_kernels(kind, settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     link = WorkerLink(
@@ -119,7 +124,7 @@ def _agree(run: ZenFlowRun, groups: Sequence[int], places: tuple[bool, bool], ra
 
 
 def _settings(
-    run: ZenFlowRun, kind: HostedOptimizer, device: torch.device, weights_on_host: bool, fills_early: bool
+    run: ZenFlowRun, kind: HostedOptimizer, device: torch.device, weights_on_host: bool, *, fills_early: bool
 ) -> PredictiveSettings | SelectiveSettings:
     on_host = {
         "weights_on_host": weights_on_host,

@@ -113,7 +113,7 @@ def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacit
 
         read = read_config(arguments.config, ranks.count)
     model = Model(named.params, named.largest, DTYPES[arguments.dtype] if arguments.dtype else read.dtype)
-    setups = [settled_on(capacity.accelerator, model, ranks, each) for each in neighbours(read.setup)]
+    setups = [settled_on(capacity, model, ranks, each) for each in neighbours(read.setup)]
     plans = [plan_memory(model, ranks, each) for each in setups]
     if arguments.json:
         return json.dumps(as_json(plans, capacity))

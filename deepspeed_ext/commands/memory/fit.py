@@ -83,7 +83,7 @@ def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, activ
     """
     found = []
     for name, setup in ways():
-        setup = settled_on(capacity.accelerator, model, ranks, setup)
+        setup = settled_on(capacity, model, ranks, setup)
         plan, time = plan_memory(model, ranks, setup), step_time(model, ranks, setup, machine)
         tokens = None if time.exposed else time.tokens(active or model.params, machine)
         found.append(Fit(name, plan, time, tokens, capacity.left(plan)))

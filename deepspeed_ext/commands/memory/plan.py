@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from deepspeed_ext.commands.memory.accelerator import accelerator_parts
 from deepspeed_ext.commands.memory.host import host_parts
-from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
+from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
@@ -35,15 +35,16 @@ def plan_memory(model: Model, ranks: Ranks, setup: Setup) -> MemoryPlan:
     return MemoryPlan(model, ranks, setup, parts, others, tuple(_notes(setup)))
 
 
-def settled_on(accelerator: int | None, model: Model, ranks: Ranks, setup: Setup) -> Setup:
-    """`setup` with what a run chooses on an accelerator of so many bytes, on which only the weights lie: the flatten
-    tier, and where gradients go. Unchanged if the memory is not known."""
-    if accelerator is None:
+def settled_on(capacity: Capacity, model: Model, ranks: Ranks, setup: Setup) -> Setup:
+    """`setup` with what a run chooses on such a machine, on whose accelerators only the weights lie: the flatten tier,
+    and where gradients go. Unchanged if the accelerator's memory is not known."""
+    if capacity.accelerator is None:
         return setup
-    return _flattened(accelerator, model, ranks, _with_gradients(accelerator, model, ranks, setup))
+    flattened = _flattened(capacity.accelerator, model, ranks, setup)
+    return _with_gradients(capacity.accelerator, capacity.host, model, ranks, flattened)
 
 
-def _with_gradients(accelerator: int, model: Model, ranks: Ranks, setup: Setup) -> Setup:
+def _with_gradients(accelerator: int, host: int | None, model: Model, ranks: Ranks, setup: Setup) -> Setup:
     zenflow = setup.zenflow
     if zenflow is None or zenflow.gradients_on_host is not None or setup.weights_on_host or setup.stage == 1:
         return setup
@@ -54,9 +55,13 @@ def _with_gradients(accelerator: int, model: Model, ranks: Ranks, setup: Setup) 
     numels = [run.numel for run in setup.partitions(model, ranks) for _ in range(run.times)]
     weights = model.itemsize * (sum(numels) if setup.partitions_weights else model.params)
     needed = gradient_bytes(numels, *items, flattens=setup.partitions_weights)
-    chosen = prefers_host(needed, accelerator - weights)
-    section = zenflow.model_dump(exclude_unset=True) | {"gradients_on_host": chosen}
-    return replace(setup, zenflow=ZenFlowConfig(**section))
+    there, here = (
+        replace(setup, zenflow=ZenFlowConfig(**zenflow.model_dump(exclude_unset=True) | {"gradients_on_host": chosen}))
+        for chosen in (False, True)
+    )
+    if not prefers_host(needed, accelerator - weights):
+        return there
+    return there if host is not None and plan_memory(model, ranks, here).host_peak() > host else here
 
 
 def _flattened(accelerator: int, model: Model, ranks: Ranks, setup: Setup) -> Setup:

@@ -31,7 +31,7 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["UpdatePhase", "WorkerLink"]
+__all__ = ["UpdatePhase", "WorkerLink", "host_shortage"]
 
 _SHARE_OF_GROUP_TIMEOUT = 0.8
 """The remaining share allows for other ranks that reached the collective earlier."""
@@ -107,7 +107,7 @@ class WorkerLink:
         self.longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
         layout = plan_layout(specs)
         plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
-        _require_room(bytes_at_start(specs), ranks)
+        _require_room(bytes_at_start(specs), ranks, gradients_are_early=fills_early and not weights_on_host)
         try:
             with together(ranks, WorkerError):
                 self.arena = Arena.create(layout)
@@ -304,23 +304,42 @@ def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
     return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * group_timeout_seconds(ranks.group))
 
 
-def _require_room(nbytes: int, ranks: RankGroup) -> None:
+def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:
     """Compare the memory that all ranks of a host, or of a control group, need with what is available. A collective.
 
-    Raises:
-        OutOfMemoryError: on every rank.
+    Args:
+        nbytes: what this rank needs.
+        ranks: the ranks; all of them call this.
+
+    Returns:
+        What this rank's host lacks, in words; None: nothing.
     """
     with together(ranks):
         host = host_id()
         mine = nbytes, memory.available_by_limit()
     found = ranks.gather_among(host, mine).values()
+    for limit in {limit for _, rooms in found for limit in rooms}:
+        sharers = [(needed, rooms[limit]) for needed, rooms in found if limit in rooms]
+        needed, available = sum(needed for needed, _ in sharers), max(0, min(room for _, room in sharers))
+        if needed > available:
+            return (
+                f"{needed:,} bytes of host memory for {len(sharers)} rank(s) on one host, but {available:,} are "
+                "available"
+            )
+    return None
+
+
+def _require_room(nbytes: int, ranks: RankGroup, *, gradients_are_early: bool = False) -> None:
+    """Check that this rank's host has memory for what its ranks need. A collective.
+
+    Raises:
+        OutOfMemoryError: on every rank.
+    """
+    shortage = host_shortage(nbytes, ranks)
     with together(ranks):
-        for limit in {limit for _, rooms in found for limit in rooms}:
-            sharers = [(needed, rooms[limit]) for needed, rooms in found if limit in rooms]
-            needed, available = sum(needed for needed, _ in sharers), max(0, min(room for _, room in sharers))
-            if needed > available:
-                raise OutOfMemoryError(
-                    f"the optimizer's state needs {needed:,} bytes of host memory for {len(sharers)} rank(s) on one "
-                    f"host, but {available:,} are available: use more hosts, a smaller zenflow.update_interval or more "
-                    "memory"
-                )
+        if shortage is not None:
+            instead = "set zenflow.gradients_on_host to false, or " if gradients_are_early else ""
+            raise OutOfMemoryError(
+                f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller zenflow.update_interval "
+                "or more memory"
+            )

@@ -18,6 +18,8 @@ from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state, s
 from torch import nn
 
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
+from deepspeed_ext.runtime import memory
+from deepspeed_ext.zenflow import gradients_place
 from deepspeed_ext.zenflow.transfers import weight_upload
 from tests.support.compare import allow_fp16
 from tests.support.matrix import some
@@ -359,11 +361,13 @@ def test_what_contradicts_it_is_refused_by_name(stage: int, zenflow: dict, zero:
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
-def chosen(config: dict[str, Any], free: list[int]) -> bool:
+def chosen(config: dict[str, Any], free: list[int], has_host_room: bool = True) -> bool:
     """Whether a run chooses the host, if this rank's accelerator has so many bytes free."""
-    from deepspeed_ext.runtime import memory
-
-    with patch.object(memory, "free_accelerator_bytes", lambda: free[dist.get_rank()]):
+    shortage = None if has_host_room or dist.get_rank() == 0 else "too much"
+    with (
+        patch.object(memory, "free_accelerator_bytes", lambda: free[dist.get_rank()]),
+        patch.object(gradients_place, "host_shortage", lambda *_: shortage),
+    ):
         engine = make_engine(config)
     found = goes_to_host(engine)
     losses = train(engine, batches(3, dist.get_rank()))
@@ -395,3 +399,8 @@ def test_all_ranks_choose_the_host_if_gradients_would_take_much_of_any_ranks_mem
     config = zenflow_config(stage, update_interval=1, **zenflow)
     config["zero_optimization"] |= zero
     assert run_ranks(2, chosen, config, free, device="sim") == [expected and stage > 1] * 2
+
+
+def test_gradients_stay_if_any_host_has_no_memory_for_them() -> None:
+    config = zenflow_config(2, update_interval=1)
+    assert run_ranks(2, chosen, config, [1 << 12, ROOMY], False, device="sim") == [False, False]

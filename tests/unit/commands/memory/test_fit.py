@@ -169,7 +169,7 @@ def test_start_up_counts_the_flatten_tier_that_a_run_takes_there(gib: int | None
     capacity = Capacity(None if gib is None else gib * GIB)
     for fit in fits(SEVEN_B, OCTET, capacity, Machine()):
         assert fit.plan.setup.flatten_tier == (tier if fit.plan.setup.stage == 2 else None)
-    forced = settled_on(capacity.accelerator, SEVEN_B, OCTET, Setup(stage=2, flatten_tier="host"))
+    forced = settled_on(capacity, SEVEN_B, OCTET, Setup(stage=2, flatten_tier="host"))
     assert forced.flatten_tier == "host"
 
 
@@ -194,9 +194,9 @@ def test_gradients_are_where_a_run_puts_them(
 ) -> None:
     """Beside 13 GiB of weights, 7 billion gradients take 26 at stage 2, and 15 at stage 3."""
     setup = Setup(stage=stage, zenflow=ZenFlowConfig(update_interval=1, **section), host_share=share)
-    settled = settled_on(None if gib is None else gib * GIB, SEVEN_B, ON_ONE, setup)
+    settled = settled_on(Capacity(None if gib is None else gib * GIB), SEVEN_B, ON_ONE, setup)
     assert settled.fills_early is expected
-    assert not settled_on(24 * GIB, SEVEN_B, ON_ONE, replace(setup, stage=1)).fills_early
+    assert not settled_on(Capacity(24 * GIB), SEVEN_B, ON_ONE, replace(setup, stage=1)).fills_early
 
 
 def test_seven_billion_parameters_train_on_one_gpu_of_24_gb_with_gradients_on_the_host() -> None:
@@ -216,3 +216,10 @@ def test_what_the_host_computes_exposes_the_longer_of_link_and_estimate() -> Non
     slow_host = step_time(SEVEN_B, ON_ONE, setup, Machine(link=100e9, host=40e9))
     assert slow_link.exposed == pytest.approx(2 * 7e9 / 10e9)
     assert slow_host.exposed == pytest.approx((2 + 2 + 2 + 2) * 7e9 / 40e9)
+
+
+@pytest.mark.parametrize(("host", "expected"), [(200, True), (100, False)])
+def test_gradients_stay_where_the_host_has_no_memory_for_them(host: int, expected: bool) -> None:
+    """16.3 bytes per parameter with gradients there, and 14.2 without."""
+    setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1))
+    assert settled_on(Capacity(24 * GIB, host * GIB), SEVEN_B, ON_ONE, setup).fills_early is expected
