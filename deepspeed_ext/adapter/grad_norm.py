@@ -12,7 +12,7 @@ from deepspeed_ext.adapter.upstream import counted_alike
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow import kernels
 
-__all__ = ["fused_l2_norms", "l2_norm", "norm_tensors"]
+__all__ = ["fused_l2_norms", "gradient_norm", "known_norm_tensors", "l2_norm", "norm_tensors"]
 
 _ROW = 512
 _ROWS_ON_CPU = 2048
@@ -80,10 +80,31 @@ def norm_tensors(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> li
     if not real or not _fuses(real[0].device):
         return [grad if getattr(grad, "_zero_padding", False) else l2_norm(grad) for grad in gradients]
     full = [grad for grad in real if grad.numel()]  # the fused norm of an empty tensor is undefined on an accelerator
+    norms = fused_l2_norms(full)
     if counted_alike(params) and full:
-        return [torch.linalg.vector_norm(torch.stack(fused_l2_norms(full))).view(1)]
-    norms = iter(fused_l2_norms(full))
-    return [next(norms).view(1) if grad.numel() else l2_norm(grad) for grad in real]
+        return [_of_all(norms)]
+    left = iter(norms)
+    return [next(left).view(1) if grad.numel() else l2_norm(grad) for grad in real]
+
+
+def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm that `norm_tensors` finds for one gradient: 1-D, one element, on its device."""
+    is_fused = gradient.numel() > 0 and _fuses(gradient.device)
+    return fused_l2_norms([gradient])[0].view(1) if is_fused else l2_norm(gradient)
+
+
+def known_norm_tensors(norms: Sequence[torch.Tensor], params: Sequence[Any]) -> list[torch.Tensor]:
+    """What `norm_tensors` returns for gradients whose norms `gradient_norm` has found.
+
+    Args:
+        norms: 1-D, one element each, on the accelerator.
+        params: their parameters, in order.
+    """
+    return [_of_all(norms)] if norms and _fuses(norms[0].device) and counted_alike(params) else list(norms)
+
+
+def _of_all(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.linalg.vector_norm(torch.stack([norm.view(()) for norm in norms])).view(1)
 
 
 def _fuses(device: torch.device) -> bool:

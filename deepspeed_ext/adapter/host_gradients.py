@@ -1,4 +1,5 @@
-"""Takes reduced gradients to the host as backward makes them, for weights that are on the host (``offload_param``).
+"""Takes reduced gradients to the host as backward makes them, for ``gradients_on_host`` and for weights that are there,
+too (``offload_param``).
 
 Every parameter's gradient has its place in the ring slot of its partition, so nothing has to be copied when the step
 begins: the host computes the weights from there, and the worker reads it there, too. Sums over micro-steps that need
@@ -63,6 +64,7 @@ class HostGradients:
         self.norms: dict[int, torch.Tensor] = {}
         self._arrived: set[int] = set()
         self._in_slot: set[int] = set()
+        self._shown: set[int] = set()
 
     def take(self, number: int, gradient: torch.Tensor, *, adds: bool, completes: bool) -> None:
         """Start the copy of a micro-step's gradient to the host, on the current stream.
@@ -80,6 +82,7 @@ class HostGradients:
         sums.copy_(total, non_blocking=True)
         self._arrived.add(number)
         self._in_slot.discard(number)
+        self._shown.discard(number)
         if completes:
             if self._sums is not None:
                 slot.copy_(total.to(slot.dtype), non_blocking=True)
@@ -90,8 +93,10 @@ class HostGradients:
     def finish(self) -> None:
         """Complete all gradients, so that every slot holds its step's, and wait for their copies. Parameters that no
         micro-step has used get zeros."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._wait()
+        for number in self._shown:
+            if self._was_written(number):
+                self.changed(number)
         for number in self._places:
             if number not in self._arrived:
                 self._slot_of(number).zero_()
@@ -102,6 +107,7 @@ class HostGradients:
 
     def show(self, number: int) -> None:
         """Make a parameter's place in its slot readable and writable from outside, on the host."""
+        self._wait()
         slot, sums = self._slot_of(number), self._sum_of(number)
         if number not in self._arrived:
             slot.zero_()
@@ -111,9 +117,28 @@ class HostGradients:
             slot.copy_(sums)
         self._in_slot.add(number)
 
+    def shown(self, number: int) -> torch.Tensor:
+        """Like `show`, for callers who do not say what they write; return the place, 1-D, in its slot."""
+        self.show(number)
+        self._shown.add(number)
+        return self._slot_of(number)
+
     def changed(self, number: int) -> None:
         """Note that a gradient which `show` has shown was written, so its norm is unknown."""
         self.norms.pop(number, None)
+
+    def _was_written(self, number: int) -> bool:
+        """Whether a place that `shown` has returned may hold something else than the sum. Without sums that is not
+        known."""
+        slot = self._slot_of(number)
+        return self._sums is None or not torch.equal(slot, self._sum_of(number).to(slot.dtype))
+
+    def _wait(self) -> None:
+        """Wait for the copies of gradients, and for weights that still come from a slot."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().current_stream().synchronize()
 
     def _slot_of(self, number: int) -> torch.Tensor:
         place = self._places[number]

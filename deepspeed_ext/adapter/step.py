@@ -25,6 +25,10 @@ scheduler, ``zero_grad``, counters      the same
 
 A test records the calls of real steps and compares them with `CALLS`.
 
+If gradients are on the host before the step, DeepSpeed takes the way of its CPU offload: in place of
+``get_grad_norm_direct`` it calls ``complete_grad_norm_calculation_for_cpu_offload`` and at the end
+``reset_cpu_buffers``. It calls neither ``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
+
 An exception that breaks off a step, a backward pass or a load, even between two calls, leaves the phase in which it
 came. The engine then refuses what would build on a part: after a step everything, after a backward pass everything but
 a save, after a load everything but another load.

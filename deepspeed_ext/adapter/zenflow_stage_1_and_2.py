@@ -6,21 +6,28 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.grad_norm import gradient_norm
+from deepspeed_ext.adapter.host_gradients import HostGradients, Place
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
+    Swap,
     TensorFragment,
     all_gather_of_partitions,
     exchange_instead,
+    pins_offload_buffers,
+    swapped,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
 from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
@@ -35,9 +42,14 @@ class MasterFragment(TensorFragment):
     Attributes:
         expose: called before the state is read or written. It returns False if the worker has failed: the state then
             reads as NaN on all ranks, and the next step raises the error on every rank.
+        gradient: called to read or write the gradient, if it is on the host; None: DeepSpeed has it.
     """
 
     expose: Callable[[], bool] = field(kw_only=True)
+    gradient: Callable[[], torch.Tensor] | None = field(kw_only=True)
+
+    def get_lp_grad_fragment(self, index_in_param_group: int) -> torch.Tensor:
+        return super().get_lp_grad_fragment(index_in_param_group) if self.gradient is None else self.gradient()
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
         exposed = self.expose()
@@ -49,7 +61,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     """DeepSpeed's stage 1/2 optimizer on top of `OffloadedAdam`.
 
     It is constructed as if CPU offload were on, so that the masters are on the host. It steps as if it were off, so
-    that the gradient partition stays on the accelerator until the weights are computed.
+    that the gradient partition stays on the accelerator until the weights are computed; unless gradients go to the host
+    during backward, as those of CPU offload do.
 
     Args:
         args, kwargs, settings, check_replicas: as for `ZeroOptimizer`.
@@ -71,6 +84,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         check_replicas: bool = False,
         **kwargs: Any,
     ) -> None:
+        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
         self._prepare(start, kwargs)
         super().__init__(*args, settings=settings, builders=start.builders, check_replicas=check_replicas, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
@@ -88,15 +102,22 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self.single_partition_of_fp32_groups = [state.master for state in self.zenflow_adam.states]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
-        self.cpu_offload = False
+        self.cpu_offload = self.zenflow_adam.link.fills_early
         self.device = get_accelerator().current_device_name()
         self._offload_gradient_safety_enabled = False
+        if self.cpu_offload:
+            self._take_gradients_to_host()
 
     def _link_all_hp_params(self) -> None:
-        super()._link_all_hp_params()
+        with swapped(Swap(self, "cpu_offload", False)):  # it would link gradients of the masters
+            super()._link_all_hp_params()
         for param in (param for group in self.bit16_groups for param in group):
             if param._hp_mapping is not None:
-                param._hp_mapping = MasterFragment(**vars(param._hp_mapping), expose=self.zenflow_adam.expose)
+                gradient = None
+                if self._host_gradients is not None:
+                    gradient = partial(self._host_gradients.shown, self.get_param_id(param))
+                mapping = vars(param._hp_mapping)
+                param._hp_mapping = MasterFragment(**mapping, expose=self.zenflow_adam.expose, gradient=gradient)
 
     @property
     def _masters(self) -> list[Any]:
@@ -114,7 +135,71 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         group = self.real_dp_process_group[index]
         return ranks if group is self.dp_process_group else RankGroup.of(group, keeps_scratch=True)
 
+    # -- gradients on the host ------------------------------------------------------------------------------------
+
+    @property
+    def _can_take_gradients(self) -> bool:
+        return self.partition_gradients  # at stage 1, a rank keeps all of them until they are reduced
+
+    def _take_gradients_to_host(self) -> None:
+        """Let gradients go to the slots of their partitions during backward."""
+        places, offset = {}, 0
+        for number, (index, _, begin, numel) in self.grad_position.items():
+            places[number] = Place(index, begin, begin + numel, offset)
+            offset += numel
+        slot, summed, sums = self.zenflow_adam.coming_slot, self.gradient_accumulation_dtype, None
+        if summed is not slot(0).dtype:
+            sums = memory.host_empty(offset, summed, self._pins_sums)
+        self._host_gradients = HostGradients(places, slot, sums, gradient_norm)
+        self._reduced: dict[int, torch.Tensor] = {}
+
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """Take this rank's part of a reduced gradient to its slot. DeepSpeed would keep it on the accelerator."""
+        if self._host_gradients is None:
+            super().copy_grads_in_partition(param, group_idx)
+            return
+        number = self.get_param_id(param)
+        gradient = self._reduced.pop(number, None)
+        if gradient is None:
+            _, begin, _, numel = self.grad_position[number]
+            gradient = self.get_gradient_for_reduction(param).view(-1)[begin : begin + numel]
+        self._take_gradient(number, gradient)
+        if not get_accelerator().is_synchronized_device():
+            gradient.record_stream(get_accelerator().current_stream())
+        self.clear_grad_attribute(param)
+
+    def _get_compact_grad_partition_slice(self, group_idx: int, partition_id: int, param_id: int, numel: int) -> Any:
+        """Where DeepSpeed adds this rank's part of a gradient, if the sum has another dtype than the weights. It would
+        keep the sums of the partition on the accelerator."""
+        if self._host_gradients is None:
+            return super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, numel)
+        is_mine = partition_id == dist.get_rank(group=self.real_dp_process_group[group_idx])
+        if not is_mine or not self._use_compact_grad_partition_buffer(group_idx):
+            return None
+        dtype, device = self.gradient_accumulation_dtype, self.device
+        self._reduced[param_id] = torch.zeros(int(numel), dtype=dtype, device=device)
+        return self._reduced[param_id]
+
+    def _finalize_cpu_offload_gradient_accumulation(self) -> None:
+        """Leave gradients as they are: the step completes them."""
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
+        """As for gradients on the accelerator."""
+        assert self._host_gradients is not None, "called only if gradients are on the host"
+        return self._norm_of_known(self._host_gradients, list(map(self.get_param_id, params)), params)
+
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        if self._host_gradients is not None:
+            self._host_gradients.forget()
+
     # -- stepping -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        self._finish_gradients()
+        # DeepSpeed's CPU offload copies weights through these buffers to where they are already.
+        with swapped(Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", self._step.receivers)):
+            super().step(closure)
 
     def exchange_partitions(self, *args: Any, **kwargs: Any) -> None:
         """Called in place of DeepSpeed's all-gather of weights, under the selective rule. Inside a step only changed
@@ -126,6 +211,9 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and then counts as an
         overflow, too. With model parallelism a rank's norm may omit some of its gradients, so the check runs."""
         if self.mpu is not None:
+            if self._host_gradients is not None:
+                slots = map(self.zenflow_adam.coming_slot, range(len(self._step.receivers)))
+                self.local_overflow = not all(bool(torch.isfinite(slot).all()) for slot in slots)
             super().check_overflow(partition_gradients)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
@@ -194,7 +282,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         collective; do not step inside."""
         self._drain_together()
         masters = self._masters
-        predicted = [self._weights(index).clone() for index in range(len(masters))]
+        predicted = [self._aside(self._weights(index)) for index in range(len(masters))]
         self.update_lp_params()
         try:
             yield

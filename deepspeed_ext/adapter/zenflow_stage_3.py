@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.grad_norm import gradient_norm
 from deepspeed_ext.adapter.host_gradients import HostGradients, Place
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
+    OffloadStateTypeEnum,
     Swap,
     gather_stream,
     pins_offload_buffers,
@@ -42,8 +44,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     fp32_partitioned_groups_flat: list[Any]
     grad_partitions_flat_buffer: torch.Tensor
     inf_or_nan_tracker: torch.Tensor
-    _host_gradients: HostGradients | None = None
-    """With ``offload_param``: takes the gradients to the host during backward."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self._prepare(start, kwargs)
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
-        if self.offload_param:
+        if self.zenflow_adam.link.fills_early:
             self._host_gradients = HostGradients(
                 self._places(),
                 self.zenflow_adam.coming_slot,
                 self.grad_partitions_flat_buffer if self._sums_apart else None,
-                self._constant_buffered_norm2,
+                self._constant_buffered_norm2 if self._weights_on_host else gradient_norm,
             )
             self.reset_cpu_buffers()
 
@@ -73,7 +73,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     def initialize_optimizer_states(self) -> None:
         """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
-        offloaded; with ``offload_param`` the optimizer still is, so gradients and their norms take that way."""
+        offloaded. If gradients go to the host during backward, the optimizer still is, so they and their norms take
+        that way."""
         with together(RankGroup.of(self.dp_process_group), otherwise=None):
             self._start_instead()
 
@@ -85,7 +86,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
-        if self.offload_param:
+        if self.zenflow_adam.link.fills_early:
             self.offload_optimizer_pin_memory = self._pins_sums and self._sums_apart
             return
         self.offload_optimizer = False
@@ -128,6 +129,10 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         return bool(self.offload_param)
 
     @property
+    def _flattens_sums(self) -> bool:
+        return True
+
+    @property
     def _sums_apart(self) -> bool:
         """Whether gradients are summed in another dtype than that of their slots."""
         return self.gradient_accumulation_dtype is not self.zenflow_adam.coming_slot(0).dtype
@@ -148,16 +153,21 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             return super().partition_grads(params_to_release, grad_partitions)
         for param, gradient in zip(params_to_release, grad_partitions, strict=True):
             if self._held_numel(param):
-                self._host_gradients.take(
-                    param.ds_id,
-                    gradient,
-                    adds=self.micro_step_id > 0,
-                    completes=self.is_gradient_accumulation_boundary(),
-                )
+                if not self._weights_on_host:  # the norm is then that of gradients which stay, to the bit
+                    missing = param.partition_numel() - gradient.numel()
+                    gradient = torch.nn.functional.pad(gradient.view(-1), (0, missing)) if missing else gradient
+                self._take_gradient(param.ds_id, gradient)
             if param.grad is not None and param.grad.device.type != "cpu":
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
+        """With weights on the host as DeepSpeed does, whose ZeRO-Offload that run equals; otherwise as for gradients on
+        the accelerator."""
+        if self._host_gradients is None or self._weights_on_host:
+            return super().complete_grad_norm_calculation_for_cpu_offload(params)
+        return self._norm_of_known(self._host_gradients, [param.ds_id for param in params], params)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         """Leave gradients as they are: the step completes them."""
@@ -177,11 +187,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             slots = [self.zenflow_adam.coming_slot(index) for index in range(len(self._step.receivers))]
             with swapped(Swap(self, "grad_partitions_flat_buffer", torch.cat(slots))):
                 super().check_overflow(partition_gradients)
-
-    def _place_gradients(self) -> None:
-        """Let the receivers show the gradients of the coming step."""
-        for index, receiver in enumerate(self._step.receivers):
-            receiver.grad = self.zenflow_adam.coming_slot(index)
 
     @contextmanager
     def _gradients_shown(self, *params: Any) -> Iterator[None]:
@@ -233,10 +238,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
-        if self._host_gradients is not None:
-            with self.zenflow_adam.link.keeping():
-                self._host_gradients.finish()
-            self._place_gradients()
+        self._finish_gradients()
         super().step(closure)
         with self.zenflow_adam.link.keeping():
             self._order_gathers()
@@ -267,6 +269,9 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     ) -> None:
         """Offload, and let DeepSpeed see only trained parameters: it maps its buffer of trained weights to all
         parameters of the module in order, which would give frozen ones the weights of others."""
+        if self._host_gradients is not None:  # they are there already; DeepSpeed would copy a buffer that is not used
+            include = {state for state in OffloadStateTypeEnum if include is None or state in include}
+            include -= {OffloadStateTypeEnum.lp_grads}
         self.empty_partition_cache()  # first, so that after an error all ranks gather the same again
         if not pin_memory:
             for name in _PAGE_LOCKED:
@@ -322,7 +327,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
         collective; do not step inside."""
         self._drain_together()
-        predicted = [flat.clone() for flat in self.fp16_partitioned_groups_flat]
+        predicted = [self._aside(flat.data) for flat in self.fp16_partitioned_groups_flat]
         self._write_weights([state.master for state in self.zenflow_adam.states])
         try:
             yield

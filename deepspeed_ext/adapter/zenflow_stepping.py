@@ -7,7 +7,7 @@ DeepSpeed is copied.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ import torch
 
 from deepspeed_ext.adapter.autocast_scale import AutocastScale
 from deepspeed_ext.adapter.grad_norm import norm_tensors
+from deepspeed_ext.adapter.gradients_on_host import GradientsOnHost
 from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
-    ZeROOptimizer,
     host_offload_config,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
@@ -31,7 +31,6 @@ from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError,
 from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
 from deepspeed_ext.zenflow.start import start_adam
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
@@ -59,16 +58,14 @@ class ZenFlowStart:
     undo: ExitStack
 
 
-class ZenFlowStepping(ZeROOptimizer, ABC):
+class ZenFlowStepping(GradientsOnHost):
     """Behaviour shared by both ZenFlow optimizers; comes before DeepSpeed's optimizer class among the bases.
 
     Attributes:
         zenflow_adam: the optimizer that owns the worker.
     """
 
-    zenflow_adam: OffloadedAdam
     torch_autocast_gradscaler: Any
-    _step: Step
     _autocast_scale: AutocastScale | None
     offloaded_states: set[Any]
     _copies_state = True
@@ -98,6 +95,7 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
             local_ranks=local_world_size(),
             undo=self._start.undo,
             weights_on_host=self._weights_on_host,
+            gradients=self._gradient_bytes(len(groups), grad_dtype),
         )
         scaler = self.torch_autocast_gradscaler
         self._autocast_scale = None if scaler is None else AutocastScale(scaler)
@@ -111,15 +109,6 @@ class ZenFlowStepping(ZeROOptimizer, ABC):
     @_masters.setter
     @abstractmethod
     def _masters(self, partitions: list[Any]) -> None: ...
-
-    @abstractmethod
-    def _weights(self, index: int) -> torch.Tensor:
-        """The weights of a partition, 1-D [n], in the model's dtype."""
-
-    @property
-    def _weights_on_host(self) -> bool:
-        """Whether partitions of the weights are on the host, and gradients come there before a step."""
-        return False
 
     def _holders(self, index: int, ranks: RankGroup) -> RankGroup:
         """The ranks among which the parameters of a partition are divided; `ranks` are all data-parallel ranks."""

@@ -85,6 +85,13 @@ class ZenFlowConfig(ConfigSection):
     parameter of the partition. Not given: if every rank has room for that and keeps a tenth of its memory free. Without
     effect if the accelerator is the CPU."""
 
+    gradients_on_host: bool | None = None
+    """Copy gradients to the host during backward, so that of a rank's partition only the weights are on the
+    accelerator; the host then computes the new weights in the step, and copies them up. Stages 2 and 3, without
+    ``hide_transfers`` and with the whole optimizer on the host. Takes 2 bytes of host memory per parameter. Not given:
+    if gradients would take more than half of what is free on any rank's accelerator beside the weights. Without effect
+    if the accelerator is the CPU, and with ``offload_param``, whose gradients are on the host anyway."""
+
     offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.25
     """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that must stay free at the
     start, for activations, gradients and landing buffers."""

@@ -21,6 +21,9 @@ published y    model's or fp32  arena "y", in   p after the update. For a predic
 per block      [ceil(n / b)]    arena           one entry per block; each rule has its own array (below)
 =============  ===============  ==============  ==============================================================
 
+Gradients come to their slot in their step or, with ``gradients_on_host`` and with weights on the host
+(``offload_param``), during backward. Then the host computes the weights, and D and hot blocks are there, too.
+
 Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are handed over in the
 accumulation dtype, which is fp32 when gradients are accumulated (see `sizes.gradient_dtype`).
 

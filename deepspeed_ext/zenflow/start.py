@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
+from deepspeed_ext.zenflow.gradients_place import GradientBytes, gradients_go_to_host
 from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.choose import hosted
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
@@ -29,7 +31,7 @@ from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.transfers.beside_step import allocate_landing_buffers
 from deepspeed_ext.zenflow.transfers.inside_step import Results
-from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.arena import Arena, bytes_at_start
 from deepspeed_ext.zenflow.worker.sizes import (
     RuleSettings,
     accelerator_numel,
@@ -55,6 +57,7 @@ def start_adam(
     local_ranks: int,
     undo: ExitStack,
     weights_on_host: bool = False,
+    gradients: GradientBytes | None = None,
 ) -> OffloadedAdam:
     """Start this rank's worker. A collective.
 
@@ -70,7 +73,9 @@ def start_adam(
         placement: the worker's cores and memory node from the core plan; None: unbound.
         local_ranks: number of ranks on this host, which share its cores.
         undo: receives what stops the worker and frees the arena, in case the caller fails later.
-        weights_on_host: whether `weights` are on the host, and gradients are written to their slots before a step.
+        weights_on_host: whether `weights` are on the host.
+        gradients: what they take; None: the caller cannot take them to the host during backward. Whether they go there
+            says the result's ``link.fills_early``.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is another.
@@ -78,15 +83,20 @@ def start_adam(
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
     config, parts = run.config, [weights(index) for index in range(len(groups))]
-    _agree(run, groups, weights_on_host, ranks)
+    _agree(run, groups, (weights_on_host, gradients is not None), ranks)
     kind, metrics = hosted(optimizer, config), Metrics()
     publish_dtype = config.publish_dtype or dtype_name(parts[0].dtype)
-    settings = _settings(run, kind, parts[0].device, weights_on_host=weights_on_host)
     numels = [part.numel() for part in parts]
+    settings = _settings(run, kind, parts[0].device, weights_on_host, fills_early=True)
+    fills_early = weights_on_host
+    if gradients is not None and not weights_on_host:
+        arena = bytes_at_start(arena_specs(settings, numels, publish_dtype, dtype_name(grad_dtype)))
+        fills_early = gradients_go_to_host(run, gradients.accelerator, arena + gradients.sums, ranks)
+    settings = replace(settings, fills_early=fills_early)
     heads = _heads(run, numels, settings, ranks)
     _prepare_kernels(kind, settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
     on_host = [numel - head for numel, head in zip(numels, heads, strict=True)]
-    hides = False if weights_on_host else config.hide_transfers
+    hides = False if fills_early else config.hide_transfers
     described = _results(settings, on_host, publish_dtype)
     buffers = allocate_landing_buffers(hides, described, grad_dtype, ranks)
     dtypes = publish_dtype, dtype_name(grad_dtype)
@@ -99,6 +109,7 @@ def start_adam(
         placement=placement,
         threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
         weights_on_host=weights_on_host,
+        fills_early=fills_early,
         ranks=ranks,
         timeout_seconds=run.worker_timeout_seconds,
         metrics=metrics,
@@ -124,17 +135,21 @@ def start_adam(
     return OffloadedAdam(rule, partitions, states, share, link, optimizer, kind, ranks, metrics)
 
 
-def _agree(run: ZenFlowRun, groups: Sequence[int], weights_on_host: bool, ranks: RankGroup) -> None:
+def _agree(run: ZenFlowRun, groups: Sequence[int], places: tuple[bool, bool], ranks: RankGroup) -> None:
     """Raise on every rank if settings differ between ranks."""
     fields = run.config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
     epoch = run.steps_per_epoch if run.config.select_strategy == "epoch" else None  # ranks may load different data
-    require_same_plan("ZenFlow", (fields, epoch, list(groups), run.host_share, weights_on_host), ranks)
+    require_same_plan("ZenFlow", (fields, epoch, list(groups), run.host_share, *places), ranks)
 
 
 def _settings(
-    run: ZenFlowRun, kind: HostedOptimizer, device: torch.device, *, weights_on_host: bool
+    run: ZenFlowRun, kind: HostedOptimizer, device: torch.device, weights_on_host: bool, *, fills_early: bool
 ) -> PredictiveSettings | SelectiveSettings:
-    on_host = {"weights_on_host": weights_on_host, "grads_on_host": device.type == "cpu"}
+    on_host = {
+        "weights_on_host": weights_on_host,
+        "fills_early": fills_early,
+        "fills_before_y": device.type == "cpu",
+    }
     if run.config.rule == "selective":
         return SelectiveSettings.of(run.config, run.steps_per_epoch, **on_host)
     return PredictiveSettings.of(run.config, layout=kind.layout, **on_host)
@@ -187,10 +202,11 @@ def _prepare_kernels(
     """
     device, dtype, block_size = weights[0].device, weights[0].dtype, settings.block_size
     calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {dtype, grad_dtype})]
+    is_computed_there = not settings.fills_early
     alignments = {launch.is_aligned(block_size, [part]) for part in weights}
-    if isinstance(settings, SelectiveSettings) or has_share:
+    if (isinstance(settings, SelectiveSettings) and is_computed_there) or has_share:
         calls.append(kind.step_kernels(device, block_size, grad_dtype, alignments if has_share else {True}))
-    if isinstance(settings, PredictiveSettings) and settings.overlapped:
+    if isinstance(settings, PredictiveSettings) and settings.overlapped and is_computed_there:
         dtypes = dtype, getattr(torch, publish_dtype), grad_dtype
         calls.append(kind.estimate_kernels(device, block_size, *dtypes, settings.with_drift, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
@@ -225,4 +241,5 @@ def _partition(
         grad_dtype=dtypes[1],
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor(*key) for key in arena.keys("g", index)],
+        on_host=settings.fills_early,
     )

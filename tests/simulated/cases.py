@@ -81,6 +81,9 @@ class Case:
             "predictive, offload_param": RULES["predictive"],
             "accumulation, offload_param": {"update_interval": 1},
             "selective, offload_param": RULES["selective"],
+            "predictive, gradients_on_host": RULES["predictive"] | {"gradients_on_host": True},
+            "accumulation, gradients_on_host": {"update_interval": 1, "gradients_on_host": True},
+            "selective, gradients_on_host": RULES["selective"] | {"gradients_on_host": True},
         }.get(self.way) or RULES.get(self.way, {})
 
     @property
@@ -116,8 +119,10 @@ WAYS = (
     "flatten, gather",
 )
 ON_HOST = ("predictive, offload_param", "accumulation, offload_param", "selective, offload_param")
+EARLY = ("predictive, gradients_on_host", "accumulation, gradients_on_host", "selective, gradients_on_host")
 CASES = [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))]
 CASES += [Case(3, way, ranks, clip) for way, ranks, clip in product(ON_HOST, (1, 2), (0.0, 1.0))]
+CASES += [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(EARLY, (2, 3), (1, 2), (0.0, 1.0))]
 STRIDE = 37
 assert math.gcd(STRIDE, len(CASES)) == 1, "else some cases never have a turn"
 

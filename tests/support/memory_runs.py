@@ -26,6 +26,7 @@ from torch import nn
 
 from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
+from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.model_file import read_model
 from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
@@ -81,6 +82,14 @@ WAYS: dict[str, dict[str, Any]] = {
         "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1},
         "offload_optimizer": {"device": "cpu", "ratio": 0.5},
     },
+    "predictive, interval 1, gradients_on_host": {
+        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "gradients_on_host": True}
+    },
+    "predictive, interval 2, gradients_on_host": {
+        "offload_optimizer": CPU,
+        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "gradients_on_host": True},
+    },
+    "selective, interval 2, gradients_on_host": {"zenflow": {**SELECTIVE, "gradients_on_host": True}},
     "selective, interval 2": {"zenflow": SELECTIVE},
     "selective, interval 2, offload": {"zenflow": {**SELECTIVE, "offload": True}},
 }
@@ -171,6 +180,7 @@ class Measured:
         kept: bytes that the rule keeps beside the weights.
         numels: elements of this rank's partitions, with ZenFlow.
         untouched: bytes of DeepSpeed's buffer of gradients, if nothing touches it, so it takes no memory.
+        before_untouched: the most bytes of the host before that buffer was made.
     """
 
     accelerator: dict[str, int] = field(default_factory=dict)
@@ -179,6 +189,12 @@ class Measured:
     kept: int = 0
     numels: list[int] = field(default_factory=list)
     untouched: int = 0
+    before_untouched: int = 0
+
+    def touched(self, phase: Phase) -> int:
+        """The most bytes of the host within a phase, without what is not touched."""
+        later = self.host[phase.value] - self.untouched
+        return max(later, self.before_untouched) if phase is Phase.START else later
 
 
 def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
@@ -246,7 +262,14 @@ def _measure(config: dict[str, Any], model: str | None) -> Measured:
         meter.reset_peak()
 
     note(None)
-    with meter.counting():
+    start_instead = ZenFlowZeroOptimizerStage3._start_instead
+
+    def noting(optimizer: ZenFlowZeroOptimizerStage3) -> None:
+        start_instead(optimizer)
+        meter.see_arenas()
+        found.before_untouched = meter.peak["host"]
+
+    with meter.counting(), patch.object(ZenFlowZeroOptimizerStage3, "_start_instead", noting):
         engine = make_engine(config, model=lambda: module)
         note(Phase.START)
         rows = on_device(torch.randn(1, WIDTH).bfloat16())
@@ -273,8 +296,9 @@ def _note_state(engine: Any, found: Measured) -> None:
         return
     adam.drain()
     found.arena = resident_bytes(adam.link.arena)
-    if getattr(engine.optimizer, "offload_param", False) and not engine.optimizer._sums_apart:
-        found.untouched = engine.optimizer.grad_partitions_flat_buffer.nbytes
+    idle = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
+    if idle is not None and adam.link.fills_early and not engine.optimizer._sums_apart:
+        found.untouched = idle.nbytes
     found.numels = [partition.master.numel() for partition in adam.partitions]
     for partition in adam.partitions:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
@@ -321,6 +345,6 @@ def compared(
     for phase in Phase:
         on_accelerator = max(rank.accelerator[phase.value] for rank in measured)
         found[Place.ACCELERATOR, phase] = (plan.nbytes(Place.ACCELERATOR, phase), on_accelerator)
-        on_host = max(rank.host[phase.value] - rank.untouched for rank in measured)
+        on_host = max(rank.touched(phase) for rank in measured)
         found[Place.HOST, phase] = (plan.nbytes(Place.HOST, phase), on_host)
     return found

@@ -14,7 +14,7 @@ from deepspeed_ext.commands.memory.rules import bytes_of, share_step_bytes
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import accelerator_share_bytes, arena_specs, landing_bytes
+from deepspeed_ext.zenflow.worker.sizes import CONVERTED_NUMEL, accelerator_share_bytes, arena_specs, landing_bytes
 
 __all__ = ["accelerator_parts"]
 
@@ -73,13 +73,13 @@ class _Accelerator:
             held += [Part("master", 0 if aliased else FLOAT_BYTES * self.numel)]
             held += [Part(moment, FLOAT_BYTES * self.numel) for moment in MOMENTS[: len(self.setup.layout.moments)]]
         if not self.whole:
-            if not (self.setup.offload or (self.on_host and self.setup.zenflow is not None)):
+            if not (self.setup.offload or self.setup.fills_early):
                 held.append(Part("gradients", self.accumulated * self.numel))
             if self.setup.contiguous_gradients:
                 held.append(Part("reduction buckets", self.weight * self.setup.reduce_bucket_size))
         elif self.setup.offload:
             held.append(Part("offload buffer", self.weight * self.largest))
-        return held + (self.zenflow() if self.setup.zenflow is not None and not self.on_host else [])
+        return held + (self.zenflow() if self.setup.zenflow is not None and not self.setup.fills_early else [])
 
     def zenflow(self) -> list[Part]:
         """Landing buffers, the share of the optimizer and the rule's own state."""
@@ -143,6 +143,8 @@ class _Accelerator:
         if self.setup.offload:
             copies = max(across, NORM_BYTES * self.largest)
             return [[*common, Part("reduction copies", copies)]]
+        if self.setup.fills_early:
+            return [[*common, *moment] for moment in self.leaving()]
         own = Part("gradients", self.accumulated * self.numel)
         if self.accumulated != self.weight:
             copies = self.weight * self.filled + FLOAT_BYTES * self.largest
@@ -151,6 +153,17 @@ class _Accelerator:
         if self.setup.reduce_bucket_size < self.params:
             return [[own, before, *common, Part("reduction copies", across)]]
         return [[before, *common, Part("reduction copies", across)], [own, before, *common]]
+
+    def leaving(self) -> list[list[Part]]:
+        """Moments of backward at stage 2 if reduced gradients go to the host: while they are reduced, and while one of
+        them is added to earlier ones."""
+        earlier = self.accumulated * self.largest if self.setup.accumulation > 1 else 0
+        if self.accumulated == self.weight:
+            return [[Part("reduction copies", max(self.across(), earlier))]]
+        sums = Part("sums of gradients", self.accumulated * self.filled)
+        copies = self.weight * self.filled + FLOAT_BYTES * self.largest
+        leaving = earlier + self.weight * self.largest
+        return [[sums, Part("reduction copies", copies)], [sums, Part("reduction copies", leaving)]]
 
     def whole_gradients(self) -> list[list[Part]]:
         """Moments of backward at stage 1, if every parameter's gradient is kept until the last micro-step."""
@@ -182,6 +195,8 @@ class _Accelerator:
         """Moments of the optimizer step."""
         if self.setup.offload:
             return [[]]
+        if self.setup.fills_early:
+            return [self.lifting(self.numel), self.exchange()]
         copied = self.accumulated == self.weight  # otherwise the gradients are one flat tensor already
         made = self.accumulated * self.numel if copied else 0
         converted = self.handed * self.numel if self.handed != self.accumulated else 0
@@ -202,6 +217,12 @@ class _Accelerator:
         waiting = bytes_of(self.setup.rule, others - there(others), self.weight).waiting  # of the other sub-groups
         share = share_step_bytes(there(numel), self.setup.rule.block_size, self.setup.rule.layout)
         return [flat, Part("temporaries", max(step, share)), Part("new hot weights", waiting)]
+
+    def lifting(self, numel: int) -> list[Part]:
+        """Memory while weights that the host has computed come to a partition of `numel` elements."""
+        rule, arrived = self.setup.rule, DTYPE_BYTES[self.publish_dtype]
+        converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self.weight else 0
+        return [Part("temporaries", converted), Part("new hot weights", bytes_of(rule, numel, self.weight).waiting)]
 
     def exchange(self) -> list[Part]:
         """Memory while stages 1 and 2 exchange only hot weights."""
@@ -224,13 +245,14 @@ class _Accelerator:
             live = again = copy = 0
         made = Part("gradient being made", weight * self.largest)
         reduced = 0
-        if setup.sums_apart(self.model):
+        norm = 0 if setup.fills_early and not self.on_host else NORM_BYTES
+        if setup.sums_apart(self.model) and self.on_host:
             floats = FLOAT_BYTES * (2 if self.ranks.count == 1 else 1)  # one rank's sum is not made in place
             reduced = (NORM_BYTES + floats + weight) * -(-self.largest // self.ranks.count)
         elif self.accumulated != weight:
             reduced = FLOAT_BYTES * -(-self.filled // self.ranks.count)
-        elif setup.offload or self.on_host:
-            reduced = (NORM_BYTES + weight) * -(-self.largest // self.ranks.count)
+        elif setup.offload or setup.fills_early:
+            reduced = (norm + weight) * -(-self.largest // self.ranks.count)
         return [
             [Part("live parameters", weight * live), Part("gather copies", weight * copy)],
             [Part("live parameters", weight * live), made, Part("reduction copies", reduced)],
@@ -245,6 +267,8 @@ class _Accelerator:
         """Moments of the optimizer step, which goes from sub-group to sub-group."""
         if self.setup.offload or self.on_host:
             return [[]]
+        if self.setup.fills_early:
+            return [self.lifting(self.most)]
         numel = self.most
         converted = self.handed * numel if self.handed != self.accumulated else 0
         return [[Part("flat gradient", self.accumulated * numel + converted)], self.updating(numel)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
-from deepspeed_ext.commands.memory.plan import flattened_on, plan_memory
+from deepspeed_ext.commands.memory.plan import plan_memory, settled_on
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
 from deepspeed_ext.config import ZenFlowConfig
@@ -23,7 +23,8 @@ ROOM_FOR_ACTIVATIONS = 0.2
 
 _SECTIONS: dict[str, dict[str, Any]] = {
     "exact": {"update_interval": 1, "hide_transfers": True},
-    "exact, copies in the step": {"update_interval": 1, "hide_transfers": False},
+    "exact, copies in the step": {"update_interval": 1, "hide_transfers": False, "gradients_on_host": False},
+    "exact, gradients on host": {"update_interval": 1, "gradients_on_host": True},
     "interval 2": {"update_interval": 2, "hide_transfers": True},
     "bf16 moments": {"update_interval": 1, "hide_transfers": True, "state_dtype": "bfloat16"},
     "selective": {"topk_ratio": 0.1, "update_interval": INTERVAL, "overlap_step": True, "hide_transfers": True},
@@ -85,7 +86,7 @@ def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, activ
     """
     found = []
     for name, setup in ways():
-        setup = flattened_on(capacity.accelerator, model, ranks, setup)
+        setup = settled_on(capacity, model, ranks, setup)
         plan, time = plan_memory(model, ranks, setup), step_time(model, ranks, setup, machine)
         tokens = None if time.exposed else time.tokens(active or model.params, machine)
         found.append(Fit(name, plan, time, tokens, capacity.left(plan)))

@@ -13,10 +13,11 @@ from deepspeed_ext.commands.memory.parts import Part, Phase, largest
 from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Run, Setup
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
+from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.worker.arena import plan_layout
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import ChunkSlots, arena_specs, chunk_slots, slot_specs
+from deepspeed_ext.zenflow.worker.sizes import UPLOAD_NUMEL, ChunkSlots, arena_specs, chunk_of, chunk_slots, slot_specs
 
 __all__ = ["host_parts"]
 
@@ -74,8 +75,9 @@ class _Host:
         return [weights, *(self.offloaded() if self.setup.offload else [])]
 
     def beside(self) -> list[Part]:
-        """What ZenFlow keeps for weights on the host: the rule's state, and sums of gradients."""
-        if not self.setup.weights_on_host:
+        """What ZenFlow keeps to compute weights on the host: the rule's state, sums of gradients, and buffers through
+        which weights go to the accelerator."""
+        if not self.setup.fills_early:
             return []
         kept = dict[str, int]()
         for run in self.partitions:
@@ -83,7 +85,10 @@ class _Host:
                 kept[kind] = kept.get(kind, 0) + nbytes * run.times
         sums = FLOAT_BYTES * self.numel if self.setup.sums_apart(self.model) else 0
         parts = [Part(kind, nbytes) for kind, nbytes in kept.items()]
-        return [*parts, Part("accumulated gradients", sums, self.setup.pins)]
+        uploads = not self.setup.weights_on_host and isinstance(self.setup.rule, PredictiveSettings)
+        numel = min(self.most, chunk_of(UPLOAD_NUMEL, self.setup.rule.block_size)) if uploads else 0
+        buffers = Part("weights on their way", 2 * self.model.itemsize * numel, page_locked=True)
+        return [*parts, Part("accumulated gradients", sums, self.setup.pins), buffers]
 
     def on_host(self) -> list[Run]:
         """The partitions without what steps on the accelerator."""
@@ -102,7 +107,9 @@ class _Host:
             pages = plan_layout(arena_specs(rule, numels, *dtypes, there, in_chunks=slots is not None)).page_bytes()
             for key, size in pages.items():
                 nbytes[key.kind] += 0 if at_start and open_interval and key.slot >= rule.least_slots else size * count
-        exchanged = {"g"} if self.setup.weights_on_host else {"y", "g", "chunks", "block_means", "known"}
+        exchanged = {"g", "y", "chunks", "block_means", "known"}
+        if self.setup.fills_early:
+            exchanged = {"g"} if self.setup.weights_on_host else {"g", "y"}
         return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
 
     def chunk_slots(self) -> ChunkSlots | None:
@@ -165,7 +172,9 @@ class _Host:
                     [weights, *arena, *sums, *copied],
                     self.defragmentation(),
                 )
-            return largest([*arena, self.staging()], [Part("DeepSpeed's buffer", weight * self.model.largest)])
+            sums = [part for part in between if part.kind == "accumulated gradients"]
+            buffer = Part("DeepSpeed's buffer", weight * self.model.largest)
+            return largest([*arena, self.staging()], [*arena, *sums], [buffer])
         if not self.setup.offload:
             return largest(self.defragmentation() if self.setup.partitions_weights else ())
         built = [part for part in between if part.kind not in ("moment m", "moment v")]
@@ -191,7 +200,7 @@ class _Host:
         that is moved when hot blocks are selected, or those of hot blocks that step on the host."""
         if self.setup.zenflow is not None:
             rule = bytes_of(self.setup.rule, self.most, self.model.itemsize)
-            steps_here = self.setup.weights_on_host and isinstance(self.setup.rule, SelectiveSettings)
+            steps_here = self.setup.fills_early and isinstance(self.setup.rule, SelectiveSettings)
             return Part("temporaries", max(rule.moved, rule.step if steps_here else 0))
         uses_torch = self.setup.offload and not self.setup.fused_adam
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)

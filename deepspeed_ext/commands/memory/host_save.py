@@ -59,8 +59,8 @@ class HostSave:
         """Bytes of the largest tensor of the accelerator in ZenFlow's state."""
         if self.setup.weights_on_host:
             return 0
-        weight = self.model.itemsize
-        saved = [size for run in self.on_host for size in bytes_of(self.setup.rule, run.numel, weight).saved]
+        weight, runs = self.model.itemsize, () if self.setup.fills_early else self.on_host
+        saved = [size for run in runs for size in bytes_of(self.setup.rule, run.numel, weight).saved]
         return max([*saved, weight * self.most if self.setup.partitions_weights else 0])
 
     def _copied(self) -> list[Part]:

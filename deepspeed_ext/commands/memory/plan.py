@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from deepspeed_ext.commands.memory.accelerator import accelerator_parts
 from deepspeed_ext.commands.memory.host import host_parts
-from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
+from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.sizes import MOST_FOR_GRADIENTS, gradient_bytes, may_choose_host, prefers_host
 
-__all__ = ["flattened_on", "neighbours", "plan_memory"]
+__all__ = ["neighbours", "plan_memory", "settled_on"]
 
 STAGES: tuple[Stage, ...] = (1, 2, 3)
 INTERVALS = (1, 2, 4, 8)
@@ -33,10 +35,37 @@ def plan_memory(model: Model, ranks: Ranks, setup: Setup) -> MemoryPlan:
     return MemoryPlan(model, ranks, setup, parts, others, tuple(_notes(setup)))
 
 
-def flattened_on(accelerator: int | None, model: Model, ranks: Ranks, setup: Setup) -> Setup:
-    """`setup` with the flatten tier that a run takes on an accelerator of so many bytes, on which only the weights lie.
-    Unchanged if the memory is not known, if the config names a tier, and at stage 3."""
-    if accelerator is None or setup.flatten_tier is not None or setup.partitions_weights:
+def settled_on(capacity: Capacity, model: Model, ranks: Ranks, setup: Setup) -> Setup:
+    """`setup` with what a run chooses on such a machine, on whose accelerators only the weights lie: the flatten tier,
+    and where gradients go. Unchanged if the accelerator's memory is not known."""
+    if capacity.accelerator is None:
+        return setup
+    flattened = _flattened(capacity.accelerator, model, ranks, setup)
+    return _with_gradients(capacity.accelerator, capacity.host, model, ranks, flattened)
+
+
+def _with_gradients(accelerator: int, host: int | None, model: Model, ranks: Ranks, setup: Setup) -> Setup:
+    zenflow = setup.zenflow
+    if zenflow is None or zenflow.gradients_on_host is not None or setup.weights_on_host or setup.stage == 1:
+        return setup
+    if not may_choose_host(zenflow.hide_transfers, setup.host_share):
+        return setup
+    dtypes = setup.accumulation_dtype(model), setup.handed_over_dtype(model)
+    items = model.itemsize, *(DTYPE_BYTES[dtype] for dtype in dtypes)
+    numels = [run.numel for run in setup.partitions(model, ranks) for _ in range(run.times)]
+    weights = model.itemsize * (sum(numels) if setup.partitions_weights else model.params)
+    needed = gradient_bytes(numels, *items, flattens=setup.partitions_weights)
+    there, here = (
+        replace(setup, zenflow=ZenFlowConfig(**zenflow.model_dump(exclude_unset=True) | {"gradients_on_host": chosen}))
+        for chosen in (False, True)
+    )
+    if not prefers_host(needed, accelerator - weights):
+        return there
+    return there if host is not None and plan_memory(model, ranks, here).host_peak() > host else here
+
+
+def _flattened(accelerator: int, model: Model, ranks: Ranks, setup: Setup) -> Setup:
+    if setup.flatten_tier is not None or setup.partitions_weights:
         return setup
     weights = model.itemsize * model.params
     facts = FlattenFacts(weights, ranks.count, accelerator - weights, accelerator)
@@ -48,19 +77,16 @@ def _notes(setup: Setup) -> Iterator[str]:
     zenflow = setup.zenflow
     if setup.partitions_weights:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
-    if setup.weights_on_host:
+    if setup.partitions_weights and setup.fills_early:
         yield "start-up: a module that zero.Init has not partitioned is moved to the accelerator whole; not counted"
     if zenflow is not None and zenflow.update_interval is None:
         yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
-    if zenflow is not None and zenflow.hide_transfers is None and not setup.weights_on_host:
+    if zenflow is not None and zenflow.hide_transfers is None and not setup.fills_early:
         yield "the landing buffers are left out if a rank would have less than a tenth of its accelerator memory free"
-    if (
-        zenflow is not None
-        and zenflow.hide_transfers is False
-        and setup.partitions_weights
-        and not setup.weights_on_host
-    ):
+    if zenflow is not None and zenflow.hide_transfers is False and setup.partitions_weights and not setup.fills_early:
         yield "a slow link may keep one more flat gradient of a sub-group alive"
+    if zenflow is not None and zenflow.gradients_on_host is None and setup.stage != 1 and not setup.fills_early:
+        yield f"gradients go to the host if they would take more than {MOST_FOR_GRADIENTS:.0%} of what is free"
     if zenflow is not None and zenflow.rule == "selective":
         yield "hot blocks are counted as if all ranks had as many; a rank may have up to twice as many"
     if setup.stage == 1 and setup.accumulates_fp32 and zenflow is None:

@@ -111,8 +111,10 @@ def neighbours_text(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -
     columns = ["accelerator", "at its peak", "host", "at its peak", "per host"]
     is_judged = capacity != UNKNOWN
     fits = "   fits" if is_judged else ""
-    lines = [f"{name} per rank between steps and at the peak", _row("stage, run", columns) + fits]
-    for plan in plans:
+    names = [f"{plan.setup.stage}, {plan.setup.name}" for plan in plans]
+    width = max(_NAME_WIDTH, *map(len, names))
+    lines = [f"{name} per rank between steps and at the peak", _row("stage, run", columns, width) + fits]
+    for plan, run in zip(plans, names, strict=True):
         amounts = [
             plan.nbytes(Place.ACCELERATOR, Phase.BETWEEN),
             plan.peak(Place.ACCELERATOR),
@@ -120,7 +122,7 @@ def neighbours_text(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -
             plan.peak(Place.HOST),
             plan.host_peak(),
         ]
-        row = _row(f"{plan.setup.stage}, {plan.setup.name}", [_amount(nbytes, unit) for nbytes in amounts])
+        row = _row(run, [_amount(nbytes, unit) for nbytes in amounts], width)
         lines.append(f"{row}   {_fits(plan, capacity)}" if is_judged else row)
     return "\n".join(lines)
 
@@ -134,6 +136,6 @@ def _amount(nbytes: int, unit: int) -> str:
     return f"{nbytes / unit:,.2f}" if nbytes else "-"
 
 
-def _row(name: str, cells: Sequence[str]) -> str:
+def _row(name: str, cells: Sequence[str], name_width: int = _NAME_WIDTH) -> str:
     aligned = [f"  {cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)]
-    return f"{name:<{_NAME_WIDTH}}{''.join(aligned)}".rstrip()
+    return f"{name:<{name_width}}{''.join(aligned)}".rstrip()

@@ -113,6 +113,8 @@ class Setup:
     def name(self) -> str:
         """The run in a few words."""
         where = ", offload_param" if self.weights_on_host else ""
+        if self.fills_early and not self.weights_on_host:
+            where = ", gradients_on_host"
         if self.zenflow is None:
             return ("ZeRO-Offload" if self.offload else "ZeRO") + where
         interval = self.zenflow.update_interval
@@ -137,6 +139,14 @@ class Setup:
         return self.offload_param and self.partitions_weights
 
     @property
+    def fills_early(self) -> bool:
+        """Whether ZenFlow's gradients go to the host during backward. If the config does not say, they stay:
+        `settled_on` chooses as a run does."""
+        if self.zenflow is None:
+            return False
+        return self.weights_on_host or (self.zenflow.gradients_on_host is True and self.stage != 1)
+
+    @property
     def overlaps(self) -> bool:
         """Whether gradients are reduced during backward; by default only at stage 3."""
         return self.partitions_weights if self.overlap_comm is None else self.overlap_comm
@@ -146,14 +156,15 @@ class Setup:
         """Settings of ZenFlow's rule. If the interval is not set, the longest that measurement may choose is
         assumed."""
         assert self.zenflow is not None
+        places = {"weights_on_host": self.weights_on_host, "fills_early": self.fills_early}
         if self.zenflow.rule == "selective":
             longest = SelectiveSettings.of(self.zenflow).longest_interval
             section = self.zenflow.model_copy(update={"update_interval": longest})
-            return SelectiveSettings.of(section, weights_on_host=self.weights_on_host)
+            return SelectiveSettings.of(section, **places)
         layout = replace(self.layout, moment_dtype=self.zenflow.state_dtype)
         longest = PredictiveSettings.of(self.zenflow, layout=layout).longest_interval
         section = self.zenflow.model_copy(update={"update_interval": longest})
-        return PredictiveSettings.of(section, weights_on_host=self.weights_on_host, layout=layout)
+        return PredictiveSettings.of(section, layout=layout, **places)
 
     def stepped_there(self, numel: int) -> int:
         """How many of a partition's `numel` elements step on the accelerator, with ZenFlow."""
@@ -162,7 +173,7 @@ class Setup:
     @property
     def hides_transfers(self) -> bool:
         """Whether ZenFlow has landing buffers on the accelerator; assumed if not set."""
-        return self.zenflow is not None and self.zenflow.hide_transfers is not False and not self.weights_on_host
+        return self.zenflow is not None and self.zenflow.hide_transfers is not False and not self.fills_early
 
     def accumulation_dtype(self, model: Model) -> str:
         """Dtype in which gradients are accumulated."""
@@ -176,7 +187,7 @@ class Setup:
 
     def sums_apart(self, model: Model) -> bool:
         """Whether ZenFlow sums gradients on the host in another dtype than it hands them over in."""
-        return self.weights_on_host and self.accumulation_dtype(model) != self.handed_over_dtype(model)
+        return self.fills_early and self.accumulation_dtype(model) != self.handed_over_dtype(model)
 
     def publish_dtype(self, model: Model) -> str:
         """Dtype in which ZenFlow's worker sends weights."""

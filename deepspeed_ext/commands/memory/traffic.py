@@ -113,8 +113,9 @@ def _zenflow(model: Model, setup: Setup) -> Traffic:
 def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> StepTime:
     """How long the optimizer's chain takes, and which part of it a step can hide.
 
-    ZenFlow hides all of it with landing buffers, and without them the pass. With weights on the host it exposes the
-    estimate there, which reads gradients and y and writes weights. ZeRO-Offload hides only gradients that go down
+    ZenFlow hides all of it with landing buffers, and without them the pass. With gradients on the host it exposes the
+    estimate there, which reads gradients and y and writes weights; and, at the same time, the weights' way up, if they
+    are not on the host, too. ZeRO-Offload hides only gradients that go down
     during backward; its pass and the weights' way up follow. What steps on the accelerator takes no time here.
     """
     whole, moves = setup.partition_numel(model, ranks), traffic(model, setup)
@@ -127,9 +128,13 @@ def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> Ste
         return StepTime(transfer, host, host + sent if setup.offload else 0.0, down)
     if not setup.zenflow.overlapped:
         return StepTime(transfer, host, max(transfer, host), 0.0)
-    if setup.weights_on_host:
-        estimate = (moves.down + 2 * model.itemsize) * numel * ranks.per_host / machine.host
-        return StepTime(transfer, host, estimate, max(down, host))
+    if setup.fills_early:
+        sent = 0.0 if setup.weights_on_host else model.itemsize * numel / machine.link
+        if isinstance(setup.rule, SelectiveSettings):
+            sent = 0.0 if setup.weights_on_host else up
+        touched = moves.down + (2 if setup.weights_on_host else 3) * model.itemsize  # the link reads weights, too
+        estimate = touched * numel * ranks.per_host / machine.host
+        return StepTime(max(transfer, sent), host, max(estimate, sent), max(down, host))
     if not setup.hides_transfers:
         return StepTime(transfer, host, transfer, host)
     return StepTime(transfer, host, 0.0, max(transfer, host))

@@ -30,7 +30,7 @@ from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-__all__ = ["UpdatePhase", "WorkerLink"]
+__all__ = ["UpdatePhase", "WorkerLink", "host_shortage"]
 
 _SHARE_OF_GROUP_TIMEOUT = 0.8
 """The remaining share allows for other ranks that reached the collective earlier."""
@@ -59,12 +59,14 @@ class WorkerLink:
         placement: the worker's cores and memory node; None: inherited.
         threads: number of the worker's threads.
         weights_on_host: whether weights are on the host, so nothing is copied in or beside a step.
+        fills_early: whether gradients are in their slots before a step, so nothing is copied beside it.
         ranks: the data-parallel ranks; each of them builds one of these.
         timeout_seconds: longest wait for the worker.
         metrics: receives the measurements.
 
     Attributes:
         arena, process, transfers, page_locks: see their classes.
+        fills_early: the argument.
         phase: state of the newest update.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
         longest_wait_seconds: longest wait even with progress; after it, the collective of other ranks would time out.
@@ -87,11 +89,13 @@ class WorkerLink:
         placement: WorkerPlacement | None,
         threads: int,
         weights_on_host: bool,
+        fills_early: bool,
         ranks: RankGroup,
         timeout_seconds: float,
         metrics: Metrics,
     ) -> None:
         self.page_locks = PageLocks()
+        self.fills_early = fills_early
         self.phase = UpdatePhase.READ
         self.write_wait_seconds = 0.0
         self._ranks = ranks
@@ -102,14 +106,16 @@ class WorkerLink:
         self.longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
         layout = plan_layout(specs)
         plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
-        _require_room(bytes_at_start(specs), ranks)
+        _require_room(bytes_at_start(specs), ranks, gradients_are_early=fills_early and not weights_on_host)
         try:
             with together(ranks, WorkerError):
                 self.arena = Arena.create(layout)
                 self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
                 results = _results(self.arena, block_size)
                 if buffers is None:
-                    self.transfers = Transfers(self.process, results, block_size, metrics.waiting, weights_on_host)
+                    self.transfers = Transfers(
+                        self.process, results, block_size, metrics.waiting, weights_on_host, fills_early
+                    )
                 else:
                     self.transfers = HiddenTransfers(
                         self.process,
@@ -312,23 +318,42 @@ def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
     return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * group_timeout_seconds(ranks.group))
 
 
-def _require_room(nbytes: int, ranks: RankGroup) -> None:
+def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:
     """Compare the memory that all ranks of a host, or of a control group, need with what is available. A collective.
 
-    Raises:
-        OutOfMemoryError: on every rank.
+    Args:
+        nbytes: what this rank needs.
+        ranks: the ranks; all of them call this.
+
+    Returns:
+        What this rank's host lacks, in words; None: nothing.
     """
     with together(ranks):
         host = host_id()
         mine = nbytes, memory.available_by_limit()
     found = ranks.gather_among(host, mine).values()
+    for limit in {limit for _, rooms in found for limit in rooms}:
+        sharers = [(needed, rooms[limit]) for needed, rooms in found if limit in rooms]
+        needed, available = sum(needed for needed, _ in sharers), max(0, min(room for _, room in sharers))
+        if needed > available:
+            return (
+                f"{needed:,} bytes of host memory for {len(sharers)} rank(s) on one host, but {available:,} are "
+                "available"
+            )
+    return None
+
+
+def _require_room(nbytes: int, ranks: RankGroup, *, gradients_are_early: bool = False) -> None:
+    """Check that this rank's host has memory for what its ranks need. A collective.
+
+    Raises:
+        OutOfMemoryError: on every rank.
+    """
+    shortage = host_shortage(nbytes, ranks)
     with together(ranks):
-        for limit in {limit for _, rooms in found for limit in rooms}:
-            sharers = [(needed, rooms[limit]) for needed, rooms in found if limit in rooms]
-            needed, available = sum(needed for needed, _ in sharers), max(0, min(room for _, room in sharers))
-            if needed > available:
-                raise OutOfMemoryError(
-                    f"the optimizer's state needs {needed:,} bytes of host memory for {len(sharers)} rank(s) on one "
-                    f"host, but {available:,} are available: use more hosts, a smaller zenflow.update_interval or more "
-                    "memory"
-                )
+        if shortage is not None:
+            instead = "set zenflow.gradients_on_host to false, or " if gradients_are_early else ""
+            raise OutOfMemoryError(
+                f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller zenflow.update_interval "
+                "or more memory"
+            )

@@ -55,6 +55,7 @@ class Partition:
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient that went into it.
             Empty, or not used: gradients and y pass through the host in chunks.
+        on_host: whether the host computes the weights, from gradients that are there.
         collected: constants of the gradients that have not been handed over, oldest first, made by
             `HostedOptimizer.step`.
     """
@@ -69,6 +70,7 @@ class Partition:
     grad_dtype: torch.dtype
     per_block: torch.Tensor
     ring: list[torch.Tensor]
+    on_host: bool = False
     collected: list[Any] = field(default_factory=list)
 
     @property
@@ -78,5 +80,5 @@ class Partition:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.weights().device
+        """Where the weights are computed: device of the gradients, and of what the rule keeps."""
+        return torch.device("cpu") if self.on_host else self.weights().device

@@ -18,12 +18,9 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.schedule import Schedule, StepPlan
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
-from deepspeed_ext.zenflow.worker.sizes import RuleSettings
+from deepspeed_ext.zenflow.worker.sizes import CONVERTED_NUMEL, RuleSettings
 
 __all__ = ["UpdateRule"]
-
-CONVERTED_NUMEL = 1 << 24
-"""Elements converted at once while they are copied from the arena to the weights."""
 
 PlanT = TypeVar("PlanT", bound=StepPlan)
 

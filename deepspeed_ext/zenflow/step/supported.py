@@ -81,6 +81,7 @@ def require_section(section: Any) -> None:
             _rounds(section) and section.host_share != 1.0,
             "what steps on the accelerator keeps fp32 moments, and would be rounded by every save",
         ),
+        *_of_gradients(section),
         Refusal("compute_grad_norm = false", not section.compute_grad_norm, "DeepSpeed refuses it with CPU offload"),
     )
 
@@ -149,6 +150,30 @@ def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) 
             f"the process group's timeout of {group_timeout_seconds:g} s, after which the communication library ends "
             "the job: lower it, or raise the group's timeout (init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
         )
+
+
+def _of_gradients(section: Any) -> list[Refusal]:
+    """What contradicts ``gradients_on_host`` = true, which has no effect with ``offload_param``."""
+    name, zenflow, offload = "gradients_on_host = true", section.zenflow, section.offload_optimizer
+    given = bool(zenflow.gradients_on_host) and section.offload_param is None
+    on_accelerator = offload is not None and section.host_share != 1.0
+    return [
+        Refusal(
+            f"{name} at stage 1",
+            given and section.stage == 1,
+            "DeepSpeed keeps the whole gradient on the accelerator until it is reduced: use stage 2",
+        ),
+        Refusal(
+            f"{name} with hide_transfers = true",
+            given and bool(zenflow.hide_transfers),
+            "copies beside the next step start from gradients on the accelerator",
+        ),
+        Refusal(
+            f"{name} with offload_optimizer.ratio below 1",
+            given and on_accelerator,
+            "what steps on the accelerator needs its gradients there",
+        ),
+    ]
 
 
 def _refuse(*refusals: Refusal) -> None:

@@ -11,6 +11,7 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
 from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -40,8 +41,9 @@ class Results:
 class Transfers:
     """Copies inside the step: gradients to the arena on a separate stream, and results when they are read.
 
-    On an accelerator without streams (the CPU), copies are done when the calls return. If weights are on the host,
-    gradients are in their slots before they are taken, and nothing is copied.
+    On an accelerator without streams (the CPU), copies are done when the calls return. If the ring is filled early,
+    gradients are in their slots before they are taken, and the host computes the weights: only these are copied, or
+    nothing, if they are on the host, too.
 
     A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` comes before `published` and
     `block_means`, in this step or a later one.
@@ -55,6 +57,7 @@ class Transfers:
         block_size: elements per block.
         waiting: runs while the accelerator waits for copies.
         weights_on_host: whether weights are on the host.
+        fills_early: whether gradients are in their slots before they are taken.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Transfers:
         block_size: int,
         waiting: Stopwatch,
         weights_on_host: bool = False,
+        fills_early: bool = False,
     ) -> None:
         accelerator = get_accelerator()
         self._process = process
@@ -72,8 +76,12 @@ class Transfers:
         self._waiting = waiting
         self._slots = [0] * len(results)  # of each partition: where its newest y is
         self._read: dict[int, list[tuple[Span, Any]]] = {}  # by partition: parts of y, and events after their reading
-        has_copies = not (weights_on_host or accelerator.is_synchronized_device())
-        self._down: Any = accelerator.Stream() if has_copies else None
+        self._lifts = not (weights_on_host or accelerator.is_synchronized_device())
+        self._down: Any = accelerator.Stream() if self._lifts and not fills_early else None
+        self._upload: WeightUpload | None = None
+        if self._lifts and fills_early:
+            most = max((first.published.numel() for first, *_ in results), default=0)
+            self._upload = WeightUpload(most, block_size, waiting)
         self._newest: Any = None  # recorded after the newest copy down
         self._older: Any = None  # the same for the copy before it
         self._reader: Any = None  # stream that has read the arena
@@ -155,8 +163,9 @@ class Transfers:
         """
         published = self._host_results(index).published
         numel, size = published.numel(), published.numel()
-        if self._down is not None:  # copies of the next gradient follow part by part, in the other direction
+        if self._lifts:
             self._reader = get_accelerator().current_stream()
+        if self._down is not None:  # copies of the next gradient follow part by part, in the other direction
             size = chunk_of(ACCELERATOR_CHUNK_NUMEL, self._block_size)
         read: list[tuple[Span, Any]] = []
         for begin in range(0, numel, max(1, size)):
@@ -166,9 +175,17 @@ class Transfers:
                 read.append((part, self.ready()))
         self._read[index] = read
 
+    def computed(self, weights: torch.Tensor, span: Span, *, reads: bool) -> Iterator[tuple[Span, torch.Tensor]]:
+        """The weights of `span` in parts of whole blocks, in order, as memory to write where gradients are. Write a
+        part's before the next one is taken; arguments and results as for `WeightUpload.parts`."""
+        if self._upload is None:
+            yield span, weights[slice(*span)]
+        else:
+            yield from self._upload.parts(weights, span, reads=reads)
+
     def block_means(self, index: int) -> torch.Tensor:
         """A partition's block means, for work on the current stream; on the host or on the accelerator."""
-        if self._down is not None:
+        if self._lifts:
             self._reader = get_accelerator().current_stream()
         means = self._host_results(index).block_means
         assert means is not None, "only rules with block means read them"
@@ -196,10 +213,11 @@ class Transfers:
     def _finish(self) -> None:
         """Wait for all copies to the arena, and for the current stream's copies from it, because the worker overwrites
         it."""
-        if self._down is not None:
+        if self._lifts:
             with self._waiting.measured():
-                streams.synchronize(self._down)
-                streams.synchronize(get_accelerator().current_stream())
+                for stream in (self._down, get_accelerator().current_stream()):
+                    if stream is not None:
+                        streams.synchronize(stream)
 
     def close(self) -> bool:
         """Start no more copies, and wait some seconds for those that still run. Close the worker first. Idempotent.
@@ -211,6 +229,7 @@ class Transfers:
 
     def _used(self) -> list[Any]:
         """Streams on which memory of the arena may be read or written."""
-        if self._down is None:
+        if not self._lifts:
             return []
-        return [self._down, get_accelerator().current_stream(), *([self._reader] if self._reader else [])]
+        copying = [self._down, self._reader, *([] if self._upload is None else self._upload.used)]
+        return [get_accelerator().current_stream(), *(stream for stream in copying if stream is not None)]

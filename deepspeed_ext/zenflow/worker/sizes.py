@@ -18,8 +18,11 @@ from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 __all__ = [
     "ACCELERATOR_CHUNK_NUMEL",
     "CHUNK_NUMEL",
+    "CONVERTED_NUMEL",
     "LARGEST_KERNEL_BLOCK",
     "MOST_CHUNKS",
+    "MOST_FOR_GRADIENTS",
+    "UPLOAD_NUMEL",
     "ChunkSlots",
     "RuleSettings",
     "accelerator_numel",
@@ -29,13 +32,25 @@ __all__ = [
     "chunk_of",
     "chunk_slots",
     "dtype_name",
+    "gradient_bytes",
     "gradient_dtype",
     "landing_bytes",
+    "may_choose_host",
+    "prefers_host",
     "slot_specs",
 ]
 
 LARGEST_KERNEL_BLOCK = 256
 """Elements of the largest block for which there is a device kernel; larger ones are computed as torch operations."""
+
+MOST_FOR_GRADIENTS = 0.5
+"""Share of the accelerator's free memory that gradients may take."""
+
+CONVERTED_NUMEL = 1 << 24
+"""Elements converted at once while they are copied from the arena to the weights."""
+
+UPLOAD_NUMEL = 1 << 23
+"""Elements that the host computes at once if their weights are on an accelerator, before rounding to blocks."""
 
 ACCELERATOR_CHUNK_NUMEL = 1 << 24
 """Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
@@ -95,7 +110,11 @@ class RuleSettings(Protocol):
 
     @property
     def weights_on_host(self) -> bool:
-        """Whether weights are on the host, so y stays there, and gradients are in the ring before their step."""
+        """Whether weights are on the host, so y stays there."""
+
+    @property
+    def fills_early(self) -> bool:
+        """Whether gradients are in the ring before their step, and the host computes the weights."""
 
 
 def accelerator_numel(numel: int, host_share: float, block_size: int) -> int:
@@ -210,6 +229,35 @@ def chunk_of(chunk_numel: int, block_size: int) -> int:
 def dtype_name(dtype: Any) -> str:
     """The name of a torch dtype as the arena and the config write it, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def gradient_bytes(numels: Sequence[int], weights: int, accumulated: int, handed_over: int, *, flattens: bool) -> int:
+    """Bytes of accelerator memory that gradients take at once if they stay there until their step: those of all
+    partitions as DeepSpeed keeps them, and one that it makes flat.
+
+    Args:
+        numels: elements of each partition.
+        weights, accumulated, handed_over: bytes of an element of the weights, of a gradient as it is accumulated and as
+            it is handed over.
+        flattens: whether DeepSpeed copies gradients to a flat tensor even if they are summed in another dtype than that
+            of the weights. At stages 1 and 2 they are then one flat tensor already.
+    """
+    kept, most = accumulated * sum(numels), max(numels, default=0)
+    copied = accumulated * most if flattens or accumulated == weights else 0
+    return kept + copied + (handed_over * most if handed_over != accumulated else 0)
+
+
+def may_choose_host(hide_transfers: bool | None, host_share: float | None) -> bool:
+    """Whether gradients may go to the host without being asked to: not if copies beside the step are wanted, nor if a
+    share of the optimizer steps on the accelerator, because both need gradients there."""
+    return not hide_transfers and host_share == 1.0
+
+
+def prefers_host(gradients: int, free: int) -> bool:
+    """Whether gradients go to the host during backward if the config does not say: whether they would take more than
+    `MOST_FOR_GRADIENTS` of the `free` bytes of the accelerator. Landing buffers would not fit beside them, so the step
+    exposes copies anyway."""
+    return gradients > MOST_FOR_GRADIENTS * free
 
 
 def landing_bytes(numel: int, grad_dtype: str, publish_dtype: str, means_bytes: int) -> int:

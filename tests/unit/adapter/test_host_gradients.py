@@ -43,3 +43,36 @@ def finished(sums_apart: bool, ends_early: bool) -> list[bool]:
 @pytest.mark.parametrize("sums_apart", [False, True])
 def test_every_slot_is_complete_once_gradients_are_finished(sums_apart: bool, ends_early: bool, device: str) -> None:
     assert run_ranks(1, finished, sums_apart, ends_early, device=device) == [[True] * 4]
+
+
+def shown_and_written(sums_apart: bool) -> dict[str, tuple[float, float]]:
+    """The norm of gradients after one was read, one written and one written with the same values; beside the norm that
+    is due."""
+    accelerator = get_accelerator()
+    device = accelerator.current_device_name()
+    slots, sums = [torch.zeros(3 * NUMEL, dtype=torch.bfloat16)], torch.zeros(3 * NUMEL) if sums_apart else None
+    places = {number: Place(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL) for number in range(3)}
+    gradients = HostGradients(places, slots.__getitem__, sums, torch.linalg.vector_norm)
+    made = [torch.randn(NUMEL, device=device) for _ in range(3)]
+    made = made if sums_apart else [each.bfloat16() for each in made]
+    for number, each in enumerate(made):
+        gradients.take(number, each, adds=False, completes=True)
+    gradients.shown(0)
+    gradients.shown(1).fill_(2.0)
+    place = gradients.shown(2)
+    place.copy_(place.clone())
+    gradients.finish()
+    due = [made[0], torch.full((NUMEL,), 2.0, dtype=torch.bfloat16, device=device), made[2]]
+    names = ("read", "written", "written as it was")
+    return {
+        name: (float(gradients.norms[number]), float(torch.linalg.vector_norm(due[number])))
+        for number, name in enumerate(names)
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sums_apart", [False, True])
+def test_a_gradient_that_was_shown_has_the_norm_of_what_it_holds(sums_apart: bool, device: str) -> None:
+    (found,) = run_ranks(1, shown_and_written, sums_apart, device=device)
+    for name, (norm, due) in found.items():
+        assert norm == due, name

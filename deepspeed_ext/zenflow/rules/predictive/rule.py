@@ -24,7 +24,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import is_overloaded, smallest_interval
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 __all__ = ["PredictionState", "PredictiveRule"]
 
@@ -79,8 +79,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             settings.overlapped,
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
-            fills_early=settings.weights_on_host,
-            fills_before_y=settings.grads_on_host,
+            fills_early=settings.fills_early,
+            fills_before_y=settings.fills_before_y,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
@@ -99,7 +99,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             state.errors = None
 
     def step_partition(self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor) -> None:
-        state, weights = self.states[partition.index], partition.weights()
+        state, weights, transfers = self.states[partition.index], partition.weights(), self._link.transfers
         if plan.probes:
             assert state.last is not None, "the schedule begins with a synchronous step"
             blocks = blocks_per_sample(self.block_size, len(self._partitions))
@@ -116,13 +116,16 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         if plan.source is WeightSource.DRIFTED:
             if state.drift is None:
                 state.drift = torch.zeros_like(weights, device=grad.device)
-            self._kind.move(state.estimator, weights, state.drift, grad, step, position, self._interval)
+            for span, target in transfers.computed(weights, Span(0, grad.numel()), reads=True):
+                part, estimator = slice(*span), state.estimator.of(*span)
+                self._kind.move(estimator, target, state.drift[part], grad[part], step, position, self._interval)
             return
-        for span, published in self._link.transfers.published(partition.index):
-            part = slice(*span)
-            drifted = None if state.drift is None else state.drift[part]
-            estimator = state.estimator.of(*span)
-            self._kind.predict(estimator, weights[part], published, drifted, grad[part], step, position, self._interval)
+        for arrived, published in transfers.published(partition.index):
+            for span, target in transfers.computed(weights, arrived, reads=False):
+                part, estimator = slice(*span), state.estimator.of(*span)
+                y = published[span.begin - arrived.begin : span.end - arrived.begin]
+                drifted = None if state.drift is None else state.drift[part]
+                self._kind.predict(estimator, target, y, drifted, grad[part], step, position, self._interval)
             self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()

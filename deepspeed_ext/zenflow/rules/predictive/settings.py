@@ -29,8 +29,11 @@ class PredictiveSettings:
     prediction_error_factor: float
     """0: no guard."""
     weights_on_host: bool = False
-    """Weights are on the host, and gradients are in the ring before their step begins (``offload_param``)."""
-    grads_on_host: bool = False
+    """Weights are on the host (``offload_param``)."""
+    fills_early: bool = False
+    """Gradients are in the ring before their step begins, and the host computes the weights (``gradients_on_host``, and
+    with weights on the host)."""
+    fills_before_y: bool = False
     """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
     accelerator)."""
     layout: StateLayout = ADAM_STATE
@@ -42,7 +45,8 @@ class PredictiveSettings:
         config: ZenFlowConfig,
         *,
         weights_on_host: bool = False,
-        grads_on_host: bool = False,
+        fills_early: bool = False,
+        fills_before_y: bool = False,
         layout: StateLayout = ADAM_STATE,
     ) -> PredictiveSettings:
         """Read the settings from a section; the other arguments as the attributes.
@@ -66,7 +70,8 @@ class PredictiveSettings:
             block_size=config.block_size,
             prediction_error_factor=config.prediction_error_factor,
             weights_on_host=weights_on_host,
-            grads_on_host=grads_on_host,
+            fills_early=fills_early,
+            fills_before_y=fills_before_y,
             layout=layout,
         )
 
@@ -78,24 +83,24 @@ class PredictiveSettings:
     @property
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
-        return ring_of(self.longest_interval, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
+        return ring_of(self.longest_interval, self.fills_early, self.fills_before_y) if self.overlapped else 1
 
     @property
     def least_slots(self) -> int:
         """Slots in use while the interval is open: those of interval 1."""
-        return ring_of(1, self.weights_on_host, self.grads_on_host) if self.overlapped else 1
+        return ring_of(1, self.fills_early, self.fills_before_y) if self.overlapped else 1
 
     @property
     def passes_chunks(self) -> bool:
         """Whether gradients and y may pass through the host chunk by chunk: with one gradient at a time, at least until
         the interval is measured, and weights on the accelerator."""
         one = self.least_slots if self.update_interval is None else self.slots
-        return one == 1 and not (self.weights_on_host or self.grads_on_host)
+        return one == 1 and not (self.fills_early or self.fills_before_y)
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
-        """The per-block array: what the estimate is made from, copied to the accelerator if the weights are there."""
-        return (*self.layout.per_block, not self.weights_on_host)
+        """The per-block array: what the estimate is made from, copied to the accelerator if that computes it."""
+        return (*self.layout.per_block, not self.fills_early)
 
     @property
     def per_block_width(self) -> int:

@@ -49,19 +49,20 @@ class HotExchange:
         if ranks.size == 1:
             return
         if index not in self._known or self._known[index][0] is not blocks:
-            self._known[index] = blocks, *_everyones(blocks, weights.shape[1], ranks)
+            self._known[index] = blocks, *_everyones(blocks, weights, ranks)
         _, mine, everyones = self._known[index]
         rows = ranks.all_gather(mine.take(weights[ranks.rank]))
         everyones.put(weights, rows)
         self.bytes_received += rows.nbytes - rows[0].nbytes
 
 
-def _everyones(blocks: BlockSet, numel: int, ranks: RankGroup) -> tuple[BlockSet, BlocksOfRanks]:
-    """This rank's hot blocks and those of every rank. A collective.
+def _everyones(blocks: BlockSet, weights: torch.Tensor, ranks: RankGroup) -> tuple[BlockSet, BlocksOfRanks]:
+    """This rank's hot blocks and those of every rank, on the device of the `weights`, [ranks, n]. A collective.
 
     The number of blocks may differ per rank, but a collective needs one shape on all ranks. So shorter rows are padded
     at the start with block 0; sending it again changes none of its values.
     """
     most = -ranks.minimum(-len(blocks))[0]
-    ids = torch.cat([blocks.ids.new_zeros(most - len(blocks)), blocks.ids])
+    ids = torch.cat([blocks.ids.new_zeros(most - len(blocks)), blocks.ids]).to(weights.device)
+    numel = weights.shape[1]
     return BlockSet(ids, numel, blocks.block_size), BlocksOfRanks(ranks.all_gather(ids), numel, blocks.block_size)

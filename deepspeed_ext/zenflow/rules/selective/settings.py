@@ -56,8 +56,11 @@ class SelectiveSettings:
     keeps_hot_on_host: bool
     auto_ratio: float
     weights_on_host: bool = False
-    """Weights are on the host, and gradients are in the ring before their step begins (``offload_param``)."""
-    grads_on_host: bool = False
+    """Weights are on the host (``offload_param``)."""
+    fills_early: bool = False
+    """Gradients are in the ring before their step begins, and the host computes the weights (``gradients_on_host``, and
+    with weights on the host)."""
+    fills_before_y: bool = False
     """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
     accelerator)."""
 
@@ -68,14 +71,15 @@ class SelectiveSettings:
         steps_per_epoch: int | None = None,
         *,
         weights_on_host: bool = False,
-        grads_on_host: bool = False,
+        fills_early: bool = False,
+        fills_before_y: bool = False,
     ) -> SelectiveSettings:
         """Read the settings from a section.
 
         Args:
             config: the section.
             steps_per_epoch: optimizer steps per epoch; None: unknown.
-            weights_on_host, grads_on_host: see the attributes.
+            weights_on_host, fills_early, fills_before_y: see the attributes.
 
         Raises:
             ConfigError: intervals contradict each other.
@@ -90,7 +94,8 @@ class SelectiveSettings:
             keeps_hot_on_host=config.offload,
             auto_ratio=config.auto_ratio,
             weights_on_host=weights_on_host,
-            grads_on_host=grads_on_host,
+            fills_early=fills_early,
+            fills_before_y=fills_before_y,
         )
         settings.steps_between_selections(settings.update_interval or 1)
         if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (settings.lag or 0):
@@ -119,12 +124,12 @@ class SelectiveSettings:
 
     def ring_at(self, interval: int) -> int:
         """Slots of the gradient ring at `interval`."""
-        return ring_of(interval, self.lag or 0, self.weights_on_host, self.grads_on_host)
+        return ring_of(interval, self.lag or 0, self.fills_early, self.fills_before_y)
 
     @property
     def least_slots(self) -> int:
         """Slots in use while the interval is open: those of interval 1."""
-        return ring_of(1, min(self.lag or 0, 1), self.weights_on_host, self.grads_on_host)
+        return ring_of(1, min(self.lag or 0, 1), self.fills_early, self.fills_before_y)
 
     @property
     def layout(self) -> StateLayout:

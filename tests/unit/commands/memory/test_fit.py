@@ -15,7 +15,7 @@ from deepspeed_ext.commands import main as cli
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.fit import Fit, config_of, fits, suggested, ways
 from deepspeed_ext.commands.memory.parts import Capacity, Place
-from deepspeed_ext.commands.memory.plan import flattened_on
+from deepspeed_ext.commands.memory.plan import settled_on
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.commands.memory.traffic import Machine, step_time, traffic
 from deepspeed_ext.config import ZenFlowConfig
@@ -104,7 +104,8 @@ def test_the_suggestion_offloads_only_if_it_must() -> None:
     assert of(24, 512) == "3, ZeRO"
     assert of(16, 512) == "3, ZenFlow exact"
     assert of(10, 512) == "3, ZenFlow exact, copies in the step"
-    assert of(8, 512) == "3, ZenFlow weights on host"
+    assert of(8, 512) == "3, ZenFlow exact, gradients on host"
+    assert of(6, 512) == "3, ZenFlow weights on host"
     assert of(4, 512) is None
     assert of(80, 8) is None
 
@@ -126,7 +127,7 @@ def test_the_report_is_one_screen_and_the_config_is_written(tmp_path: Path, caps
     path = tmp_path / "ds.json"
     assert cli.main(["plan", "--memory", "--params", "7e9", *MACHINE, "--write", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 29
+    assert len(lines) <= 31
     assert max(map(len, lines)) <= 120
     assert "Assumed: 55 GB/s each way" in lines[1]
     plain, exact = (line for line in lines if line.startswith(("2, ZeRO  ", "2, ZenFlow exact  ")))
@@ -168,5 +169,57 @@ def test_start_up_counts_the_flatten_tier_that_a_run_takes_there(gib: int | None
     capacity = Capacity(None if gib is None else gib * GIB)
     for fit in fits(SEVEN_B, OCTET, capacity, Machine()):
         assert fit.plan.setup.flatten_tier == (tier if fit.plan.setup.stage == 2 else None)
-    forced = flattened_on(capacity.accelerator, SEVEN_B, OCTET, Setup(stage=2, flatten_tier="host"))
+    forced = settled_on(capacity, SEVEN_B, OCTET, Setup(stage=2, flatten_tier="host"))
     assert forced.flatten_tier == "host"
+
+
+ON_ONE = Ranks(1, 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("gib", "section", "share", "expected"),
+    [
+        (80, {}, 1.0, False),
+        (24, {}, 1.0, True),
+        (24, {"gradients_on_host": False}, 1.0, False),
+        (24, {"hide_transfers": True}, 1.0, False),
+        (24, {}, 0.5, False),
+        (80, {"gradients_on_host": True}, 1.0, True),
+        (None, {}, 1.0, False),
+    ],
+)
+def test_gradients_are_where_a_run_puts_them(
+    stage: Any, gib: int | None, section: dict[str, Any], share: float, expected: bool
+) -> None:
+    """Beside 13 GiB of weights, 7 billion gradients take 26 at stage 2, and 15 at stage 3."""
+    setup = Setup(stage=stage, zenflow=ZenFlowConfig(update_interval=1, **section), host_share=share)
+    settled = settled_on(Capacity(None if gib is None else gib * GIB), SEVEN_B, ON_ONE, setup)
+    assert settled.fills_early is expected
+    assert not settled_on(Capacity(24 * GIB), SEVEN_B, ON_ONE, replace(setup, stage=1)).fills_early
+
+
+def test_seven_billion_parameters_train_on_one_gpu_of_24_gb_with_gradients_on_the_host() -> None:
+    """With more room than ZeRO-Offload leaves; without, a gradient of all weights does not fit."""
+    machine = Capacity(24 * GIB, 256 * GIB)
+    for stage in (2, 3):
+        found = by_name(fits(SEVEN_B, ON_ONE, machine, Machine()), stage)
+        early, offload = found["ZenFlow exact, gradients on host"], found["ZeRO-Offload"]
+        assert early.left[Place.ACCELERATOR] > offload.left[Place.ACCELERATOR] > 0
+        assert found["ZenFlow exact, copies in the step"].short == ["accelerator"]
+        assert early.time.exposed < offload.time.exposed
+
+
+def test_what_the_host_computes_exposes_the_longer_of_link_and_estimate() -> None:
+    setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1, gradients_on_host=True))
+    slow_link = step_time(SEVEN_B, ON_ONE, setup, Machine(link=10e9, host=400e9))
+    slow_host = step_time(SEVEN_B, ON_ONE, setup, Machine(link=100e9, host=40e9))
+    assert slow_link.exposed == pytest.approx(2 * 7e9 / 10e9)
+    assert slow_host.exposed == pytest.approx((2 + 2 + 2 + 2) * 7e9 / 40e9)
+
+
+@pytest.mark.parametrize(("host", "expected"), [(200, True), (100, False)])
+def test_gradients_stay_where_the_host_has_no_memory_for_them(host: int, expected: bool) -> None:
+    """16.3 bytes per parameter with gradients there, and 14.2 without."""
+    setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1))
+    assert settled_on(Capacity(24 * GIB, host * GIB), SEVEN_B, ON_ONE, setup).fills_early is expected

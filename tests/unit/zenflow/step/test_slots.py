@@ -57,7 +57,9 @@ class Selective:
         interval = random.choice([None, *(n for n in (1, 2, 3, 4, 7) if n >= (lag or 1))])
         select = random.choice([None, 0, 8, 9])
         fills = filled == BEFORE_THE_STEP, filled == BEFORE_Y
-        self._settings = SelectiveSettings(interval, lag, random.randint(1, 5), 32, 0.1, select, False, 1.0, *fills)
+        self._settings = SelectiveSettings(
+            interval, lag, random.randint(1, 5), 32, 0.1, select, False, 1.0, False, *fills
+        )
         self.schedule: Any = self.fresh()
 
     def fresh(self) -> SelectiveSchedule:

@@ -224,8 +224,9 @@ def test_places_take_less_than_whole_gradients_and_hold_every_chunk(
     "rule",
     [
         PredictiveSettings.of(ZenFlowConfig(update_interval=2)),
-        PredictiveSettings.of(ZenFlowConfig(update_interval=1), weights_on_host=True),
-        PredictiveSettings.of(ZenFlowConfig(update_interval=1), grads_on_host=True),
+        PredictiveSettings.of(ZenFlowConfig(update_interval=1), weights_on_host=True, fills_early=True),
+        PredictiveSettings.of(ZenFlowConfig(update_interval=1), fills_early=True),
+        PredictiveSettings.of(ZenFlowConfig(update_interval=1), fills_before_y=True),
         SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, update_interval=1)),
     ],
 )

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.worker.sizes import arena_specs, gradient_dtype
+from deepspeed_ext.zenflow.worker.sizes import (
+    arena_specs,
+    gradient_bytes,
+    gradient_dtype,
+    may_choose_host,
+    prefers_host,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,7 @@ def test_while_the_interval_is_open_the_slots_of_interval_one_are_touched(
         assert {(spec.dtype, spec.numel) for spec in ring} == {("float32", numel)}
         assert sum(spec.touched for spec in ring) == touched
     assert {spec.dtype for spec in specs if spec.kind == "y"} == {"bfloat16"}
-    on_host = [replace(settings, **{name: True}) for name in ("weights_on_host", "grads_on_host")]
+    on_host = [replace(settings, **{name: True}) for name in ("fills_early", "fills_before_y")]
     for each in on_host:
         ring = [spec for spec in arena_specs(each, [100], "bfloat16", "bfloat16") if spec.kind == "g"]
         assert sum(spec.touched for spec in ring) == (2 if interval in (None, 1) else len(ring))
@@ -46,3 +52,30 @@ def test_while_the_interval_is_open_the_slots_of_interval_one_are_touched(
         "bfloat16"
     }
     assert [spec.numel for spec in specs if spec.kind == "block_means"] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("items", "flattens", "expected"),
+    [
+        ((2, 2, 2), False, 2 * 160 + 2 * 100),
+        ((2, 4, 2), False, 4 * 160 + 2 * 100),
+        ((2, 4, 2), True, 4 * 160 + (4 + 2) * 100),
+        ((4, 4, 4), True, 4 * 160 + 4 * 100),
+    ],
+)
+def test_gradients_take_what_is_kept_and_one_flat_partition(
+    items: tuple[int, int, int], flattens: bool, expected: int
+) -> None:
+    assert gradient_bytes([100, 60], *items, flattens=flattens) == expected
+
+
+def test_gradients_go_to_the_host_beyond_half_of_what_is_free() -> None:
+    assert [prefers_host(gradients, 100) for gradients in (0, 50, 51)] == [False, False, True]
+    assert prefers_host(1, 0)
+    assert [may_choose_host(*each) for each in ((None, 1.0), (False, 1.0), (True, 1.0), (None, 0.5), (None, None))] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

@@ -64,7 +64,7 @@ def test_gradients_made_on_the_host_never_come_to_the_slot_of_the_y_that_their_s
     interval: int, lag: int, slots: int
 ) -> None:
     assert ring_of(interval, lag, fills_before_y=True) == slots
-    assert settings(update_interval=interval, lag=lag or None, grads_on_host=True).slots == slots
+    assert settings(update_interval=interval, lag=lag or None, fills_before_y=True).slots == slots
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_a_lag_up_to_the_time_between_selections_is_accepted_and_without_overlap
 
 
 @pytest.mark.parametrize("lag", [None, 1, 4])
-@pytest.mark.parametrize("weights_on_host", [False, True])
-@pytest.mark.parametrize("grads_on_host", [False, True])
+@pytest.mark.parametrize("fills_early", [False, True])
+@pytest.mark.parametrize("fills_before_y", [False, True])
 def test_while_the_interval_is_open_the_ring_has_the_slots_of_interval_one(
-    lag: int | None, weights_on_host: bool, grads_on_host: bool
+    lag: int | None, fills_early: bool, fills_before_y: bool
 ) -> None:
     """With fewer, a gradient would be overwritten before the worker has read it."""
-    place = {"weights_on_host": weights_on_host, "grads_on_host": grads_on_host}
+    place = {"fills_early": fills_early, "fills_before_y": fills_before_y}
     of_one = settings(update_interval=1, lag=None if lag is None else 1, **place)
     assert settings(update_interval=None, lag=lag, **place).least_slots == of_one.slots

@@ -1,0 +1,118 @@
+"""Holds what both ZenFlow optimizers share about gradients that go to the host during backward (`HostGradients`).
+
+DeepSpeed then treats them as those of its own CPU offload: it neither keeps nor flattens them on the accelerator, and
+takes norms that were found during backward.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.grad_norm import known_norm_tensors
+from deepspeed_ext.adapter.host_gradients import HostGradients
+from deepspeed_ext.adapter.step import Step
+from deepspeed_ext.adapter.upstream import ZeROOptimizer
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.gradients_place import GradientBytes
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.worker.sizes import gradient_bytes
+
+__all__ = ["GradientsOnHost"]
+
+
+class GradientsOnHost(ZeROOptimizer, ABC):
+    """Comes before DeepSpeed's optimizer class among the bases."""
+
+    micro_step_id: int
+    zenflow_adam: OffloadedAdam
+    _step: Step
+    _host_gradients: HostGradients | None = None
+    """Takes the gradients to the host during backward; None: they wait on the accelerator."""
+
+    @abstractmethod
+    def _weights(self, index: int) -> torch.Tensor:
+        """The weights of a partition, 1-D [n], in the model's dtype."""
+
+    @property
+    def _weights_on_host(self) -> bool:
+        """Whether partitions of the weights are on the host."""
+        return False
+
+    @property
+    def _can_take_gradients(self) -> bool:
+        """Whether a gradient can go to the host during backward: not if a rank keeps those of other partitions."""
+        return True
+
+    @property
+    def _flattens_sums(self) -> bool:
+        """Whether DeepSpeed copies the gradients of a partition to a flat tensor even if they are sums in another dtype
+        than that of the weights."""
+        return False
+
+    def _gradient_bytes(self, partitions: int, handed_over: torch.dtype) -> GradientBytes | None:
+        """What gradients take on the accelerator or on the host; None: they cannot go to the host during backward.
+
+        Args:
+            partitions: number of partitions.
+            handed_over: dtype of a gradient in its slot.
+        """
+        if not self._can_take_gradients:
+            return None
+        weights, summed = [self._weights(index) for index in range(partitions)], self.gradient_accumulation_dtype
+        numels = [each.numel() for each in weights]
+        items = weights[0].itemsize, summed.itemsize, handed_over.itemsize
+        there = gradient_bytes(numels, *items, flattens=self._flattens_sums)
+        return GradientBytes(there, 0 if summed is handed_over else summed.itemsize * sum(numels))
+
+    def _take_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        """Start the copy of a parameter's reduced gradient to the host. An error is kept until the ranks wait together:
+        backward goes on to the next collective.
+
+        Args:
+            number: the parameter's id.
+            gradient: this rank's part of it, in this micro-step.
+        """
+        with self.zenflow_adam.link.keeping():
+            assert self._host_gradients is not None, "called only if gradients are on the host"
+            completes = self.is_gradient_accumulation_boundary()
+            self._host_gradients.take(number, gradient, adds=self.micro_step_id > 0, completes=completes)
+
+    def _place_gradients(self) -> None:
+        """Let the receivers show the gradients of the coming step, which are on the host."""
+        for index, receiver in enumerate(self._step.receivers):
+            receiver.grad = self.zenflow_adam.coming_slot(index)
+
+    def _finish_gradients(self) -> None:
+        """Complete gradients that are on the host, before a step."""
+        if self._host_gradients is not None:
+            with self.zenflow_adam.link.keeping():
+                self._host_gradients.finish()
+            self._place_gradients()
+
+    def _norm_of_known(self, gradients: HostGradients, numbers: Sequence[int], params: Sequence[Any]) -> Any:
+        """DeepSpeed's norm of gradients on the accelerator, to the bit, from what was found during backward.
+
+        Args:
+            gradients: hold the norm of each.
+            numbers: their parameters' ids.
+            params: their parameters, in order.
+        """
+        device = get_accelerator().current_device_name()
+        exact = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+        # If this rank has kept an error, NaN makes every rank skip the step as an overflow.
+        norms = [torch.full((1,), math.nan, dtype=exact, device=device) for _ in numbers]
+        if not self.zenflow_adam.link.failed:
+            with self.zenflow_adam.link.keeping():
+                unused = torch.zeros(1, dtype=exact, device=device)
+                known = [gradients.norms.get(number, unused).to(device).view(1) for number in numbers]
+                norms = known_norm_tensors(known, params)
+        return super().get_grad_norm_direct(norms, params)
+
+    def _aside(self, weights: torch.Tensor) -> torch.Tensor:
+        """A copy of a partition's weights: on the host, if the accelerator is to hold no other tensor of its size."""
+        return weights.to("cpu", copy=True) if self.zenflow_adam.link.fills_early else weights.clone()

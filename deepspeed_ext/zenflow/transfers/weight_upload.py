@@ -1,0 +1,90 @@
+"""Lets the host compute weights that are on the accelerator, part by part, through two page-locked buffers.
+
+While the host computes one part, the accelerator receives the one before it and, if the old weights are needed, sends
+the one after it. So only the weights of a partition need accelerator memory, not its gradient or y. Only they cross the
+link, too: half as many bytes upwards as y and the gradient would be, if the accelerator computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.worker.messages import Span
+from deepspeed_ext.zenflow.worker.sizes import UPLOAD_NUMEL, chunk_of
+
+__all__ = ["WeightUpload"]
+
+
+class WeightUpload:
+    """Two buffers of host memory, used alternately. Without streams (the CPU), weights are written in place.
+
+    Args:
+        most: elements of the largest partition.
+        block_size: elements per block.
+        waiting: runs while the accelerator waits for the weights.
+    """
+
+    def __init__(self, most: int, block_size: int, waiting: Stopwatch) -> None:
+        self._numel = min(most, chunk_of(UPLOAD_NUMEL, block_size))
+        self._waiting = waiting
+        self._buffers: list[torch.Tensor] = []
+        self._sent: list[Any] = [None, None]  # of each buffer: event after its newest copy up
+        self._down: Any = None  # stream of the copies down
+
+    def parts(self, weights: torch.Tensor, span: Span, *, reads: bool) -> Iterator[tuple[Span, torch.Tensor]]:
+        """The weights of `span` in parts of whole blocks, in order. Write a part's before the next one is taken.
+
+        Args:
+            weights: of the whole partition, 1-D [n], on the accelerator.
+            span: the elements to write.
+            reads: whether what is written depends on the old weights.
+
+        Yields:
+            The part's elements, and host memory for its weights: with the old ones if `reads`, otherwise undefined.
+        """
+        self._reserve(weights.dtype)
+        starts = range(span.begin, span.end, max(1, self._numel))
+        pieces = [Span(begin, min(begin + self._numel, span.end)) for begin in starts]
+        fetched: Any = None
+        with self._waiting.measured():
+            for number, piece in enumerate(pieces):
+                buffer = self._buffers[number % 2][: piece.end - piece.begin]
+                if reads:
+                    fetched = fetched or self._fetch(weights, piece, number)
+                    arrived, following = fetched, pieces[number + 1 : number + 2]
+                    fetched = self._fetch(weights, following[0], number + 1) if following else None
+                    arrived.synchronize()
+                elif (sent := self._sent[number % 2]) is not None:
+                    sent.synchronize()
+                yield piece, buffer
+                weights[slice(*piece)].copy_(buffer, non_blocking=True)
+                self._sent[number % 2] = streams.blocking_event()
+                self._sent[number % 2].record(get_accelerator().current_stream())
+
+    def _fetch(self, weights: torch.Tensor, piece: Span, number: int) -> Any:
+        """Start the copy of old weights to their buffer, once its copy up has ended; return an event after it."""
+        accelerator = get_accelerator()
+        if self._down is None:
+            self._down = accelerator.Stream()
+        self._down.wait_stream(accelerator.current_stream())  # which writes weights, and sends the buffer's older ones
+        with accelerator.stream(self._down):
+            self._buffers[number % 2][: piece.end - piece.begin].copy_(weights[slice(*piece)], non_blocking=True)
+            arrived = streams.blocking_event()
+            arrived.record(self._down)
+        return arrived
+
+    def _reserve(self, dtype: torch.dtype) -> None:
+        if not self._buffers:
+            self._buffers = [allocation.host_empty(self._numel, dtype, pin=True) for _ in range(2)]
+
+    @property
+    def used(self) -> list[Any]:
+        """Streams on which a buffer may be read or written."""
+        return [] if self._down is None else [self._down]
