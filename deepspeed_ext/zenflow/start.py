@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,9 +29,9 @@ from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.transfers.beside_step import allocate_landing_buffers
+from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer, allocate_landing_buffers
 from deepspeed_ext.zenflow.transfers.inside_step import Results
-from deepspeed_ext.zenflow.worker.arena import Arena, bytes_at_start
+from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, bytes_at_start
 from deepspeed_ext.zenflow.worker.sizes import (
     RuleSettings,
     accelerator_numel,
@@ -85,31 +85,20 @@ def start_adam(
     config, parts = run.config, [weights(index) for index in range(len(groups))]
     _agree(run, groups, (weights_on_host, gradients is not None), ranks)
     kind, metrics = hosted(optimizer, config), Metrics()
-    publish_dtype = config.publish_dtype or dtype_name(parts[0].dtype)
+    dtypes = _Dtypes(config.publish_dtype or dtype_name(parts[0].dtype), grad_dtype)
     numels = [part.numel() for part in parts]
-    settings = _settings(run, kind, parts[0].device, weights_on_host, fills_early=True)
-    fills_early = weights_on_host
-    if gradients is not None and not weights_on_host:
-        arena = bytes_at_start(arena_specs(settings, numels, publish_dtype, dtype_name(grad_dtype)))
-        fills_early = gradients_go_to_host(run, gradients.accelerator, arena + gradients.sums, ranks)
-    settings = replace(settings, fills_early=fills_early)
+    settings = _settings(run, kind, parts, dtypes, weights_on_host, gradients, ranks)
     heads = _heads(run, numels, settings, ranks)
-    _prepare_kernels(kind, settings, parts, publish_dtype, grad_dtype, any(heads), warns=ranks.rank == 0)
-    on_host = [numel - head for numel, head in zip(numels, heads, strict=True)]
-    hides = False if fills_early else config.hide_transfers
-    described = _results(settings, on_host, publish_dtype)
-    buffers = allocate_landing_buffers(hides, described, grad_dtype, ranks)
-    dtypes = publish_dtype, dtype_name(grad_dtype)
-    slots = None if buffers is None else chunk_slots(settings, sum(on_host), max(on_host, default=0), *dtypes)
-    specs = arena_specs(settings, numels, *dtypes, heads, in_chunks=slots is not None)
+    _prepare_kernels(kind, settings, parts, dtypes, any(heads), warns=ranks.rank == 0)
+    buffers = _landing_buffers(run, settings, numels, heads, dtypes, ranks)
     link = WorkerLink(
-        [*specs, *([] if slots is None else slot_specs(slots, *dtypes))],
+        _specs(settings, numels, heads, dtypes, hides_transfers=buffers is not None),
         buffers,
         block_size=settings.block_size,
         placement=placement,
         threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
         weights_on_host=weights_on_host,
-        fills_early=fills_early,
+        fills_early=settings.fills_early,
         ranks=ranks,
         timeout_seconds=run.worker_timeout_seconds,
         metrics=metrics,
@@ -122,17 +111,30 @@ def start_adam(
         )
     states = [_state(kind, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
     partitions = [
-        _partition(i, state, holders[i], settings, link.arena, heads[i], (publish_dtype, grad_dtype))
-        for i, state in enumerate(states)
+        _partition(i, state, holders[i], settings, link.arena, heads[i], dtypes) for i, state in enumerate(states)
     ]
     for partition, part, head in zip(partitions, parts, heads, strict=True):
         _copy_to_host(part[head:], partition.master)
+    of_rule = partitions, link, ranks, kind, metrics
     rule: UpdateRule[Any]
     if isinstance(settings, SelectiveSettings):
-        rule = SelectiveRule(settings, partitions, link, ranks, kind, metrics)
+        rule = SelectiveRule(settings, *of_rule)
     else:
-        rule = PredictiveRule(settings, partitions, link, ranks, kind, metrics)
+        rule = PredictiveRule(settings, *of_rule)
     return OffloadedAdam(rule, partitions, states, share, link, optimizer, kind, ranks, metrics)
+
+
+@dataclass(frozen=True)
+class _Dtypes:
+    """Dtypes of y and of the gradients that are handed over."""
+
+    published: str
+    gradient: torch.dtype
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Both by name."""
+        return self.published, dtype_name(self.gradient)
 
 
 def _agree(run: ZenFlowRun, groups: Sequence[int], places: tuple[bool, bool], ranks: RankGroup) -> None:
@@ -143,29 +145,56 @@ def _agree(run: ZenFlowRun, groups: Sequence[int], places: tuple[bool, bool], ra
 
 
 def _settings(
-    run: ZenFlowRun, kind: HostedOptimizer, device: torch.device, weights_on_host: bool, *, fills_early: bool
+    run: ZenFlowRun,
+    kind: HostedOptimizer,
+    parts: Sequence[torch.Tensor],
+    dtypes: _Dtypes,
+    weights_on_host: bool,
+    gradients: GradientBytes | None,
+    ranks: RankGroup,
 ) -> PredictiveSettings | SelectiveSettings:
-    on_host = {
-        "weights_on_host": weights_on_host,
-        "fills_early": fills_early,
-        "fills_before_y": device.type == "cpu",
-    }
+    """The rule's settings. A collective if it is measured where gradients go."""
+    places = {"weights_on_host": weights_on_host, "fills_early": True, "fills_before_y": parts[0].device.type == "cpu"}
+    settings: PredictiveSettings | SelectiveSettings
     if run.config.rule == "selective":
-        return SelectiveSettings.of(run.config, run.steps_per_epoch, **on_host)
-    return PredictiveSettings.of(run.config, layout=kind.layout, **on_host)
+        settings = SelectiveSettings.of(run.config, run.steps_per_epoch, **places)
+    else:
+        settings = PredictiveSettings.of(run.config, layout=kind.layout, **places)
+    fills_early = weights_on_host
+    if gradients is not None and not weights_on_host:
+        arena = bytes_at_start(arena_specs(settings, [part.numel() for part in parts], *dtypes.names))
+        fills_early = gradients_go_to_host(run, gradients.accelerator, arena + gradients.sums, ranks)
+    return replace(settings, fills_early=fills_early)
 
 
-def _results(settings: RuleSettings, numels: Sequence[int], publish_dtype: str) -> list[Results]:
-    """What the worker will write for each partition: dtypes and sizes, on the meta device."""
-    like = partial(torch.empty, device="meta")
-    kind, dtype, _ = settings.per_block
-    found = []
-    for numel in numels:
-        blocks, width = -(-numel // settings.block_size), settings.per_block_width
+def _landing_buffers(
+    run: ZenFlowRun,
+    settings: RuleSettings,
+    numels: Sequence[int],
+    heads: Sequence[int],
+    dtypes: _Dtypes,
+    ranks: RankGroup,
+) -> list[LandingBuffer] | None:
+    """Buffers of each partition for copies beside the step; None: copies run inside of it. A collective."""
+    like, (kind, dtype, _), width = partial(torch.empty, device="meta"), settings.per_block, settings.per_block_width
+    described = []
+    for numel, head in zip(numels, heads, strict=True):
+        blocks = -(-(numel - head) // settings.block_size)
         shape = (blocks,) if width == 1 else (blocks, width)
         means = like(shape, dtype=getattr(torch, dtype)) if kind in ("block_means", "known") else None
-        found.append(Results(like(numel, dtype=getattr(torch, publish_dtype)), means))
-    return found
+        described.append(Results(like(numel - head, dtype=getattr(torch, dtypes.published)), means))
+    hides = False if settings.fills_early else run.config.hide_transfers
+    return allocate_landing_buffers(hides, described, dtypes.gradient, ranks)
+
+
+def _specs(
+    settings: RuleSettings, numels: Sequence[int], heads: Sequence[int], dtypes: _Dtypes, *, hides_transfers: bool
+) -> list[ArraySpec]:
+    """The arrays of the arena."""
+    on_host = [numel - head for numel, head in zip(numels, heads, strict=True)]
+    slots = chunk_slots(settings, sum(on_host), max(on_host, default=0), *dtypes.names) if hides_transfers else None
+    specs = arena_specs(settings, numels, *dtypes.names, heads, in_chunks=slots is not None)
+    return [*specs, *([] if slots is None else slot_specs(slots, *dtypes.names))]
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
@@ -189,8 +218,7 @@ def _prepare_kernels(
     kind: HostedOptimizer,
     settings: PredictiveSettings | SelectiveSettings,
     weights: Sequence[torch.Tensor],
-    publish_dtype: str,
-    grad_dtype: torch.dtype,
+    dtypes: _Dtypes,
     has_share: bool,
     *,
     warns: bool,
@@ -201,14 +229,14 @@ def _prepare_kernels(
     in one as the weights do.
     """
     device, dtype, block_size = weights[0].device, weights[0].dtype, settings.block_size
-    calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {dtype, grad_dtype})]
+    calls: list[Iterable[Callable[[], object]]] = [prepare.norms(device, {dtype, dtypes.gradient})]
     is_computed_there = not settings.fills_early
     alignments = {launch.is_aligned(block_size, [part]) for part in weights}
     if (isinstance(settings, SelectiveSettings) and is_computed_there) or has_share:
-        calls.append(kind.step_kernels(device, block_size, grad_dtype, alignments if has_share else {True}))
+        calls.append(kind.step_kernels(device, block_size, dtypes.gradient, alignments if has_share else {True}))
     if isinstance(settings, PredictiveSettings) and settings.overlapped and is_computed_there:
-        dtypes = dtype, getattr(torch, publish_dtype), grad_dtype
-        calls.append(kind.estimate_kernels(device, block_size, *dtypes, settings.with_drift, alignments))
+        estimated = dtype, getattr(torch, dtypes.published), dtypes.gradient
+        calls.append(kind.estimate_kernels(device, block_size, *estimated, settings.with_drift, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 
@@ -226,7 +254,7 @@ def _partition(
     settings: RuleSettings,
     arena: Arena,
     head: int,
-    dtypes: tuple[str, torch.dtype],
+    dtypes: _Dtypes,
 ) -> Partition:
     """What remains of a partition behind its first `head` elements, for the rule."""
     per_block, *_ = settings.per_block
@@ -237,8 +265,8 @@ def _partition(
         (lambda: state.weights()[head:]) if head else state.weights,
         master=arena.tensor("p", index),
         moments=tuple(arena.tensor(kind, index) for kind, _ in settings.layout.moments),
-        publish_dtype=getattr(torch, dtypes[0]),
-        grad_dtype=dtypes[1],
+        publish_dtype=getattr(torch, dtypes.published),
+        grad_dtype=dtypes.gradient,
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor(*key) for key in arena.keys("g", index)],
         on_host=settings.fills_early,
