@@ -48,8 +48,8 @@ LINKS = {
 """Link -> speeds, GPUs of a host, and what such a machine is."""
 
 ZERO_OFFLOAD, ZENFLOW, OURS = "ZeRO-Offload", "DeepSpeed-ZenFlow", "ZenFlow exact"
-IN_STEP = "ZenFlow exact, copies in the step"
-"""What a run of ours does by itself where there is no room for copies beside the step."""
+IN_STEP, EARLY = "ZenFlow exact, copies in the step", "ZenFlow exact, gradients on host"
+"""What a run of ours does by itself where there is no room for copies beside the step, or for gradients."""
 SMALL = ("ZeRO-Offload, weights on host", "ZenFlow weights on host")
 """Ways that take less of a GPU, at stage 3."""
 
@@ -131,8 +131,9 @@ def largest(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> 
 
 
 def _best(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> Shape | None:
-    """`largest`, of ours with copies beside or in the step, whichever is larger."""
-    found = [largest(each, stage, gpus, gpu_gib, host_gib) for each in ((OURS, IN_STEP) if name == OURS else (name,))]
+    """`largest`, of ours with copies beside or in the step or gradients on the host, whichever is larger."""
+    same = (OURS, IN_STEP, EARLY) if name == OURS else (name,)
+    found = [largest(each, stage, gpus, gpu_gib, host_gib) for each in same]
     return max((shape for shape in found if shape), key=lambda shape: shape.params, default=None)
 
 
@@ -189,7 +190,7 @@ def _bytes_table() -> str:
     model, ranks = Model(7 * 10**9, 10**8, "bfloat16"), Ranks(8, 8)
     rows = []
     for stage in STAGES:
-        for name in (ZERO_OFFLOAD, ZENFLOW, OURS):
+        for name in (ZERO_OFFLOAD, ZENFLOW, OURS, EARLY):
             plan = plan_memory(model, ranks, replace(setup_of(name, stage), flatten_tier=TIERS[-1]))
             extra = ranks.count * upstream.host_extra(model, ranks, stage) if name == ZENFLOW else 0
             device = upstream.device_extra(model, ranks, stage) if name == ZENFLOW else 0
@@ -338,16 +339,16 @@ host's are those of all ranks, the GPU's those of one, without activations. A ru
 
 """
 LARGEST = """
-With one GPU ours needs several times as much of it as ZeRO-Offload: a whole gradient stays there until the optimizer
-has it. With more GPUs each has its part. On one small GPU, put the weights on the host, too
-([below](#weights-on-the-host)).
+With one GPU a whole gradient takes as much of it as the weights. So where gradients would take more than half of what
+is free, ours copies them to the host during backward, as ZeRO-Offload does
+([gradients on the host](zenflow.md#gradients-on-the-host)).
 
 ## Largest model
 
 Billions of parameters of the largest dense model on one host: ZeRO-Offload / DeepSpeed-ZenFlow / ours, in bf16 and of
 DeepSpeed 0.19.8. **Bold**: ours is the largest of the three. A number that stays the same to the right is limited by
-the GPU. `-`: not even 0.08 billion. Ours copies beside the next step where a GPU has room for that, and otherwise in
-the step, as a run chooses by itself.
+the GPU. `-`: not even 0.08 billion. Ours copies beside the next step where a GPU has room for that, otherwise in the
+step, and gradients during backward where it has no room for them, as a run chooses by itself.
 
 """
 SMALL_TEXT = """

@@ -144,7 +144,7 @@ class _Accelerator:
             copies = max(across, NORM_BYTES * self.largest)
             return [[*common, Part("reduction copies", copies)]]
         if self.setup.fills_early:
-            return [[*common, *moment] for moment in self.leaving()]
+            return [[*common, *moment] for moment in self._leaving()]
         own = Part("gradients", self.accumulated * self.numel)
         if self.accumulated != self.weight:
             copies = self.weight * self.filled + FLOAT_BYTES * self.largest
@@ -154,7 +154,7 @@ class _Accelerator:
             return [[own, before, *common, Part("reduction copies", across)]]
         return [[before, *common, Part("reduction copies", across)], [own, before, *common]]
 
-    def leaving(self) -> list[list[Part]]:
+    def _leaving(self) -> list[list[Part]]:
         """Moments of backward at stage 2 if reduced gradients go to the host: while they are reduced, and while one of
         them is added to earlier ones."""
         earlier = self.accumulated * self.largest if self.setup.accumulation > 1 else 0
@@ -196,7 +196,7 @@ class _Accelerator:
         if self.setup.offload:
             return [[]]
         if self.setup.fills_early:
-            return [self.lifting(self.numel), self.exchange()]
+            return [self._lifting(self.numel), self.exchange()]
         copied = self.accumulated == self.weight  # otherwise the gradients are one flat tensor already
         made = self.accumulated * self.numel if copied else 0
         converted = self.handed * self.numel if self.handed != self.accumulated else 0
@@ -218,7 +218,7 @@ class _Accelerator:
         share = share_step_bytes(there(numel), self.setup.rule.block_size, self.setup.rule.layout)
         return [flat, Part("temporaries", max(step, share)), Part("new hot weights", waiting)]
 
-    def lifting(self, numel: int) -> list[Part]:
+    def _lifting(self, numel: int) -> list[Part]:
         """Memory while weights that the host has computed come to a partition of `numel` elements."""
         rule, arrived = self.setup.rule, DTYPE_BYTES[self.publish_dtype]
         converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self.weight else 0
@@ -268,7 +268,7 @@ class _Accelerator:
         if self.setup.offload or self.on_host:
             return [[]]
         if self.setup.fills_early:
-            return [self.lifting(self.most)]
+            return [self._lifting(self.most)]
         numel = self.most
         converted = self.handed * numel if self.handed != self.accumulated else 0
         return [[Part("flat gradient", self.accumulated * numel + converted)], self.updating(numel)]

@@ -215,9 +215,9 @@ class Transfers:
         it."""
         if self._lifts:
             with self._waiting.measured():
-                for stream in (self._down, get_accelerator().current_stream()):
-                    if stream is not None:
-                        streams.synchronize(stream)
+                if self._down is not None:
+                    streams.synchronize(self._down)
+                streams.synchronize(get_accelerator().current_stream())
 
     def close(self) -> bool:
         """Start no more copies, and wait some seconds for those that still run. Close the worker first. Idempotent.

@@ -1,5 +1,7 @@
 """Gradients that go to the host during backward: what a slot holds once they are finished."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -76,3 +78,44 @@ def test_a_gradient_that_was_shown_has_the_norm_of_what_it_holds(sums_apart: boo
     (found,) = run_ranks(1, shown_and_written, sums_apart, device=device)
     for name, (norm, due) in found.items():
         assert norm == due, name
+
+
+def read_at_once() -> bool:
+    """Whether a sum that is shown in the middle of a step holds a gradient that arrives late, on another stream."""
+    accelerator = get_accelerator()
+    slots = [accelerator.pin_memory(torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16))]
+    sums = accelerator.pin_memory(torch.full((NUMEL,), float("nan")))
+    gradients = HostGradients({0: Place(0, 0, NUMEL, 0)}, slots.__getitem__, sums, torch.linalg.vector_norm)
+    made = torch.randn(NUMEL, device=accelerator.current_device_name())
+    expected = made.cpu().bfloat16()
+    accelerator.synchronize()
+    on_another = nullcontext()
+    if not accelerator.is_synchronized_device():
+        on_another = accelerator.stream(accelerator.Stream())
+    with on_another:
+        delay()
+        gradients.take(0, made, adds=False, completes=False)
+    return torch.equal(gradients.shown(0), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sum_is_shown_once_it_has_arrived(device: str) -> None:
+    assert run_ranks(1, read_at_once, device=device) == [True]
+
+
+def weights_from_the_slot() -> bool:
+    """Whether weights that are still on their way up from a slot are right if its next gradient is zero."""
+    accelerator = get_accelerator()
+    slots = [accelerator.pin_memory(torch.ones(NUMEL, dtype=torch.bfloat16))]
+    gradients = HostGradients({0: Place(0, 0, NUMEL, 0)}, slots.__getitem__, None, torch.linalg.vector_norm)
+    weights = torch.zeros(NUMEL, dtype=torch.bfloat16, device=accelerator.current_device_name())
+    accelerator.synchronize()
+    delay()
+    weights.copy_(slots[0], non_blocking=True)
+    gradients.finish()
+    return bool((weights.cpu() == 1.0).all()) and not slots[0].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_was_never_made_waits_for_weights_that_come_from_its_slot(device: str) -> None:
+    assert run_ranks(1, weights_from_the_slot, device=device) == [True]

@@ -22,12 +22,13 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow import gradients_place
 from deepspeed_ext.zenflow.transfers import weight_upload
 from tests.support.compare import allow_fp16
+from tests.support.experts import ExpertModel, expert_groups, replicas_differ
 from tests.support.matrix import some
 from tests.support.models import Branches, OddModel, batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes
 from tests.support.same import first_difference
-from tests.support.zenflow import RULES, full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import RULES, full_masters_of, make_engine, masters_of, train, weights_of, zenflow_config
 
 STEPS = 8
 STAGES = (2, 3)
@@ -137,6 +138,33 @@ def test_a_parameter_that_a_step_does_not_use_has_gradient_zero(stage: int, accu
         assert not difference
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_lion_is_the_same(stage: int) -> None:
+    config = zenflow_config(stage, accumulation=2, update_interval=1) | {"gradient_clipping": 0.5}
+    config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+    pool = f"gradients on the host, stage {stage}"
+    for difference in run_ranks(2, differs, config, device="sim", pool=pool):
+        assert not difference
+
+
+def differs_with_experts(config: dict[str, Any], ep_size: int) -> str:
+    found = []
+    for on_host in (False, True):
+        engine = make_engine(placed(config, on_host), model=lambda: ExpertModel(ep_size), groups=expert_groups)
+        losses = train(engine, batches(6, dist.get_rank()))
+        assert not replicas_differ(engine)
+        found.append((losses, float(engine.get_global_grad_norm()), weights_of(engine), masters_of(engine)))
+        engine.destroy()
+    return first_difference(*found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_experts_are_the_same(rule: str) -> None:
+    config = zenflow_config(2, lr=1e-2, **RULES[rule]) | {"gradient_clipping": 0.5}
+    for difference in run_ranks(2, differs_with_experts, config, 2, device="sim"):
+        assert not difference
+
+
 def test_on_a_cpu_it_changes_nothing() -> None:
     config = zenflow_config(2, lr=1e-2, **RULES["predictive"])
     for difference in run_ranks(2, differs, config):
@@ -237,6 +265,37 @@ def test_a_run_continues_to_the_bit_with_gradients_in_the_other_place(
     pool = f"gradients on the host, stage {stage}"
     expected = run_ranks(2, saved, placed(config, before), str(tmp_path), device="sim", pool=pool)
     found = run_ranks(2, resumed, placed(config, not before), str(tmp_path), device="sim", pool=pool)
+    assert not first_difference(expected, found)
+
+
+# -- weights and states from outside ----------------------------------------------------------------------------------
+
+
+def away_and_exact(config: dict[str, Any], is_used: bool) -> tuple[Any, ...]:
+    """Losses, weights and masters of a run whose states are offloaded, and whose masters are looked at, in between."""
+    engine, losses = make_engine(config), []
+    for batch in batches(8, dist.get_rank()):
+        losses += train(engine, [batch])
+        if is_used:
+            engine.offload_states()
+            engine.reload_states()
+        if is_used and engine.is_gradient_accumulation_boundary():
+            with engine.optimizer.exact_weights():
+                assert all(each.isfinite().all() for each in weights_of(engine).values())
+    found = losses, weights_of(engine), full_masters_of(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_offloaded_states_and_exact_weights_change_nothing(stage: int, rule: str, accumulation: int) -> None:
+    config = placed(zenflow_config(stage, accumulation=accumulation, lr=1e-2, **RULES[rule]), True)
+    pool = f"gradients on the host, stage {stage}"
+    expected, found = (
+        run_ranks(2, away_and_exact, config, is_used, device="sim", pool=pool) for is_used in (False, True)
+    )
     assert not first_difference(expected, found)
 
 
