@@ -50,6 +50,8 @@ LINKS = {
 ZERO_OFFLOAD, ZENFLOW, OURS = "ZeRO-Offload", "DeepSpeed-ZenFlow", "ZenFlow exact"
 IN_STEP, EARLY = "ZenFlow exact, copies in the step", "ZenFlow exact, gradients on host"
 """What a run of ours does by itself where there is no room for copies beside the step, or for gradients."""
+ROUNDED = ", bf16 moments"
+"""Behind the name of a way of ours: the same with `zenflow.state_dtype`, which is not exact."""
 SMALL = ("ZeRO-Offload, weights on host", "ZenFlow weights on host")
 """Ways that take less of a GPU, at stage 3."""
 
@@ -95,6 +97,10 @@ def setup_of(name: str, stage: Stage) -> Setup:
     """The run of that name."""
     if name == ZENFLOW:
         return upstream.setup(stage)
+    if name.endswith(ROUNDED):
+        exact = setup_of(name.removesuffix(ROUNDED), stage)
+        assert exact.zenflow is not None, "a way of ours"
+        return replace(exact, zenflow=exact.zenflow.model_copy(update={"state_dtype": "bfloat16"}))
     return next(setup for found, setup in ways() if found == name and setup.stage == stage)
 
 
@@ -132,7 +138,8 @@ def largest(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> 
 
 def _best(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> Shape | None:
     """`largest`, of ours with copies beside or in the step or gradients on the host, whichever is larger."""
-    same = (OURS, IN_STEP, EARLY) if name == OURS else (name,)
+    end = ROUNDED if name.endswith(ROUNDED) else ""
+    same = [each + end for each in (OURS, IN_STEP, EARLY)] if name == OURS + end else [name]
     found = [largest(each, stage, gpus, gpu_gib, host_gib) for each in same]
     return max((shape for shape in found if shape), key=lambda shape: shape.params, default=None)
 
@@ -168,8 +175,8 @@ def _memory_table(gpu_gib: int) -> str:
 
 
 def _cell(stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> str:
-    """Three numbers; ours is bold where it is the largest."""
-    found = [_best(name, stage, gpus, gpu_gib, host_gib) for name in (ZERO_OFFLOAD, ZENFLOW, OURS)]
+    """Four numbers; ours, exact, is bold where it is the largest of the first three."""
+    found = [_best(name, stage, gpus, gpu_gib, host_gib) for name in (ZERO_OFFLOAD, ZENFLOW, OURS, OURS + ROUNDED)]
     texts, sizes = [_billions(shape) for shape in found], [shape.params if shape else 0 for shape in found]
     if sizes[2] > max(sizes[:2]):
         texts[2] = f"**{texts[2]}**"
@@ -190,7 +197,7 @@ def _bytes_table() -> str:
     model, ranks = Model(7 * 10**9, 10**8, "bfloat16"), Ranks(8, 8)
     rows = []
     for stage in STAGES:
-        for name in (ZERO_OFFLOAD, ZENFLOW, OURS, EARLY):
+        for name in (ZERO_OFFLOAD, ZENFLOW, OURS, EARLY, OURS + ROUNDED):
             plan = plan_memory(model, ranks, replace(setup_of(name, stage), flatten_tier=TIERS[-1]))
             extra = ranks.count * upstream.host_extra(model, ranks, stage) if name == ZENFLOW else 0
             device = upstream.device_extra(model, ranks, stage) if name == ZENFLOW else 0
@@ -207,14 +214,14 @@ def _bytes_table() -> str:
     return _table(head, rows)
 
 
-def _ratios(rival: str) -> list[float]:
+def _ratios(rival: str, own: str = OURS) -> list[float]:
     """The size of our largest model over that of a rival's, for every machine on which both have one."""
     found = []
     for stage in STAGES:
         for gpus in GPUS:
             for gpu_gib in GPU_GIB:
                 for host in HOST_GIB:
-                    ours, theirs = (_best(name, stage, gpus, gpu_gib, host) for name in (OURS, rival))
+                    ours, theirs = (_best(name, stage, gpus, gpu_gib, host) for name in (own, rival))
                     if ours and theirs:
                         found.append(ours.params / theirs.params)
     return found
@@ -257,7 +264,8 @@ def _verdict() -> str:
         f"{ZERO_OFFLOAD}'s, each at the stage and with weights where it is largest, and smaller on "
         f"{sum(ratio < 1 for ratio in free)} (median {statistics.median(free):.2f} times its size, {min(free):.2f} to "
         f"{max(free):.2f}).** In {cases} cases (a machine and a stage, weights on the GPU) it is {texts[0]}; it is "
-        f"{texts[1]}. "
+        f"{texts[1]}. With moments in bf16 it is {statistics.median(_ratios(ZERO_OFFLOAD, OURS + ROUNDED)):.2f} times "
+        f"the size of {ZERO_OFFLOAD}'s (median). "
         f"With 8 GPUs ours hides the whole optimizer from these tokens per GPU and step on: {', '.join(counts)}. "
         f"{ZERO_OFFLOAD} and {ZENFLOW} expose a part of it in every step.\n"
     )
@@ -345,10 +353,11 @@ is free, ours copies them to the host during backward, as ZeRO-Offload does
 
 ## Largest model
 
-Billions of parameters of the largest dense model on one host: ZeRO-Offload / DeepSpeed-ZenFlow / ours, in bf16 and of
-DeepSpeed 0.19.8. **Bold**: ours is the largest of the three. A number that stays the same to the right is limited by
-the GPU. `-`: not even 0.08 billion. Ours copies beside the next step where a GPU has room for that, otherwise in the
-step, and gradients during backward where it has no room for them, as a run chooses by itself.
+Billions of parameters of the largest dense model on one host: ZeRO-Offload / DeepSpeed-ZenFlow / ours / ours with
+[moments in bf16](zenflow.md#moments-in-bf16), which are not exact. Weights in bf16, DeepSpeed 0.19.8. **Bold**: ours,
+exact, is the largest of the first three. A number that stays the same to the right is limited by the GPU. `-`: not even
+0.08 billion. Ours copies beside the next step where a GPU has room for that, otherwise in the step, and gradients
+during backward where it has no room for them, as a run chooses by itself.
 
 """
 SMALL_TEXT = """
