@@ -71,7 +71,7 @@ def ways(base: Setup | None = None) -> Iterator[tuple[str, Setup]]:
             yield "ZeRO-Offload, weights on host", replace(offload, offload_param=True)
             yield "ZenFlow weights on host", replace(exact, offload_param=True, pins=True)
             rounded = replace(at_stage, zenflow=ZenFlowConfig(**_SECTIONS["bf16 moments"]))
-            yield "ZenFlow bf16 moments, weights on host", replace(rounded, offload_param=True, pins=True)
+            yield "ZenFlow bf16, weights on host", replace(rounded, offload_param=True, pins=True)
 
 
 def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, active: int | None = None) -> list[Fit]:
@@ -97,7 +97,7 @@ def suggested(found: Sequence[Fit]) -> Fit | None:
     """The first way that fits and leaves room for activations, in this order: plain ZeRO, exact with everything hidden,
     exact with copies in the step, the others in their order; stage 2 before 3. None: no way fits, or the machine is
     not known."""
-    names = [*_SECTIONS, "half on the GPU", "weights on host", "bf16 moments, weights on host"]
+    names = [*_SECTIONS, "half on the GPU", "weights on host", "bf16, weights on host"]
     order = ["ZeRO", *(f"ZenFlow {name}" for name in names), "ZeRO-Offload", "ZeRO-Offload, weights on host"]
     fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
     fitting.sort(key=lambda fit: (order.index(fit.name), fit.plan.setup.stage))
