@@ -119,7 +119,8 @@ def recorded_on_host(config: dict, overflowing: int | None) -> tuple[int, list[l
     """The number of partitions, and the documented calls of each step whose gradients are on the host."""
     if config["fp16"]["enabled"]:
         allow_fp16()
-    engine, steps = make_engine(config), []
+    engine = make_engine(config)
+    steps: list[list[str]] = []
     kind, parts = type(engine.optimizer), CALLS["gradients on the host"]
     names = {name for part in parts.values() for name in part}
 
