@@ -25,9 +25,9 @@ scheduler, ``zero_grad``, counters      the same
 
 A test records the calls of real steps and compares them with `CALLS`.
 
-If gradients are on the host before the step, DeepSpeed takes the way of its CPU offload: in place of
-``get_grad_norm_direct`` it calls ``complete_grad_norm_calculation_for_cpu_offload`` and at the end
-``reset_cpu_buffers``. It calls neither ``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
+If gradients are on the host before the step, DeepSpeed takes the way of its CPU offload: it calls
+``complete_grad_norm_calculation_for_cpu_offload`` in place of ``get_grad_norm_direct``, and ``reset_cpu_buffers`` at
+the end of the step or of an overflow; neither ``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
 
 An exception that breaks off a step, a backward pass or a load, even between two calls, leaves the phase in which it
 came. The engine then refuses what would build on a part: after a step everything, after a backward pass everything but
@@ -60,6 +60,12 @@ CALLS = {
         "overflow": ("zero_grad",),
         "partition": _OF_A_PARTITION,
         "after": (),
+    },
+    "gradients on the host": {
+        "before": ("step", "complete_grad_norm_calculation_for_cpu_offload"),
+        "overflow": ("zero_grad", "reset_cpu_buffers"),
+        "partition": _OF_A_PARTITION,
+        "after": ("reset_cpu_buffers",),
     },
 }
 """The methods of the optimizer that DeepSpeed calls, by part of the step: before the factor is known; on an overflow,

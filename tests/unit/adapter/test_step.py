@@ -115,6 +115,50 @@ def test_an_overflow_ends_the_step_before_anything_is_taken(stage: int) -> None:
         check_calls(stage, answer)
 
 
+def recorded_on_host(config: dict, overflowing: int | None) -> tuple[int, list[list[str]]]:
+    """The number of partitions, and the documented calls of each step whose gradients are on the host."""
+    if config["fp16"]["enabled"]:
+        allow_fp16()
+    engine = make_engine(config)
+    steps: list[list[str]] = []
+    kind, parts = type(engine.optimizer), CALLS["gradients on the host"]
+    names = {name for part in parts.values() for name in part}
+
+    def recording(name: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._step.phase is not StepPhase.BETWEEN:
+                steps[-1].append(name)
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return call
+
+    for number, batch in enumerate(batches(4, dist.get_rank())):
+        loss = engine(on_device(batch))
+        engine.backward(loss * float("inf") if number == overflowing else loss)
+        steps.append([])
+        engine.optimizer.__class__ = type(kind.__name__, (kind,), {name: recording(name) for name in names})
+        engine.step()
+        engine.optimizer.__class__ = kind
+    partitions = len(engine.optimizer.zenflow_adam.partitions)
+    engine.destroy()
+    return partitions, steps
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("overflowing", [None, 2])
+def test_with_gradients_on_the_host_the_calls_are_those_of_cpu_offload(stage: int, overflowing: int | None) -> None:
+    dtype = torch.bfloat16 if overflowing is None else torch.float16
+    config = zenflow_config(stage, dtype, update_interval=1, gradients_on_host=True) | {"gradient_clipping": 0.5}
+    config["fp16"] |= {"initial_scale_power": 8}
+    parts = CALLS["gradients on the host"]
+    for partitions, steps in run_ranks(1, recorded_on_host, config, overflowing, device="sim"):
+        for number, calls in enumerate(steps):
+            taken = [*parts["partition"] * partitions, *parts["after"]]
+            told = [*parts["before"], *(parts["overflow"] if number == overflowing else taken)]
+            found = [name for name, _ in groupby(calls)]
+            assert found[: len(told)] == told
+
+
 # -- phases ---------------------------------------------------------------------------------------------------------
 
 
