@@ -32,6 +32,7 @@ def main() -> None:
     rows = [
         row
         for stage, way, accumulation in product(arguments.stages, arguments.ways, arguments.accumulation)
+        if stage > 1 or "gradients_on_host" not in way
         for row in rows_of(stage, way, accumulation, 1 if "selective" in way else arguments.ranks)
     ]
     close_pools()
