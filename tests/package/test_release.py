@@ -59,9 +59,9 @@ def test_metadata_is_complete(released_wheel: Path, sdist: Path) -> None:
 
 
 def command(interpreter: Path, *words: str | Path, cwd: Path) -> str:
-    """A program of an environment, which finds no compiler."""
-    path = f"{interpreter.parent}:/usr/bin:/bin"
-    return run(interpreter.parent / words[0], *words[1:], cwd=cwd, PATH=path, CXX="false", OMP_NUM_THREADS="1")
+    """A program of an environment, which finds no compiler and an empty home."""
+    variables = {"PATH": f"{interpreter.parent}:/usr/bin:/bin", "HOME": str(cwd / "home"), "CXX": "false"}
+    return run(interpreter.parent / words[0], *words[1:], cwd=cwd, OMP_NUM_THREADS="1", **variables)
 
 
 def first_steps(interpreter: Path, folder: Path) -> str:
@@ -83,6 +83,7 @@ def test_a_new_user_begins(python: str, released_wheel: Path, sdist: Path, tmp_p
     """With the wheel, and then with the sdist where nothing can be compiled, where `doctor` says what is slower."""
     program = interpreter_of(python)
     try:
+        (tmp_path / "home").mkdir()
         interpreter = environment_of(program, tmp_path / "empty", *TORCH.get(python, "torch").split())
         run(interpreter, "-m", "pip", "install", "--quiet", f"{released_wheel}[transformers]", cwd=tmp_path)
         said = first_steps(interpreter, tmp_path)
