@@ -86,7 +86,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (LLAMA | {"model_type": ["llama"]}, "names no model_type", "give one that does"),
         ({"zero_optimization": {"stage": 2}}, "is a config of DeepSpeed", "give it as --config"),
         ({"model_type": "unheard-of"}, "does not know the model_type 'unheard-of'", "pip install --upgrade"),
-        (LLAMA | {"hidden_size": "many"}, "builds no model.*hidden_size", "mend the file, or give --params"),
+        (LLAMA | {"hidden_size": "many"}, "builds no model.*str", "mend the file, or give --params"),
         (LLAMA | {"hidden_size": -64}, "builds no model.*negative dimension", "mend the file, or give --params"),
         (PICTURES | {"text_config": {"model_type": "unheard-of"}}, "builds no model.*unheard-of", "mend the file"),
     ],
