@@ -1,4 +1,5 @@
-"""Removes locks that killed builds of DeepSpeed's operators have left: torch would wait for them for ever."""
+"""Removes locks that killed builds of DeepSpeed's operators, or torch from 2.14 on, have left: an older torch would
+wait for them for ever."""
 
 import os
 import sys
@@ -12,7 +13,7 @@ def remove_stale_locks(root: Path) -> None:
     held = open_files() if locks else set()
     for lock in locks:
         if str(lock.resolve()) not in held:
-            sys.stderr.write(f"note: removing {lock}, left by a build that was killed\n")
+            sys.stderr.write(f"note: removing {lock}, which no build holds\n")
             lock.unlink(missing_ok=True)
 
 

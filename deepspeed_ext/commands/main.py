@@ -317,8 +317,10 @@ def _require_of_one_plan(arguments: argparse.Namespace) -> None:
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ConfigError(f"{names}: {'not with' if arguments.memory else 'only with'} --memory")
-    if arguments.memory and not {"ranks"} <= given:
-        raise ConfigError("--memory needs --gpus, and --params or --model")
+    needs = {"--gpus N": {"ranks"}, "--model config.json or --params 7e9": {"params", "model"}}
+    missing = [words for words, names in needs.items() if not names & given]
+    if arguments.memory and missing:
+        raise ConfigError(f"--memory needs {', and '.join(missing)}")
 
 
 def _plan_cores(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""Finds locks that killed builds of DeepSpeed's operators left behind. torch waits for them forever, without a
-message."""
+"""Finds locks that killed builds of DeepSpeed's operators left behind. torch up to 2.13 waits for them forever, without
+a message."""
 
 from __future__ import annotations
 
@@ -21,16 +21,28 @@ def operator_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
 
 
+def waits_for_files() -> bool:
+    """Whether a build waits while there is the file of another's lock. From 2.14 on, torch locks the file itself: the
+    file stays after every build, and holds nothing up."""
+    try:
+        from torch.utils import cpp_extension
+    except ImportError:
+        return True
+    return hasattr(cpp_extension, "FileBaton")
+
+
 def abandoned() -> list[Path]:
-    """Locks of builds on which no process of this host works. They may include a running build of another host that
-    shares the folder.
+    """Locks of builds on which no process of this host works, if they hold builds up. They may include a running build
+    of another host that shares the folder.
 
     Empty if the folder or the processes cannot be read: a start must not fail because of a warning.
     """
     now = time.time()
     try:
         locks = [path for path in operator_folder().glob("**/lock") if _age(path, now) > BETWEEN_COMPILERS_SECONDS]
-        busy = _working_folders() if locks else set()
+        if not locks or not waits_for_files():
+            return []
+        busy = _working_folders()
         return [path for path in locks if path.parent.resolve() not in busy]
     except (OSError, psutil.Error):
         return []

@@ -13,12 +13,14 @@ PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
 SECONDS = 1500
 """Of a command: torch is several gigabytes with its libraries for GPUs."""
 
+OF_THE_CHECKOUT = ("PYTHON", "DSEXT_", "DS_", "TORCH_EXTENSIONS_DIR")
 LIBRARY = "deepspeed_ext/zenflow/worker/kernel/_adam_pass.so"
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command prints, in an environment without this checkout."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DSEXT_", "DS_"))}
+    """What a command prints, in an environment without this checkout: also without the operators that DeepSpeed has
+    compiled for it, for which another torch would wait, or which it would compile anew."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_CHECKOUT)}
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,

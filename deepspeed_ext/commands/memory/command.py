@@ -68,17 +68,18 @@ def run_from_cli(arguments: Any) -> str:
         return _of_config(arguments, named, ranks, capacity)
     model = Model(named.params, named.largest, DTYPES[arguments.dtype or "bf16"])
     found = fits(model, ranks, capacity, machine, named.active)
-    text = fit_report.as_text(named.name, found, capacity, machine)
+    text = fit_report.as_text(named.name, found, capacity, machine, named.notes)
     if written is not None:
         text += f"\n{_write(written, found)}"
     if arguments.json:
-        return json.dumps(as_json([fit.plan for fit in found], capacity) | fit_report.as_json(found, machine))
+        report = as_json([fit.plan for fit in found], capacity, named.notes)
+        return json.dumps(report | fit_report.as_json(found, machine))
     return text
 
 
 def _require_one_model(arguments: Any) -> None:
-    if (arguments.params is None) == (arguments.model is None):
-        raise ConfigError("--memory needs --params or --model, and not both")
+    if arguments.params is not None and arguments.model is not None:
+        raise ConfigError("--params and --model: give one of them; --model says how many parameters there are")
     if arguments.model is not None and arguments.largest_param is not None:
         raise ConfigError("--largest-param: --model says it")
     if arguments.write is not None and arguments.config is not None:
@@ -115,9 +116,10 @@ def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacit
     model = Model(named.params, named.largest, DTYPES[arguments.dtype] if arguments.dtype else read.dtype)
     setups = [settled_on(capacity, model, ranks, each) for each in neighbours(read.setup)]
     plans = [plan_memory(model, ranks, each) for each in setups]
+    notes = (*named.notes, *read.notes)
     if arguments.json:
-        return json.dumps(as_json(plans, capacity))
-    return as_text(plans, read.notes, capacity)
+        return json.dumps(as_json(plans, capacity, notes))
+    return as_text(plans, notes, capacity)
 
 
 def parse_speed(text: str) -> float:

@@ -16,7 +16,7 @@ _COLUMNS = ("GPU GiB", "host GiB", "link ms", "exposed ms", "hidden from")
 _NAME_WIDTH, _WIDTH = 36, 12
 
 
-def as_text(name: str, found: Sequence[Fit], capacity: Capacity, machine: Machine) -> str:
+def as_text(name: str, found: Sequence[Fit], capacity: Capacity, machine: Machine, notes: Sequence[str] = ()) -> str:
     """The report.
 
     Args:
@@ -24,6 +24,7 @@ def as_text(name: str, found: Sequence[Fit], capacity: Capacity, machine: Machin
         found: every way.
         capacity: the machine's memory.
         machine: the machine's speeds.
+        notes: what a reader must know of the model.
     """
     first = found[0].plan
     lines = [
@@ -31,6 +32,7 @@ def as_text(name: str, found: Sequence[Fit], capacity: Capacity, machine: Machin
         f"{first.ranks.per_host} per host.",
         f"Assumed: {machine.link / 1e9:g} GB/s each way between a GPU and its host, {machine.host / 1e9:g} GB/s of "
         f"host memory, {machine.flops / 1e12:g} TFLOP/s a GPU.",
+        *(f"note: {note}" for note in notes),
         "",
         f"{'stage, run':<{_NAME_WIDTH}}{''.join(f'{column:>{_WIDTH}}' for column in _COLUMNS)}   fits",
         *(_line(fit) for fit in found),

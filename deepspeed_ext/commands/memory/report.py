@@ -17,7 +17,7 @@ _WIDTHS = [max(11, len(phase.value)) for phase in Phase]
 """Of the columns of all tables, which have one for each phase or as many others."""
 
 
-def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> dict[str, Any]:
+def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN, notes: Sequence[str] = ()) -> dict[str, Any]:
     """All sizes in bytes; the first plan is the requested one, if there is one."""
     first = plans[0]
     return {
@@ -28,6 +28,7 @@ def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> dict[s
         "ranks": first.ranks.count,
         "ranks_per_host": first.ranks.per_host,
         "activations_included": False,
+        "notes": list(notes),
         "plans": [_plan_json(plan, capacity) for plan in plans],
     }
 

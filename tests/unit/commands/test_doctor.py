@@ -118,6 +118,7 @@ def test_missing_compiler_and_ninja_are_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_locks, "waits_for_files", lambda: True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "py311_cpu/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
@@ -137,6 +138,7 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_host_that_cannot_be_read_starts_all_the_same(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(build_locks, "waits_for_files", lambda: True)
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where torch then compiles
     lock = tmp_path / "torch_extensions/cpu_adam/lock"
@@ -159,6 +161,7 @@ def test_a_host_that_cannot_be_read_starts_all_the_same(
 def test_an_old_build_lock_is_named_before_deepspeed_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(build_locks, "waits_for_files", lambda: True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(logger, "propagate", True)
     lock = tmp_path / "py311_cpu/deepspeed_shm_comm/lock"
@@ -170,6 +173,27 @@ def test_an_old_build_lock_is_named_before_deepspeed_waits_for_it(
         deepspeed_ext.enable()
         deepspeed_ext.disable()
         assert any(f"{lock} was left by a build" in text for text in caplog.messages) == warns
+
+
+def test_a_lock_file_is_no_lock_where_torch_locks_the_file_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch does from 2.14 on: each build leaves the file, and the next one does not wait for it."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.delattr("torch.utils.cpp_extension.FileBaton", raising=False)
+    (lock := tmp_path / "lock").touch()
+    os.utime(lock, (0, 0))
+    deepspeed_ext.enable()
+    deepspeed_ext.disable()
+    assert not any(str(lock) in text for text in caplog.messages)
+    assert doctor.check_operator_cache().status == "ok"
+
+
+def test_this_torch_locks_in_one_of_the_two_ways() -> None:
+    from torch.utils import cpp_extension
+
+    assert build_locks.waits_for_files() == (not hasattr(cpp_extension, "FileLock"))
 
 
 def test_a_compiler_with_arguments_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.commands.memory.model_file import read_model
+from deepspeed_ext.commands.memory.model_file import MOST_BYTES, read_model
 from deepspeed_ext.errors import ConfigError
+from tests.support.paths import ROOT
 
 pytest.importorskip("transformers")
 
@@ -57,25 +60,174 @@ def test_a_model_that_names_no_class_is_the_language_model_of_its_type(tmp_path:
     assert read_model(str(write(tmp_path, config))).name == "LlamaForCausalLM"
 
 
+QUANTIZED = LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+TOWER = {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8, **SHAPES}
+TEXT = {name: value for name, value in LLAMA.items() if name != "architectures"}
+PICTURES = {"model_type": "llava", "text_config": TEXT, "vision_config": TOWER}
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that the command prints, with the exit status of bad input."""
+    assert cli.main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "says", "change"),
     [
-        ("no json", "builds no model"),
-        ({"hidden_size": 3}, "builds no model"),
-        ({"model_type": "unheard-of"}, "builds no model"),
-        (LLAMA | {"hidden_size": "many"}, "builds no model"),
-        (LLAMA | {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "unheard-of"}, "builds no model"),
+        ('{"model_type": "llama",\n "hidden_size": }', r"is no JSON \(.*line 2 column 17", "mend it"),
+        ("<!DOCTYPE html>", "is no JSON", "give another config.json or --params"),
+        ("[" * 100_000, "is no JSON", "mend it"),
+        ([LLAMA], "names no model_type", "give one that does"),
+        ({"hidden_size": 3}, "names no model_type", "give one that does, or --params"),
+        (LLAMA | {"model_type": ["llama"]}, "names no model_type", "give one that does"),
+        ({"zero_optimization": {"stage": 2}}, "is a config of DeepSpeed", "give it as --config"),
+        ({"model_type": "unheard-of"}, "does not know the model_type 'unheard-of'", "pip install --upgrade"),
+        (LLAMA | {"hidden_size": "many"}, "builds no model.*str", "mend the file, or give --params"),
+        (LLAMA | {"hidden_size": -64}, "builds no model.*negative dimension", "mend the file, or give --params"),
+        (PICTURES | {"text_config": {"model_type": "unheard-of"}}, "builds no model.*unheard-of", "mend the file"),
     ],
 )
-def test_what_is_no_model_is_one_clear_error_and_no_code_of_its_own_runs(
-    config: Any, says: str, tmp_path: Path
+def test_what_is_no_model_is_one_line_that_says_what_to_change(
+    config: Any, says: str, change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, config)
-    (tmp_path / "evil.py").write_text("open('ran', 'w')\n")
-    with pytest.raises(ConfigError, match=says):
-        read_model(str(tmp_path))
-    assert not Path("ran").exists()
+    said = error_of(capsys, "--memory", "--gpus", "2", "--model", str(write(tmp_path, config)))
+    assert re.search(says, said), said
+    assert change in said
+    assert "config.json" in said
+
+
+def test_weights_in_place_of_the_config_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    said = error_of(capsys, "--memory", "--gpus", "2", "--model", str(tmp_path / "model.safetensors"))
+    assert "give the config.json, not the weights" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "files", "says"),
+    [
+        ("folder", [], "the folder 'folder' holds no config.json; give the one that does, or --params"),
+        ("folder", ["model.safetensors"], "the folder 'folder' holds no config.json"),
+        ("folder", ["adapter_config.json"], "'folder' holds an adapter; give --params of the adapter"),
+        ("meta-llama/Llama-3.1-8B", [], "nothing is downloaded: of a model on a hub, download config.json first"),
+        (
+            "/nowhere/at/all",
+            [],
+            "found no config.json at '/nowhere/at/all'; give the file, or the folder that holds it",
+        ),
+        ("x" * 5000, [], "found no config.json"),
+        ("\0", [], "found no config.json"),
+        ("", [], "found no config.json"),
+    ],
+)
+def test_a_path_without_a_config_is_one_line_that_says_what_to_give(
+    path: str, files: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    for name in files:
+        Path("folder", name).touch()
+    assert says in error_of(capsys, "--memory", "--gpus", "2", "--model", path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--memory", "--model", "config.json"], "--memory needs --gpus N\n"),
+        (["--memory", "--gpus", "2"], "--memory needs --model config.json or --params 7e9\n"),
+        (["--memory"], "--memory needs --gpus N, and --model config.json or --params 7e9\n"),
+        (["--memory", "--gpus", "2", "--params", "7e9", "--model", "config.json"], "give one of them"),
+        (["--model", "config.json"], "--model: only with --memory\n"),
+    ],
+)
+def test_what_is_missing_is_named_and_nothing_else(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in error_of(capsys, *arguments)
+
+
+@pytest.mark.parametrize("kind", ["unheard-of", "llama"])
+def test_no_code_beside_a_config_runs_and_nothing_asks_whether_to(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask, with the question in the output that is held back, and run it after a yes."""
+    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    write(tmp_path, TEXT | {"auto_map": code, "model_type": kind})
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    asked = io.StringIO("y\n")
+    monkeypatch.setattr("sys.stdin", asked)
+    if kind == "llama":
+        assert read_model(str(tmp_path)).name == "LlamaForCausalLM"
+    else:
+        with pytest.raises(ConfigError, match="code that comes with a model is not run; give --params"):
+            read_model(str(tmp_path))
+    assert asked.tell() == 0
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_class_that_is_no_model_is_not_called(tmp_path: Path) -> None:
+    assert read_model(str(write(tmp_path, LLAMA | {"architectures": ["Trainer"]}))).name == "LlamaForCausalLM"
+
+
+def test_quantized_weights_count_as_the_plain_ones_and_a_note_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, found = (read_model(str(write(tmp_path, config))) for config in (LLAMA, QUANTIZED))
+    assert (found.params, found.largest) == (plain.params, plain.largest)
+    assert plain.notes == ()
+    (note,) = found.notes
+    arguments = ["plan", "--memory", "--gpus", "2", "--model", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
+    assert line == f"note: {note}"
+    assert "are quantized ('fp8')" in line
+    assert "Of an adapter, give --params" in line
+    assert len(line) <= 120
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [note]
+
+
+def test_notes_of_the_model_come_with_a_config_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs/zenflow.json")
+    write(tmp_path, QUANTIZED)
+    assert cli.main(["plan", "--memory", "--gpus", "2", "--model", str(tmp_path), "--config", config]) == 0
+    assert "note: the weights are quantized ('fp8')" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names_class", [False, True])
+def test_a_model_of_text_and_pictures_is_counted_whole_and_its_tower_named(names_class: bool, tmp_path: Path) -> None:
+    text = read_model(str(write(tmp_path, LLAMA)))
+    architectures = {"architectures": ["LlavaForConditionalGeneration"]} if names_class else {}
+    found = read_model(str(write(tmp_path, PICTURES | architectures)))
+    assert found.name == "LlavaForConditionalGeneration"
+    (note,) = found.notes
+    tower = int(note.partition(" ")[0].replace(",", ""))
+    projector = 2 * (64 * 64 + 64)
+    assert found.params == text.params + tower + projector
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"model_type": "t5", "d_model": 64, "d_ff": 64, "num_layers": 1}, "T5ForConditionalGeneration"),
+        ({"model_type": "vit", **SHAPES}, "ViTModel"),
+    ],
+)
+def test_other_types_that_name_no_class_are_the_model_of_their_task(config: Any, name: str, tmp_path: Path) -> None:
+    assert read_model(str(write(tmp_path, config))).name == name
+
+
+def test_a_library_that_transformers_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ImportError("TimmWrapperConfig requires the timm library")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fails)
+    with pytest.raises(ConfigError, match="requires the timm library; install what it names, or give --params"):
+        read_model(str(write(tmp_path, LLAMA)))
 
 
 def test_without_transformers_the_message_says_what_to_install(tmp_path: Path) -> None:
