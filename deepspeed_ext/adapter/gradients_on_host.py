@@ -70,17 +70,16 @@ class GradientsOnHost(ZeROOptimizer, ABC):
         return GradientBytes(there, 0 if summed is handed_over else summed.itemsize * sum(numels))
 
     def _take_gradient(self, number: int, gradient: torch.Tensor) -> None:
-        """Start the copy of a parameter's reduced gradient to the host. An error is kept until the ranks wait together:
-        backward goes on to the next collective.
+        """Start the copy of a parameter's reduced gradient to the host. Keep its error: backward goes on to the next
+        collective.
 
         Args:
             number: the parameter's id.
             gradient: this rank's part of it, in this micro-step.
         """
-        with self.zenflow_adam.link.keeping():
-            assert self._host_gradients is not None, "called only if gradients are on the host"
-            completes = self.is_gradient_accumulation_boundary()
-            self._host_gradients.take(number, gradient, adds=self.micro_step_id > 0, completes=completes)
+        assert self._host_gradients is not None, "called only if gradients are on the host"
+        completes = self.is_gradient_accumulation_boundary()
+        self._host_gradients.take(number, gradient, adds=self.micro_step_id > 0, completes=completes)
 
     def _place_gradients(self) -> None:
         """Let the receivers show the gradients of the coming step, which are on the host."""
@@ -90,9 +89,8 @@ class GradientsOnHost(ZeROOptimizer, ABC):
     def _finish_gradients(self) -> None:
         """Complete gradients that are on the host, before a step."""
         if self._host_gradients is not None:
-            with self.zenflow_adam.link.keeping():
-                self._host_gradients.finish()
             self._place_gradients()
+            self._host_gradients.finish()
 
     def _norm_of_known(self, gradients: HostGradients, numbers: Sequence[int], params: Sequence[Any]) -> Any:
         """DeepSpeed's norm of gradients on the accelerator, to the bit, from what was found during backward.

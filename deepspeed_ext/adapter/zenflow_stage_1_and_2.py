@@ -163,7 +163,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if gradient is None:
             _, begin, _, numel = self.grad_position[number]
             gradient = self.get_gradient_for_reduction(param).view(-1)[begin : begin + numel]
-        self._take_gradient(number, gradient)
+        with self.zenflow_adam.link.keeping():
+            self._take_gradient(number, gradient)
         if not get_accelerator().is_synchronized_device():
             gradient.record_stream(get_accelerator().current_stream())
         self.clear_grad_attribute(param)
@@ -191,12 +192,14 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def reset_cpu_buffers(self) -> None:
         super().reset_cpu_buffers()
         if self._host_gradients is not None:
-            self._host_gradients.forget()
+            with self.zenflow_adam.link.keeping():
+                self._host_gradients.forget()
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        self._finish_gradients()
+        with self.zenflow_adam.link.keeping():
+            self._finish_gradients()
         # DeepSpeed's CPU offload copies weights through these buffers to where they are already.
         with swapped(Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", self._step.receivers)):
             super().step(closure)

@@ -152,15 +152,19 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         if self._host_gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
         for param, gradient in zip(params_to_release, grad_partitions, strict=True):
-            if self._held_numel(param):
-                if not self._weights_on_host:  # the norm is then that of gradients which stay, to the bit
-                    missing = param.partition_numel() - gradient.numel()
-                    gradient = torch.nn.functional.pad(gradient.view(-1), (0, missing)) if missing else gradient
-                self._take_gradient(param.ds_id, gradient)
+            with self.zenflow_adam.link.keeping():
+                if self._held_numel(param):
+                    self._take_gradient(param.ds_id, self._padded(param, gradient))
             if param.grad is not None and param.grad.device.type != "cpu":
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []
+
+    def _padded(self, param: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient as it would be on the accelerator, so that its norm is the same to the bit. With weights on the
+        host it is as in ZeRO-Offload, without padding."""
+        missing = 0 if self._weights_on_host else param.partition_numel() - gradient.numel()
+        return torch.nn.functional.pad(gradient.view(-1), (0, missing)) if missing else gradient
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
         """With weights on the host as DeepSpeed does, whose ZeRO-Offload that run equals; otherwise as for gradients on
@@ -175,7 +179,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def reset_cpu_buffers(self) -> None:
         super().reset_cpu_buffers()
         if self._host_gradients is not None:
-            self._host_gradients.forget()
+            with self.zenflow_adam.link.keeping():
+                self._host_gradients.forget()
             self.norm_for_param_grads = self._host_gradients.norms
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -238,7 +243,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
-        self._finish_gradients()
+        with self.zenflow_adam.link.keeping():
+            self._finish_gradients()
         super().step(closure)
         with self.zenflow_adam.link.keeping():
             self._order_gathers()

@@ -80,6 +80,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._backward_prologue",
         "cores/exchange.py:_require_same_host_plan",
         "flatten/exchange.py:broadcasts",
+        "adapter/gradients_on_host.py:GradientsOnHost._norm_of_known",
         "adapter/zenflow_stepping.py:ZenFlowStepping.step",
         "adapter/zenflow_stepping.py:ZenFlowStepping._optimizer_step",
         "adapter/zenflow_stepping.py:ZenFlowStepping._masters",
@@ -353,6 +354,25 @@ def test_all_ranks_have_the_same_error(
         timeout_seconds=280,
     )
     require_same_errors(ended, name, at_least=1 if within else 30 // every)  # 12 more if the worker is slow
+
+
+ON_HOST = ("adapter/gradients_on_host.py:", "adapter/host_gradients.py:", "zenflow/transfers/weight_upload.py:")
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_an_error_of_gradients_on_the_host_is_every_ranks(stage: int) -> None:
+    """In backward, too, where the other ranks go on to the next reduction."""
+    for within in ON_HOST:
+        ended = run_fresh_ranks(
+            RANKS,
+            go_through,
+            zenflow_config(stage, gradients_on_host=True, **RULES["predictive"]),
+            *("", "step", 1, 0, within),
+            device="sim",
+            group_timeout_seconds=SECONDS + 5,
+            timeout_seconds=120,
+        )
+        require_same_errors(ended, "step", at_least=1)
 
 
 @pytest.mark.parametrize(
