@@ -211,7 +211,7 @@ GROUPS: tuple[Group, ...] = (
         "Moments in bf16, an amendment",
         (
             ("bytes-1m", "base", ("adamw-bf16", "ours-1", "ours-1-bf16", "adamw-disturbed")),
-            ("bytes-1m", "beta2-0.999", ("adamw-bf16", "ours-1", "ours-1-bf16")),
+            ("bytes-1m", "beta2-0.999", ("adamw-bf16", "ours-1", "ours-1-bf16", "ours-1-from-40")),
             *_each(("embeddings", "experts", "spikes"), ("base",), ("adamw-bf16",)),
             ("reactions", "steps-100", ("adamw-bf16",)),
             ("bytes-5m", "base", ("adamw-bf16", "ours-1-bf16-from-40")),
