@@ -209,7 +209,8 @@ def _bytes_table() -> str:
                 plan.peak(Place.ACCELERATOR) + device,
             )
             held, peak, gpu = (f"{nbytes / model.params:.1f}" for nbytes in numbers)
-            rows.append([str(stage), name, held, f"{peak} ({most.value})", f"{gpu} ({there})"])
+            shown = name.replace(" exact,", ",") if name.endswith(ROUNDED) else name
+            rows.append([str(stage), shown, held, f"{peak} ({most.value})", f"{gpu} ({there})"])
     head = ["stage", "way", "host, between steps", "host, at its peak", "GPU, at its peak"]
     return _table(head, rows)
 
