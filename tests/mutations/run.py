@@ -27,6 +27,7 @@ __all__ = ["TABLE", "read_table"]
 TABLE = ROOT / "docs" / "lab" / "waits.md"
 TESTS = (
     "tests/unit/zenflow/transfers/test_copies.py",
+    "tests/unit/zenflow/transfers/test_chunk_slots.py",
     "tests/unit/zenflow/transfers/test_weight_upload.py",
     "tests/unit/zenflow/test_offload_states.py",
     "tests/unit/adapter/test_host_gradients.py",
