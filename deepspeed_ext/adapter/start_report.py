@@ -71,7 +71,9 @@ def _zenflow(settings: ZenFlowConfig, adam: OffloadedAdam) -> Iterator[str]:
         yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
         yield "every step waits for its own update (overlap_step is off)"
-    if not get_accelerator().is_synchronized_device():
+    if adam.link.fills_early:
+        yield "gradients go to the host during backward, and the host computes the weights"
+    elif not get_accelerator().is_synchronized_device():
         where = "beside the next" if isinstance(adam.link.transfers, HiddenTransfers) else "inside the"
         yield f"gradients and results are copied {where} step"
 

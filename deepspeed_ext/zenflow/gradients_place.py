@@ -60,7 +60,7 @@ def _log(chosen: bool, is_tight: bool, needed: int, free: int) -> None:
     """Say where gradients go, and why."""
     where = "go to the host during backward" if chosen else "stay on the accelerator until their step"
     short = "; but a host has no memory for them" if is_tight and not chosen else ""
-    logger.info(
+    logger.debug(
         f"zenflow.gradients_on_host = {chosen}: gradients {where}. They would take {needed:,} bytes of the "
         f"accelerator, where {free:,} are free on rank 0, and should take at most {MOST_FOR_GRADIENTS:.0%} of what is "
         f"free on any rank{short}"
