@@ -242,7 +242,7 @@ class HiddenTransfers(Transfers):
         filled = streams.blocking_event()
         filled.record(get_accelerator().current_stream())
         self._down.wait_event(filled)
-        self._coming += self._parcels(taken, lambda chunk: partial(self._send_down, chunk))
+        self._coming += self._parcels(taken, len(self._coming), self._send_down)
         for index in taken:
             self._buffers[index].is_full = False
         if self._at_once is None:
@@ -258,7 +258,7 @@ class HiddenTransfers(Transfers):
         departed = streams.blocking_event()
         departed.record(get_accelerator().current_stream())
         without = {task.partition for task in tasks} - {parcel.index for parcel in parcels}
-        parcels += self._parcels(sorted(without), lambda chunk: partial(self._nothing_down, chunk, departed))
+        parcels += self._parcels(sorted(without), len(parcels), partial(self._nothing_down, departed))
         by_index = {task.partition: task for task in tasks}
         self._has_y = self._has_y or bool(tasks and not self._chunk_slots)
         for parcel in parcels:
@@ -279,16 +279,16 @@ class HiddenTransfers(Transfers):
         """How many chunks may be on the host at once; None: all."""
         return len(self._chunk_slots) or None
 
-    def _parcels(self, indices: Sequence[int], send: Callable[[Chunk], Callable[[], Any]]) -> list[Parcel]:
-        """The parcels of partitions, behind those that are coming."""
+    def _parcels(self, indices: Sequence[int], before: int, send: Callable[[Chunk], Any]) -> list[Parcel]:
+        """The parcels of partitions, behind `before` others of the same shipment."""
         found: list[Parcel] = []
         for index in indices:
             for span, blocks in self._spans(index):
-                number = len(self._coming) + len(found)
+                number = before + len(found)
                 slot = self._chunk_slots[number % len(self._chunk_slots)] if self._chunk_slots else None
                 chunk = Chunk(span, blocks, self._buffers[index], slot)
                 bring_up = partial(self._start_up, chunk, index)
-                found.append(Parcel(send(chunk), bring_up=bring_up, index=index, span=span, number=number))
+                found.append(Parcel(partial(send, chunk), bring_up=bring_up, index=index, span=span, number=number))
         return found
 
     def _send_down(self, chunk: Chunk) -> Any:
@@ -302,7 +302,7 @@ class HiddenTransfers(Transfers):
                     chunk.start_down()
             return self._arrived()
 
-    def _nothing_down(self, chunk: Chunk, departed: Any) -> Any:
+    def _nothing_down(self, departed: Any, chunk: Chunk) -> Any:
         """As `_send_down` for a chunk without a gradient: the worker writes to its place once that is free and
         everything that reads what it writes is done."""
         if chunk.slot is None:
