@@ -76,9 +76,10 @@ class ZenFlowConfig(ConfigSection):
 
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """``predictive`` with Adam or AdamW: dtype of the moments on the host. ``bfloat16`` takes 4 bytes of host memory
-    per parameter less, and a shorter pass, but is not exact: every update rounds both moments up or down at random. A
-    resume is still exact, and a checkpoint of the other dtype is converted. DeepSpeed's ``bf16.bf16_optimizer_states``
-    sets it, unless it is given. Not with ``offload_optimizer.ratio`` below 1."""
+    per parameter less, and the pass moves 20 bytes per parameter instead of 28, but it is not exact: every update
+    rounds both moments up or down at random. A resume is still exact, and a checkpoint of the other dtype is converted.
+    DeepSpeed's ``bf16.bf16_optimizer_states`` sets it, unless it is given. Not with ``offload_optimizer.ratio`` below
+    1."""
 
     hide_transfers: bool | None = None
     """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of device memory per
