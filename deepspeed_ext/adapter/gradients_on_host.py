@@ -66,7 +66,7 @@ class GradientsOnHost(ZeROOptimizer, ABC):
         weights, summed = [self._weights(index) for index in range(partitions)], self.gradient_accumulation_dtype
         numels = [each.numel() for each in weights]
         items = weights[0].itemsize, summed.itemsize, handed_over.itemsize
-        there = gradient_bytes(numels, *items, flattens=self._flattens_sums)
+        there = gradient_bytes(sum(numels), max(numels, default=0), *items, flattens=self._flattens_sums)
         return GradientBytes(there, 0 if summed is handed_over else summed.itemsize * sum(numels))
 
     def _take_gradient(self, number: int, gradient: torch.Tensor) -> None:

@@ -10,7 +10,16 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.same import first_difference
-from tests.support.zenflow import Outcome, make_engine, offload_config, run, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    Outcome,
+    make_engine,
+    masters_of,
+    offload_config,
+    run,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 
 def initial_weights(stage: int, dtype: torch.dtype) -> dict:
@@ -75,3 +84,19 @@ def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
     found = {"interval": adam.rule.schedule.interval, "figures": adam.measurements(), "weights": weights_of(engine)}
     engine.destroy()
     return losses, found
+
+
+def parked(config: dict[str, Any]) -> str:
+    """How a run whose states go to the host and back after every step differs from one in which they stay."""
+    found = []
+    for away in (False, True):
+        engine = make_engine(config, groups=two_groups)
+        losses = []
+        for batch in batches(5, dist.get_rank()):
+            losses += train(engine, [batch])
+            if away:
+                engine.offload_states()
+                engine.reload_states()
+        found.append((losses, weights_of(engine), masters_of(engine)))
+        engine.destroy()
+    return first_difference(found[0], found[1], "losses, weights, masters")

@@ -52,9 +52,10 @@ def _with_gradients(accelerator: int, host: int | None, model: Model, ranks: Ran
         return setup
     dtypes = setup.accumulation_dtype(model), setup.handed_over_dtype(model)
     items = model.itemsize, *(DTYPE_BYTES[dtype] for dtype in dtypes)
-    numels = [run.numel for run in setup.partitions(model, ranks) for _ in range(run.times)]
-    weights = model.itemsize * (sum(numels) if setup.partitions_weights else model.params)
-    needed = gradient_bytes(numels, *items, flattens=setup.partitions_weights)
+    partitions = setup.partitions(model, ranks)  # perhaps one an element
+    numel, largest = sum(run.numel * run.times for run in partitions), max(run.numel for run in partitions)
+    weights = model.itemsize * (numel if setup.partitions_weights else model.params)
+    needed = gradient_bytes(numel, largest, *items, flattens=setup.partitions_weights)
     there, here = (
         replace(setup, zenflow=ZenFlowConfig(**zenflow.model_dump(exclude_unset=True) | {"gradients_on_host": chosen}))
         for chosen in (False, True)

@@ -231,20 +231,22 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def gradient_bytes(numels: Sequence[int], weights: int, accumulated: int, handed_over: int, *, flattens: bool) -> int:
+def gradient_bytes(
+    numel: int, largest: int, weights: int, accumulated: int, handed_over: int, *, flattens: bool
+) -> int:
     """Bytes of accelerator memory that gradients take at once if they stay there until their step: those of all
     partitions as DeepSpeed keeps them, and one that it makes flat.
 
     Args:
-        numels: elements of each partition.
+        numel: elements of all partitions.
+        largest: elements of the largest of them.
         weights, accumulated, handed_over: bytes of an element of the weights, of a gradient as it is accumulated and as
             it is handed over.
         flattens: whether DeepSpeed copies gradients to a flat tensor even if they are summed in another dtype than that
             of the weights. At stages 1 and 2 they are then one flat tensor already.
     """
-    kept, most = accumulated * sum(numels), max(numels, default=0)
-    copied = accumulated * most if flattens or accumulated == weights else 0
-    return kept + copied + (handed_over * most if handed_over != accumulated else 0)
+    copied = accumulated * largest if flattens or accumulated == weights else 0
+    return accumulated * numel + copied + (handed_over * largest if handed_over != accumulated else 0)
 
 
 def may_choose_host(hide_transfers: bool | None, host_share: float | None) -> bool:

@@ -14,14 +14,14 @@ from deepspeed.utils import safe_get_full_optimizer_state
 
 from deepspeed_ext.errors import CheckpointError, ConfigError
 from tests.support.compare import allow_fp16
-from tests.support.models import batches, two_groups
+from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.resharded import Run, resume, saved_by
 from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
 from tests.support.state_access import looking_on
-from tests.support.zenflow import make_engine, masters_of, offload_config, train, weights_of, zenflow_config
-from tests.support.zenflow_runs import difference, with_and_without
+from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow_runs import difference, parked, with_and_without
 
 STAGES = [1, 2, 3]
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
@@ -184,21 +184,6 @@ def second_moment(config: dict[str, Any]) -> str:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_second_moment_is_an_error(stage: int) -> None:
     assert run_ranks(1, second_moment, lion_config(stage))[0] in ("KeyError", "ValueError")
-
-
-def parked(config: dict[str, Any]) -> str:
-    found = []
-    for away in (False, True):
-        engine = make_engine(config, groups=two_groups)
-        losses = []
-        for batch in batches(5, dist.get_rank()):
-            losses += train(engine, [batch])
-            if away:
-                engine.offload_states()
-                engine.reload_states()
-        found.append((losses, weights_of(engine), masters_of(engine)))
-        engine.destroy()
-    return first_difference(found[0], found[1], "losses, weights, masters")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -19,7 +19,7 @@ from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
 from tests.support.state_access import looking_on
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
-from tests.support.zenflow_runs import difference, with_and_without
+from tests.support.zenflow_runs import difference, parked, with_and_without
 
 STAGES = [1, 2, 3]
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
@@ -184,21 +184,6 @@ def written(config: dict[str, Any]) -> list[bool]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_moment_that_is_set_is_rounded(stage: int) -> None:
     assert run_ranks(1, written, rounded(stage)) == [[True, True]]
-
-
-def parked(config: dict[str, Any]) -> str:
-    found = []
-    for away in (False, True):
-        engine = make_engine(config, groups=two_groups)
-        losses = []
-        for batch in batches(5, dist.get_rank()):
-            losses += train(engine, [batch])
-            if away:
-                engine.offload_states()
-                engine.reload_states()
-        found.append((losses, weights_of(engine), masters_of(engine)))
-        engine.destroy()
-    return first_difference(found[0], found[1], "losses, weights, masters")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

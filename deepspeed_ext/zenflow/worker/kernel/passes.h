@@ -93,17 +93,12 @@ template <Dtype D>
 struct Moment;
 
 template <>
-struct Moment<kFloat32> {
-    using type = float;
-    INLINE float load(float x) { return x; }
+struct Moment<kFloat32> : Element<kFloat32> {
     INLINE void round(const AdamStep &, uint32_t, float &, float &) {}
-    INLINE float store(float x) { return x; }
 };
 
 template <>
-struct Moment<kBFloat16> {
-    using type = uint16_t;
-    INLINE float load(uint16_t x) { return from_bits(static_cast<uint32_t>(x) << 16); }
+struct Moment<kBFloat16> : Element<kBFloat16> {
     INLINE void round(const AdamStep &s, uint32_t i, float &m, float &v) {
         const uint32_t random = hash(i + s.rounding_key);
         m = up_by(m, random & 0xffffu);

@@ -223,3 +223,11 @@ def test_gradients_stay_where_the_host_has_no_memory_for_them(host: int, expecte
     """16.3 bytes per parameter with gradients there, and 14.2 without."""
     setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1))
     assert settled_on(Capacity(24 * GIB, host * GIB), SEVEN_B, ON_ONE, setup).fills_early is expected
+
+
+def test_sub_groups_of_one_element_are_counted_and_not_listed() -> None:
+    """A list of seven billion partitions would take the machine's memory."""
+    setup = Setup(stage=3, zenflow=ZenFlowConfig(update_interval=1), sub_group_size=1)
+    settled = settled_on(Capacity(24 << 30, 256 << 30), SEVEN_B, Ranks(1, 1), setup)
+    assert settled.zenflow is not None
+    assert settled.zenflow.gradients_on_host is not None

@@ -66,7 +66,7 @@ def test_while_the_interval_is_open_the_slots_of_interval_one_are_touched(
 def test_gradients_take_what_is_kept_and_one_flat_partition(
     items: tuple[int, int, int], flattens: bool, expected: int
 ) -> None:
-    assert gradient_bytes([100, 60], *items, flattens=flattens) == expected
+    assert gradient_bytes(160, 100, *items, flattens=flattens) == expected
 
 
 def test_gradients_go_to_the_host_beyond_half_of_what_is_free() -> None:
