@@ -19,7 +19,7 @@ LIMITS = {
     "ours-4": 1.5,
     "ours-8": 3.0,
     "adamw-bf16": 0.5,
-    **dict.fromkeys(("ours-1-bf16", "ours-1-bf16-from-40"), 1.0),
+    **dict.fromkeys(("ours-1-bf16", "ours-1-bf16-from-40", "adamw-int8", "ours-1-int8-from-40"), 1.0),
     **dict.fromkeys(("lion-bf16", "lion-delay", "lion-signs", "lion-means"), 1.0),
 }
 """Largest gap in percent that upholds the claim."""

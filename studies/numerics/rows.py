@@ -231,6 +231,17 @@ GROUPS: tuple[Group, ...] = (
         seeds=LATER_SEEDS[:1],
     ),
     Group(
+        "eight",
+        "Moments of 8 bits, an amendment",
+        (
+            ("bytes-1m", "base", ("adamw-int8", "ours-1-int8-from-40")),
+            ("bytes-1m", "beta2-0.999", ("adamw-int8",)),
+            *_each(("embeddings", "experts", "spikes"), ("base",), ("adamw-int8",)),
+            ("bytes-5m", "base", ("adamw-int8",)),
+        ),
+        seeds=LATER_SEEDS,
+    ),
+    Group(
         "beta1",
         "A delay at larger beta1, an amendment",
         (("bytes-1m", "base", ("delay-beta1-0.95", "delay-beta1-0.975")),),

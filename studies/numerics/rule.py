@@ -85,6 +85,7 @@ class Host:
 
     Attributes:
         p, m, v: 1-D [n]; p is fp32.
+        scales: of the codes of m and of v, if they have 8 bits.
         published: y of the newest pass, 1-D [n], dtype of the weights.
         means: mean of v over each block.
     """
@@ -95,14 +96,17 @@ class Host:
     published: torch.Tensor
     means: torch.Tensor
     block_size: int = field(default=PLAIN_BLOCK)
+    scales: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(cls, start: Start, block_size: int = PLAIN_BLOCK, moments: torch.dtype = torch.float32) -> Host:
         """The state before the first step; `moments` is the dtype of m and v."""
         p = start.masters.clone()
         means = torch.zeros(-(-p.numel() // block_size), dtype=torch.float32)
-        m, v = (torch.zeros_like(p, dtype=moments) for _ in range(2))
-        return cls(p, m, v, p.to(start.dtype, copy=True), means, block_size)
+        is_coded = moments is torch.int8
+        m, v = (torch.zeros_like(p, dtype=each) for each in (moments, torch.uint8 if is_coded else moments))
+        scales = tuple(torch.zeros_like(means, dtype=torch.uint8) for _ in range(2 * is_coded))
+        return cls(p, m, v, p.to(start.dtype, copy=True), means, block_size, scales)
 
     def run(self, grads: Sequence[torch.Tensor], steps: Sequence[AdamStep], publish: Publish) -> None:
         """One pass of the package: an exact update for each gradient, then y and the block means."""
@@ -117,6 +121,7 @@ class Host:
                 block_means=_array(self.means),
                 block_size=self.block_size,
                 publish=publish,
+                scales=(_array(self.scales[0]), _array(self.scales[1])) if self.scales else None,
             )
         )
 
@@ -162,11 +167,12 @@ class Rule(ABC):
 
 
 class AdamW(Rule):
-    """Every update before the next forward pass: what the others are compared with; `moments` is their dtype."""
+    """Every update before the next forward pass: what the others are compared with; `moments` is their dtype, and
+    `block_size` that of the blocks with one scale."""
 
-    def __init__(self, start: Start, moments: torch.dtype = torch.float32) -> None:
+    def __init__(self, start: Start, moments: torch.dtype = torch.float32, block_size: int = PLAIN_BLOCK) -> None:
         super().__init__(start)
-        self.host = Host.of(start, moments=moments)
+        self.host = Host.of(start, block_size, moments)
 
     def step(self, gradient: Gradient) -> None:
         self.host.step(gradient.reduced, self._next(gradient))

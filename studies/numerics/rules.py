@@ -41,6 +41,8 @@ RULES: dict[str, Callable[[Start], Rule]] = {
     "adamw-bf16": partial(AdamW, moments=torch.bfloat16),
     "ours-1-bf16": partial(Ours, interval=1, moments=torch.bfloat16),
     "ours-1-bf16-from-40": partial(Ours, interval=1, warm_up_steps=40, moments=torch.bfloat16),
+    "adamw-int8": partial(AdamW, moments=torch.int8, block_size=32),
+    "ours-1-int8-from-40": partial(Ours, interval=1, warm_up_steps=40, moments=torch.int8),
     "delay": Delay,
     "feedback": Feedback,
     "momentum": Momentum,

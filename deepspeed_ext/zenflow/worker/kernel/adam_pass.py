@@ -9,8 +9,8 @@ elementwise in fp32::
     d = sqrt(v) / sqrt(1 - beta2^t) + eps
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when decoupled)
 
-Without bias correction, both 1 - beta^t are 1. A gradient is maximized by a negative c. If m and v are bfloat16, each
-step rounds them as `rounding` says, before d and p are computed from them.
+Without bias correction, both 1 - beta^t are 1. A gradient is maximized by a negative c. If m and v have 16 or 8 bits,
+each step rounds them as `rounding` says, before d and p are computed from them.
 
 After the last step, with that step's d and the values of `Publish`::
 
@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES, LARGEST_CODED_BLOCK
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAM_STATE", "DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish"]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "uint8": 1}
 
 ADAM_STATE = StateLayout("adam", (("m", "exp_avg"), ("v", "exp_avg_sq")), per_block=("block_means", "float32"))
 
@@ -108,8 +109,8 @@ class Publish:
 class AdamPass:
     """One pass over one partition of n elements.
 
-    ``p`` (fp32 [n]), ``m`` and ``v`` ([n], both fp32 or both bfloat16) are read and written. ``published`` ([n], any
-    floating dtype) and ``block_means`` (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one
+    ``p`` (fp32 [n]), ``m`` and ``v`` ([n], both fp32, both bfloat16, or codes: int8 and uint8) are read and written, as
+    are the ``scales`` of codes. ``published`` ([n], any floating dtype) and ``block_means`` (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one
     dtype) are read, one per step. A pass without steps recomputes ``published`` and ``block_means``. ``published`` may
     be the memory of the last one of ``grads``, if both have the same item size; otherwise no two arrays overlap.
     """
@@ -125,13 +126,20 @@ class AdamPass:
     publish: Publish
     first: int = 0
     """Number of the first element in its partition: random numbers depend on it."""
+    scales: tuple[Array, Array] | None = None
+    """Of the codes of m and of v, uint8 [ceil(n / block_size)] each; None: the moments are no codes."""
 
     def __post_init__(self) -> None:
         n = self.p.numel
         assert len(self.grads) == len(self.steps), "one gradient per step"
         assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), "arrays of one partition"
         assert {a.dtype for a in (self.p, self.block_means)} == {"float32"}
-        assert (self.m.dtype, self.v.dtype) in (("float32", "float32"), ("bfloat16", "bfloat16"))
+        assert (self.m.dtype, self.v.dtype) in (("float32", "float32"), ("bfloat16", "bfloat16"), CODE_DTYPES)
+        if self.scales is None:
+            assert self.m.dtype != CODE_DTYPES[0], "codes have scales"
+        else:
+            assert self.block_size <= LARGEST_CODED_BLOCK
+            assert all((each.dtype, each.numel) == ("uint8", self.block_means.numel) for each in self.scales)
         assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
         assert self.block_means.numel == -(-n // self.block_size)
         if self.steps:
@@ -182,6 +190,9 @@ class Kernel(Protocol):
 
     def run(self, adam_pass: AdamPass) -> None:
         """Run one pass; returns once memory holds the result."""
+
+    def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
+        """Decode whole blocks of m (int8 [n]) or of v (uint8 [n]) to fp32 [n]; a last block may be shorter."""
 
     def run_mean(self, mean_pass: MeanPass) -> None:
         """Run one pass; returns once memory holds the result."""

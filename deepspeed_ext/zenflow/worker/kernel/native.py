@@ -11,8 +11,8 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 9
-DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+ABI_VERSION = 10
+DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
 class _Step(ctypes.Structure):
@@ -55,6 +55,8 @@ class _Pass(ctypes.Structure):
         ("publish_eps", ctypes.c_float),
         ("moment_dtype", ctypes.c_int32),
         ("first", ctypes.c_uint32),
+        ("m_scales", ctypes.c_void_p),
+        ("v_scales", ctypes.c_void_p),
     ]
 
 
@@ -119,6 +121,14 @@ def open_library(path: str) -> ctypes.CDLL:
         "dsext_adam_pass": [ctypes.POINTER(_Pass)],
         "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
         "dsext_lion_pass": [ctypes.POINTER(_LionPass)],
+        "dsext_decode": [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_int32,
+        ],
         "dsext_predict": [ctypes.c_void_p],
         "dsext_move": [ctypes.c_void_p],
         "dsext_first_touch": [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
@@ -208,7 +218,15 @@ class NativeKernel:
                 publish_eps=publish.eps,
                 moment_dtype=DTYPE_CODES[adam_pass.m.dtype],
                 first=adam_pass.first & WORD,
+                m_scales=None if adam_pass.scales is None else adam_pass.scales[0].address,
+                v_scales=None if adam_pass.scales is None else adam_pass.scales[1].address,
             )
+        )
+
+    def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
+        """See `Kernel.decode`. On the calling thread alone, without the interpreter lock."""
+        self._library.dsext_decode(
+            codes.address, scales.address, values.address, codes.numel, block_size, codes.dtype == "uint8"
         )
 
     def run_mean(self, mean_pass: MeanPass) -> None:

@@ -30,7 +30,7 @@ struct AdamStep {
 
 namespace {
 
-enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kCodes = 3 };
 
 INLINE float from_bits(uint32_t bits) {
     float value;
@@ -88,6 +88,14 @@ struct Element<kFloat16> {
     }
 };
 
+// The random bits of element i of a partition (rounding.py): the lower 16 for m, the upper 16 for v.
+INLINE uint32_t random_bits(const AdamStep &s, uint32_t i) {
+    uint32_t x = i + s.rounding_key;
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
 // The moments of one element in memory: how they are rounded (rounding.py), loaded and stored.
 template <Dtype D>
 struct Moment;
@@ -100,7 +108,7 @@ struct Moment<kFloat32> : Element<kFloat32> {
 template <>
 struct Moment<kBFloat16> : Element<kBFloat16> {
     INLINE void round(const AdamStep &s, uint32_t i, float &m, float &v) {
-        const uint32_t random = hash(i + s.rounding_key);
+        const uint32_t random = random_bits(s, i);
         m = up_by(m, random & 0xffffu);
         v = up_by(v, random >> 16);
     }
@@ -108,27 +116,32 @@ struct Moment<kBFloat16> : Element<kBFloat16> {
     INLINE uint16_t store(float x) { return static_cast<uint16_t>(to_bits(x) >> 16); }
 
   private:
-    INLINE uint32_t hash(uint32_t x) {
-        x = (x ^ x >> 16) * 0x7feb352du;
-        x = (x ^ x >> 15) * 0x846ca68bu;
-        return x ^ x >> 16;
-    }
     INLINE float up_by(float x, uint32_t random) {
         const uint32_t bits = to_bits(x), sum = (bits + random) & 0xffff0000u;
         return from_bits((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : sum);
     }
 };
 
-// The Adam step of element `i` of a partition; returns 1 / (sqrt(v) / sqrt(1 - beta2^t) + eps).
-template <Dtype M>
-INLINE float advance(const AdamStep &s, float gradient, uint32_t i, float &p, float &m, float &v) {
+// The moments of Adam's step, before they are rounded.
+INLINE void advance_moments(const AdamStep &s, float gradient, float p, float &m, float &v) {
     const float g = gradient * s.grad_scale + s.l2 * p;
     m += s.beta1_complement * (g - m);
     v = v * s.beta2 + s.beta2_complement * g * g;
-    Moment<M>::round(s, i, m, v);
+}
+
+// The rest of the step; returns 1 / (sqrt(v) / sqrt(1 - beta2^t) + eps).
+INLINE float update(const AdamStep &s, float &p, float m, float v) {
     const float inverse = 1.0f / (std::sqrt(v) * s.bias2_inverse + s.eps);
     p = p * s.decay - s.step_size * (m * inverse);
     return inverse;
+}
+
+// The Adam step of element `i` of a partition; returns as `update`.
+template <Dtype M>
+INLINE float advance(const AdamStep &s, float gradient, uint32_t i, float &p, float &m, float &v) {
+    advance_moments(s, gradient, p, m, v);
+    Moment<M>::round(s, i, m, v);
+    return update(s, p, m, v);
 }
 
 // Fits L1, and small enough that reading memory and summing blocks alternate quickly: 2048 took 1.15 times as long.

@@ -10,8 +10,8 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
+from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode, round_moments
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPass, LionStep
-from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS, WORD, rounding_key
 
 __all__ = ["ReferenceKernel", "block_means_into", "known_into", "publish_into", "take_steps"]
 
@@ -55,15 +55,25 @@ class ReferenceKernel:
         published = as_tensor(adam_pass.published).split(chunk)
         means = as_tensor(adam_pass.block_means).split(chunk // block)
         grads = [as_tensor(g).split(chunk) for g in adam_pass.grads]
+        scales = [as_tensor(each).split(chunk // block) for each in adam_pass.scales or ()]
 
         def work(i: int) -> None:
             with torch.no_grad():
-                newest = [grad[i] for grad in grads]
-                new_m, new_v = _steps(p[i], m[i], v[i], newest, adam_pass.steps, adam_pass.first + i * chunk)
-                block_means_into(new_v, block, means[i])
-                publish_into(adam_pass.publish, p[i], new_m, new_v, means[i], block, published[i])
+                stored, newest = (m[i], v[i]), [grad[i] for grad in grads]
+                of_blocks = [each[i] for each in scales]
+                moments = _loaded(stored, of_blocks, block)
+                _steps(
+                    p[i], *moments, newest, adam_pass.steps, adam_pass.first + i * chunk, adam_pass.m.dtype, block
+                )
+                _store(moments, stored, of_blocks, block)
+                block_means_into(moments[1], block, means[i])
+                publish_into(adam_pass.publish, p[i], *moments, means[i], block, published[i])
 
         list(self._pool.map(work, range(len(p))))
+
+    def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
+        """See `Kernel.decode`. In the calling thread."""
+        decode(as_tensor(codes), as_tensor(scales), block_size, as_tensor(values))
 
     def run_mean(self, mean_pass: MeanPass) -> None:
         """See `Kernel.run_mean`."""
@@ -175,18 +185,53 @@ def take_steps(
     grads: Sequence[torch.Tensor],
     steps: Sequence[AdamStep],
     first: int,
+    dtype: str,
+    block_size: int,
 ) -> None:
     """Take the steps of an `AdamPass` without publishing, in the calling thread.
 
     Args:
-        p, m, v: of a part of a partition, changed in place; 1-D [n], host. p is fp32, the moments fp32 or bfloat16.
+        p, m, v: of a part of a partition, changed in place; 1-D [n], host. p is fp32, the moments fp32, or bfloat16 if
+            that is `dtype`.
         grads: one for each step; 1-D [n], any float dtype, host.
         steps: their constants.
-        first: number of the part's first element in its partition.
+        first: number of the part's first element in its partition, where a block begins.
+        dtype: that to which each step rounds the moments: ``float32``, ``bfloat16`` or ``int8``.
+        block_size: elements per block.
     """
-    parts = [array.split(_CHUNK_NUMEL) for array in (p, m, v, *grads)]
+    chunk = max(1, _CHUNK_NUMEL // block_size) * block_size
+    parts = [array.split(chunk) for array in (p, m, v, *grads)]
     for i, (p_part, m_part, v_part, *grad_parts) in enumerate(zip(*parts, strict=True)):
-        _steps(p_part, m_part, v_part, grad_parts, steps, first + i * _CHUNK_NUMEL)
+        stored = m_part, v_part
+        moments = _loaded(stored, (), block_size)
+        _steps(p_part, *moments, grad_parts, steps, first + i * chunk, dtype, block_size)
+        _store(moments, stored, (), block_size)
+
+
+def _loaded(
+    stored: tuple[torch.Tensor, torch.Tensor], scales: Sequence[torch.Tensor], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and v in fp32: the arrays themselves if they are that; `scales` are those of codes."""
+    if not scales:
+        return stored[0].float(), stored[1].float()
+    moments = torch.empty(2, stored[0].numel(), dtype=torch.float32, device="cpu")
+    for codes, of_blocks, moment in zip(stored, scales, moments, strict=True):
+        decode(codes, of_blocks, block_size, moment)
+    return moments[0], moments[1]
+
+
+def _store(
+    moments: tuple[torch.Tensor, torch.Tensor],
+    stored: tuple[torch.Tensor, torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    block_size: int,
+) -> None:
+    """Write m and v of `_loaded`, which are rounded already."""
+    for moment, target in zip(moments, stored, strict=True):
+        if not scales and target is not moment:
+            target.copy_(moment)
+    for moment, codes, of_blocks in zip(moments, stored, scales, strict=False):
+        encode(moment, codes, of_blocks, block_size)
 
 
 def _steps(
@@ -196,19 +241,14 @@ def _steps(
     grads: Sequence[torch.Tensor],
     steps: Sequence[AdamStep],
     first: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `take_steps`, of one chunk; return the new m and v in fp32."""
-    is_rounded = m.dtype is torch.bfloat16
-    new_m, new_v = m.float(), v.float()  # the arrays themselves if they are fp32
+    dtype: str,
+    block_size: int,
+) -> None:
+    """As `take_steps`, of one chunk, whose m and v are fp32."""
     for step, grad in zip(steps, grads, strict=True):
-        _moments(step, grad.float() * step.grad_scale, p, new_m, new_v)
-        if is_rounded:
-            _round_moments(new_m, new_v, step.step, first)
-        _update(step, p, new_m, new_v)
-    if is_rounded:
-        m.copy_(new_m)
-        v.copy_(new_v)
-    return new_m, new_v
+        _moments(step, grad.float() * step.grad_scale, p, m, v)
+        round_moments(m, v, dtype, block_size, step.step, first)
+        _update(step, p, m, v)
 
 
 def _update(step: AdamStep, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
@@ -223,24 +263,6 @@ def _moments(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tenso
         grad.add_(p, alpha=step.weight_decay)
     m.lerp_(grad, 1.0 - step.beta1)
     v.mul_(step.beta2).addcmul_(grad, grad, value=1.0 - step.beta2)
-
-
-def _round_moments(m: torch.Tensor, v: torch.Tensor, step: int, first: int) -> None:
-    """Round m and v to values of bfloat16, as `rounding` says.
-
-    Args:
-        m, v: 1-D fp32 [n], host; changed in place.
-        step: number of the update.
-        first: number of their first element in its partition.
-    """
-    number = torch.arange(first, first + m.numel(), dtype=torch.int64, device="cpu")
-    random = number.add_(rounding_key(step)).bitwise_and_(WORD)
-    for shift, factor in zip(HASH_SHIFTS, (*HASH_FACTORS, 1), strict=True):
-        random.bitwise_xor_(random >> shift).mul_(factor).bitwise_and_(WORD)
-    for moment, up_by in ((m, random & 0xFFFF), (v, random >> 16)):
-        is_nan = moment.isnan()
-        moment.view(torch.int32).add_(up_by.to(torch.int32)).bitwise_and_(-0x10000)
-        moment.masked_fill_(is_nan, float("nan"))
 
 
 def publish_into(

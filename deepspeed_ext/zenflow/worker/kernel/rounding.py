@@ -1,4 +1,4 @@
-"""Defines how moments are rounded to 16 bits (``zenflow.state_dtype``). Plain values, no torch.
+"""Defines how moments are rounded to 16 or to 8 bits (``zenflow.state_dtype``). Plain values, no torch.
 
 Rounding to the nearest value would lose every change that is smaller than half a step of the coarse type, and v changes
 by a thousandth per update, where bfloat16 has steps of 1/256. So the moments are rounded up or down at random, with
@@ -11,13 +11,70 @@ pieces matter::
 
 A NaN stays a NaN. The hash is "lowbias32" of Wellons (github.com/skeeto/hash-prospector); sums and products in it are
 those of 32-bit integers.
+
+With 8 bits each element has a code and each block of the rule a scale, a power of two::
+
+    value = s k |k|                     k: -127..127 for m, 0..255 for v
+    s = 2^e, the least with |x| <= s K^2 in all of the block         K = 127 for m, 255 for v; -126 <= e <= 111
+    k = floor(sqrt(|x| / s)), and one more if 2^16 (|x| / s - k^2) > r' (2 k + 1)
+
+The steps between values grow as the root of the value, so that a block holds magnitudes from 1 to K^2, and products with
+s are exact. A scale is stored as one byte, e + 127; 255 says that no such e is large enough, or that there is a NaN or
+an infinity: then the whole block is NaN. Zeroed memory holds zeros.
+
+Two exceptions: a v above 0 has at least code 1, so that m / sqrt(v) stays small where v is small beside the rest of its
+block; and a value of more than s K^2 / 2 has at least the least code that stands for more than that, so that the
+largest value of a block needs the same scale when it is encoded again. So encoding what codes stand for gives these
+codes again, whatever r' is: moments can be read as fp32 and loaded to the bit. What is loaded from elsewhere is rounded
+to the nearest value, which is r' = 2^15.
 """
 
-__all__ = ["HASH_FACTORS", "HASH_SHIFTS", "WORD", "rounding_key"]
+from typing import NamedTuple
+
+__all__ = [
+    "CODES",
+    "CODE_DTYPES",
+    "HASH_FACTORS",
+    "HASH_SHIFTS",
+    "LARGEST_CODED_BLOCK",
+    "MOST_SCALE",
+    "NEAREST",
+    "NOT_FINITE",
+    "WORD",
+    "rounding_key",
+]
 
 WORD = 0xFFFFFFFF
 HASH_FACTORS = (0x7FEB352D, 0x846CA68B)
 HASH_SHIFTS = (16, 15, 16)
+
+CODE_DTYPES = ("int8", "uint8")
+"""Of the codes of m and of v."""
+LARGEST_CODED_BLOCK = 256
+"""Elements of the largest block with one scale: in a larger one most values would be small beside the largest."""
+MOST_SCALE = 238
+"""The largest finite scale as it is stored: with it, not even the largest code stands for an infinity."""
+NOT_FINITE = 255
+NEAREST = 1 << 15
+"""r' that rounds to the nearest value."""
+
+
+class Codes(NamedTuple):
+    """What the codes of m and of v differ in."""
+
+    most: int
+    """K."""
+    mantissa: int
+    """The fraction bits of K^2 in fp32."""
+    exponent: int
+    """Its exponent."""
+    least_above_half: int
+    """The least code k with k^2 > K^2 / 2."""
+    least: int
+    """The least code of a value that is not zero."""
+
+
+CODES = {"int8": Codes(127, 0x7C0400, 13, 90, 0), "uint8": Codes(255, 0x7E0100, 15, 181, 1)}
 
 
 def rounding_key(step: int) -> int:

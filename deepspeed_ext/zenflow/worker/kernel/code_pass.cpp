@@ -1,0 +1,140 @@
+// Runs the worker's pass with moments of 8 bits, and decodes them (formulas: adam_pass.py; codes: rounding.py).
+
+#include "adam_pass.h"
+
+namespace {
+
+constexpr int64_t kMostBlock = 256;
+constexpr int64_t kMostTile = kTileNumel + kMostBlock;
+
+// What the codes of m and of v differ in. A code k stands for k |k| scales.
+struct CodesOfM {
+    using type = int8_t;
+    static constexpr uint32_t kMantissa = 0x7c0400, kExponent = 13;  // of 127^2
+    static constexpr float kHalf = 127.0f * 127.0f / 2.0f, kLeastAboveHalf = 90.0f, kLeast = 0.0f;
+};
+struct CodesOfV {
+    using type = uint8_t;
+    static constexpr uint32_t kMantissa = 0x7e0100, kExponent = 15;  // of 255^2
+    static constexpr float kHalf = 255.0f * 255.0f / 2.0f, kLeastAboveHalf = 181.0f, kLeast = 1.0f;
+};
+constexpr uint32_t kMostScale = 238, kNotFinite = 255;
+
+INLINE float scale_of(uint32_t stored) { return from_bits(stored == kNotFinite ? 0x7fc00000u : stored << 23); }
+
+// The scale of a block, as it is stored.
+template <class Codes>
+INLINE uint32_t scale_for(const float *x, int64_t numel) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < numel; ++i) {
+        const int32_t bits = static_cast<int32_t>(to_bits(x[i]) & 0x7fffffffu);
+        largest = bits > largest ? bits : largest;
+    }
+    const uint32_t rounded = (static_cast<uint32_t>(largest) + (0x7fffffu - Codes::kMantissa)) >> 23;
+    if (rounded <= Codes::kExponent) return 1;
+    return rounded - Codes::kExponent > kMostScale ? kNotFinite : rounded - Codes::kExponent;
+}
+
+// The code of x, as a whole number without sign. `up` is below 2^16; `inverse` is that of the scale.
+template <class Codes>
+INLINE float magnitude(float x, float inverse, int32_t up) {
+    const float scaled = std::fabs(x) * inverse;
+    float k = static_cast<float>(static_cast<int32_t>(std::sqrt(scaled)));
+    const float rest = (scaled - k * k) * 65536.0f;
+    k += rest > static_cast<float>(up) * (k + k + 1.0f) ? 1.0f : 0.0f;
+    const float least = scaled > Codes::kHalf ? Codes::kLeastAboveHalf : x != 0.0f ? Codes::kLeast : 0.0f;
+    return k > least ? k : least;
+}
+
+template <class Codes>
+INLINE void decode(const typename Codes::type *codes, uint32_t stored, int64_t numel, float *__restrict x) {
+    const float scale = scale_of(stored);
+    for (int64_t i = 0; i < numel; ++i) {
+        const float k = static_cast<float>(static_cast<int32_t>(codes[i]));
+        x[i] = k * std::fabs(k) * scale;
+    }
+}
+
+// Encodes a block of x, and replaces x by what the codes stand for. `up`: numbers below 2^16.
+template <class Codes>
+INLINE void encode(float *__restrict x, const int32_t *up, int64_t numel, typename Codes::type *__restrict codes,
+                   uint8_t &scale) {
+    const uint32_t stored = scale_for<Codes>(x, numel);
+    const bool is_finite = stored != kNotFinite;
+    const float unit = scale_of(stored), inverse = from_bits(is_finite ? (254u - stored) << 23 : 0u);
+    scale = static_cast<uint8_t>(stored);
+    for (int64_t i = 0; i < numel; ++i) {
+        const float finite = is_finite ? x[i] : 0.0f;
+        const float k = std::copysign(magnitude<Codes>(finite, inverse, up[i]), finite);
+        codes[i] = static_cast<typename Codes::type>(static_cast<int32_t>(k));
+        x[i] = k * std::fabs(k) * unit;
+    }
+}
+
+// The moments of a tile in fp32.
+struct Moments {
+    float m[kMostTile], v[kMostTile];
+    int32_t up_m[kMostTile], up_v[kMostTile];
+};
+
+INLINE void round(const AdamPass &a, const AdamStep &s, int64_t first, int64_t last, Moments &t) {
+    const uint32_t number = a.first + static_cast<uint32_t>(first);
+    for (int64_t i = 0; i < last - first; ++i) {
+        const uint32_t random = random_bits(s, number + static_cast<uint32_t>(i));
+        t.up_m[i] = static_cast<int32_t>(random & 0xffffu);
+        t.up_v[i] = static_cast<int32_t>(random >> 16);
+    }
+    int8_t *m = static_cast<int8_t *>(a.m) + first;
+    uint8_t *v = static_cast<uint8_t *>(a.v) + first;
+    for (int64_t begin = first; begin < last; begin += a.block_size) {
+        const int64_t i = begin - first, block = begin / a.block_size;
+        const int64_t numel = begin + a.block_size < last ? a.block_size : last - begin;
+        encode<CodesOfM>(t.m + i, t.up_m + i, numel, m + i, a.m_scales[block]);
+        encode<CodesOfV>(t.v + i, t.up_v + i, numel, v + i, a.v_scales[block]);
+    }
+}
+
+// Takes the step s of a tile; p and the moments change.
+template <Dtype G>
+INLINE void step(const AdamPass &a, const AdamStep &s, const void *grads, int64_t first, int64_t last, Moments &t) {
+    using Gradient = typename Element<G>::type;
+    const Gradient *__restrict gradient = static_cast<const Gradient *>(grads) + first;
+    float *__restrict p = a.p + first;
+    for (int64_t i = 0; i < last - first; ++i)
+        advance_moments(s, Element<G>::load(gradient[i]), p[i], t.m[i], t.v[i]);
+    round(a, s, first, last, t);
+    for (int64_t i = 0; i < last - first; ++i) update(s, p[i], t.m[i], t.v[i]);
+}
+
+template <Dtype G, Dtype Y>
+INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
+    Moments t;
+    for (int64_t begin = first; begin < last; begin += a.block_size) {
+        const int64_t numel = begin + a.block_size < last ? a.block_size : last - begin, block = begin / a.block_size;
+        decode<CodesOfM>(static_cast<const int8_t *>(a.m) + begin, a.m_scales[block], numel, t.m + begin - first);
+        decode<CodesOfV>(static_cast<const uint8_t *>(a.v) + begin, a.v_scales[block], numel, t.v + begin - first);
+    }
+    for (int32_t k = 0; k < a.steps_count; ++k) step<G>(a, a.steps[k], a.grads[k], first, last, t);
+    if (a.l2_factor == 0.0f) publish<Y, kFloat32>(a, first, last, t.m, t.v);
+    end_blocks<Y, kFloat32>(a, first, last, t.m, t.v);
+}
+
+TILES(_of_codes, tile)
+
+const Tile kTile[3][3] = TABLE(_of_codes);
+
+}  // namespace
+
+Tile tile_of_codes(int32_t grad_dtype, int32_t published_dtype) { return kTile[grad_dtype][published_dtype]; }
+
+// Decodes whole blocks of m (or of v) to fp32.
+extern "C" void dsext_decode(const void *codes, const uint8_t *scales, float *out, int64_t numel, int64_t block_size,
+                             int32_t is_v) {
+    for (int64_t begin = 0; begin < numel; begin += block_size, ++scales) {
+        const int64_t count = begin + block_size < numel ? block_size : numel - begin;
+        if (is_v)
+            decode<CodesOfV>(static_cast<const uint8_t *>(codes) + begin, *scales, count, out + begin);
+        else
+            decode<CodesOfM>(static_cast<const int8_t *>(codes) + begin, *scales, count, out + begin);
+    }
+}
