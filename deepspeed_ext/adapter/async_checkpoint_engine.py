@@ -26,9 +26,10 @@ from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.host_memory import available_host_bytes
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.worker.channel import Patience
-from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, CodedPart, FilePart
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["AsyncCheckpointEngine"]
@@ -55,10 +56,13 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
     Args:
         config_params, ranks, leads: as for `JointCheckpointEngine`; `leads` is true on one rank only.
         link: connection to the worker. Nothing is in flight while DeepSpeed saves.
+        coded: as for `JointCheckpointEngine`.
     """
 
-    def __init__(self, config_params: Any, ranks: RankGroup, leads: bool, link: WorkerLink) -> None:
-        super().__init__(config_params, ranks, leads)
+    def __init__(
+        self, config_params: Any, ranks: RankGroup, leads: bool, link: WorkerLink, coded: CodedMoments | None = None
+    ) -> None:
+        super().__init__(config_params, ranks, leads, coded)
         self._link = link
         self._writer: Writer | None = None
         self._files: list[Future[None]] = []
@@ -92,7 +96,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             logger.warning(f"rank {self._ranks.rank}: training waits while a file is written: {error}")
             super()._write(content, path)
             return
-        numbers, others = _submit_arena(holes, path, self._link)
+        numbers, others = _submit_arena(holes, path, self._link, self._coded)
         try:
             self._writer = self._writer or Writer("deepspeed_ext-save")
         except RuntimeError as error:  # the interpreter's, for any cause
@@ -254,12 +258,20 @@ def _failure_of(file: Future[None], within_seconds: float) -> BaseException | No
         )
 
 
-def _submit_arena(holes: Sequence[Hole], path: str, link: WorkerLink) -> tuple[list[int], list[Hole]]:
-    """Submit to the worker what lies in its arena; return the numbers of the submissions, and the other holes."""
-    parts: list[FilePart] = []
+def _submit_arena(
+    holes: Sequence[Hole], path: str, link: WorkerLink, coded: CodedMoments | None
+) -> tuple[list[int], list[Hole]]:
+    """Submit to the worker what lies in its arena, or stands there as codes; return the numbers of the submissions, and
+    the other holes."""
+    parts: list[FilePart | CodedPart] = []
     others: list[Hole] = []
     for hole in holes:
         values, nbytes = hole.values, hole.values.nbytes
+        if coded is not None and (moment := coded.behind(values)) is not None:
+            size = moment.shown.element_size()
+            for span in moment.spans(_PART_BYTES // size):
+                parts.append(CodedPart(moment.kind, moment.partition, span, hole.offset + size * span.begin))
+            continue
         place = link.arena.find(values.data_ptr(), nbytes) if values.device.type == "cpu" else None
         if place is None:
             others.append(hole)

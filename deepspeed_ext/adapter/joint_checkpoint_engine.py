@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.file import SAVE_ID, reading
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.remedies import advised, remedy_for
-from deepspeed_ext.checkpoint.skeleton import SkeletonError, fill_holes, write_skeleton
+from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator
@@ -29,6 +30,7 @@ from deepspeed_ext.runtime.ranks import (
     require_same_plan,
     together,
 )
+from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 
 __all__ = ["JointCheckpointEngine"]
 
@@ -55,6 +57,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         ranks: all ranks that save and load; each calls `load` equally often.
         leads: whether this rank creates and renames folders. One rank does, or one per node if checkpoints are on
             node-local storage.
+        coded: decodes moments on their way to a file; None: they are no codes.
 
     Attributes:
         kept: the first error of this rank since `begin_save`.
@@ -63,8 +66,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     maps_files = False
 
-    def __init__(self, config_params: Any, ranks: RankGroup, leads: bool) -> None:
+    def __init__(self, config_params: Any, ranks: RankGroup, leads: bool, coded: CodedMoments | None = None) -> None:
         super().__init__(config_params)
+        self._coded = coded
         self._ranks = ranks
         self._leads = leads
         self._is_begun = False
@@ -146,11 +150,18 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             try:
                 holes = write_skeleton(content, path)
             except SkeletonError:
+                if self._coded is not None:
+                    self._coded.show()
                 super().save(tree_map_only(torch.Tensor, _on_host, content), path)
             else:
-                fill_holes(path, holes)
+                fill_holes(path, [self._decoding(hole) for hole in holes])
         files.sync_file(path)
         files.sync_folder(os.path.dirname(path))
+
+    def _decoding(self, hole: Hole) -> Hole:
+        """The hole, filled from codes if its values are moments that are not shown."""
+        moment = None if self._coded is None else self._coded.behind(hole.values)
+        return hole if moment is None else replace(hole, parts=moment.decoded)
 
     def _aside(self, path: str) -> str:
         return os.path.abspath(path) if self._folder is None else self._folder.aside(path)

@@ -37,9 +37,9 @@ class Saver:
             async_save: whether saves go on beside training.
         """
         if adam is not None and async_save:
-            files: JointCheckpointEngine = AsyncCheckpointEngine(config_params, world, leads, adam.link)
+            files: JointCheckpointEngine = AsyncCheckpointEngine(config_params, world, leads, adam.link, adam.coded)
         else:
-            files = JointCheckpointEngine(config_params, world, leads)
+            files = JointCheckpointEngine(config_params, world, leads, None if adam is None else adam.coded)
         files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
         return cls(files)
 

@@ -283,7 +283,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def exact_weights(self) -> Iterator[None]:
         """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
         collective; do not step inside."""
-        self._drain_together()
+        self._drain_together(shows_moments=False)
         masters = self._masters
         predicted = [self._aside(self._weights(index)) for index in range(len(masters))]
         self.update_lp_params()

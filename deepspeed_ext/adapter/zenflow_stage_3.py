@@ -300,8 +300,9 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         states = self.zenflow_adam.states
         super()._adopt_state()
         self._clear_padding([list(state.arrays) for state in states])
-        if (share := self.zenflow_adam.share) is not None:
-            share.take()
+        for shown in (self.zenflow_adam.share, self.zenflow_adam.coded):
+            if shown is not None:
+                shown.take()
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
         section = super()._read_saved_state(state_dict_list)
@@ -332,7 +333,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def exact_weights(self) -> Iterator[None]:
         """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
         collective; do not step inside."""
-        self._drain_together()
+        self._drain_together(shows_moments=False)
         predicted = [self._aside(flat.data) for flat in self.fp16_partitioned_groups_flat]
         self._write_weights([state.master for state in self.zenflow_adam.states])
         try:

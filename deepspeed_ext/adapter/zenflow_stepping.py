@@ -248,7 +248,7 @@ class ZenFlowStepping(GradientsOnHost):
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
-        self.zenflow_adam.drain()
+        self.zenflow_adam.drain(shows_moments=self._copies_state)
         self.zenflow_adam.bind_state()
         scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
         return {**super().state_dict(), checkpoint.STATE_KEY: self._section(), **scale}
@@ -297,15 +297,18 @@ class ZenFlowStepping(GradientsOnHost):
         if load_optimizer_states or checkpoint_folder:
             self._exchange_weights(saved if exact else None)
 
-    def _drain_together(self) -> None:
+    def _drain_together(self, *, shows_moments: bool = True) -> None:
         """Wait on all ranks until p, m, v hold every gradient that was handed over. A collective.
+
+        Args:
+            shows_moments: as in `OffloadedAdam.drain`.
 
         Raises:
             WorkerError: on every rank, if the worker of any has failed.
         """
         self.zenflow_adam.link.wait_together()
         with together(self.zenflow_adam.ranks, WorkerError):
-            self.zenflow_adam.drain()
+            self.zenflow_adam.drain(shows_moments=shows_moments)
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
         """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none.

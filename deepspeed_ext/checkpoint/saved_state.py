@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
+from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues, PredictiveSavedSchedule
 from deepspeed_ext.zenflow.rules.saved_values import (
@@ -42,8 +43,8 @@ class _SavedState(SavedValues):
     block_size: Positive
     optimizer: Literal["adam", "lion"] = "adam"
     """The name of the state's layout."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the moments, which the base optimizer's state holds."""
+    moment_dtype: StateDtype = "float32"
+    """Dtype of the moments in the run; the base optimizer's state holds them, those of ``int8`` in fp32."""
     updates: Count
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
     weights: list[torch.Tensor] | None = None

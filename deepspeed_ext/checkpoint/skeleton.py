@@ -13,7 +13,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -50,11 +50,14 @@ class Hole:
         values: the bytes, uint8 [nbytes]: a storage of the host, or what a tensor of an accelerator holds.
         offset: bytes from the beginning of the file.
         crc_offsets: where the CRC of the bytes belongs.
+        parts: yields the bytes in order, in tensors of the host of any dtype, each valid until the next; None: they are
+            `values`.
     """
 
     values: torch.Tensor
     offset: int
     crc_offsets: tuple[int, ...] = ()
+    parts: Callable[[], Iterator[torch.Tensor]] | None = None
 
 
 def write_skeleton(content: Any, path: str) -> list[Hole]:
@@ -115,7 +118,7 @@ def fill_holes(path: str, holes: Sequence[Hole]) -> None:
     with files.opened(path, os.O_WRONLY) as descriptor:
         for hole in holes:
             offset, crc = hole.offset, 0
-            for part in _on_host(hole.values, chunk):
+            for part in _on_host(hole.values, chunk) if hole.parts is None else hole.parts():
                 memory = files.memory_at(part.data_ptr(), part.nbytes)
                 files.write(descriptor, memory, offset)
                 offset, crc = offset + part.nbytes, zlib.crc32(memory, crc)

@@ -111,19 +111,14 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
         ZenFlow state, a setting has changed, or a host has no memory for the checkpoint's interval. In the last two
         cases gradients that were not handed over have been applied first.
     """
-    there, here = "float32" if saved is None else saved.moment_dtype, adam.kind.layout.moment_dtype
-    if there != here:
-        how = "rounded to it" if here == "bfloat16" else "converted, which changes no value"
-        logger.warning(
-            f"{where}: the checkpoint's moments are {there}, this run's are {here} (zenflow.state_dtype): they are "
-            f"{how}"
-        )
+    if (told := _converted(adam, saved)) is not None:
+        logger.warning(f"{where}: the checkpoint's moments are {told}")
     if saved is None:
         return False
     rule = adam.rule
     if changed := _changed_setting(adam, saved) or _unaffordable_interval(adam, saved.schedule.interval):
         for state, values in zip(adam.states, saved.partitions, strict=True):
-            values.catch_up(state.arrays, saved.block_size)
+            values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
         adam.masters_changed(saved.updates if saved.position else None)
         logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
         return False
@@ -142,6 +137,18 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
     rule.restore(saved.partitions)
     rule.resume()
     return True
+
+
+def _converted(adam: OffloadedAdam, saved: SavedState | None) -> str | None:
+    """How the moments that were loaded differ in kind from this run's, and what becomes of them; None: not at all."""
+    there, here = "float32" if saved is None else saved.moment_dtype, adam.kind.layout.moment_dtype
+    if there != here:
+        how = "converted, which changes no value" if here == "float32" else "rounded to it"
+        return f"{there}, this run's are {here} (zenflow.state_dtype): they are {how}"
+    if saved is not None and here == "int8" and saved.block_size != adam.rule.block_size:
+        sizes = f"blocks of {saved.block_size} elements, this run's of {adam.rule.block_size} (zenflow.block_size)"
+        return f"{here} with scales of {sizes}: they are rounded once more"
+    return None
 
 
 def _changed_setting(adam: OffloadedAdam, saved: SavedState) -> str | None:

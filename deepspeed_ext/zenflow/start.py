@@ -23,6 +23,7 @@ from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare, host_share_that_fits
+from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -121,7 +122,8 @@ def start_adam(
         rule = SelectiveRule(settings, *of_rule)
     else:
         rule = PredictiveRule(settings, *of_rule)
-    return OffloadedAdam(rule, partitions, states, share, link, optimizer, kind, ranks, metrics)
+    coded = CodedMoments(link.arena, partitions, kind.layout, settings.block_size) if kind.layout.is_coded else None
+    return OffloadedAdam(rule, partitions, states, share, coded, link, optimizer, kind, ranks, metrics)
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ def _prepare_kernels(
 def _state(
     kind: HostedOptimizer, index: int, group: int, arena: Arena, weights: Callable[[], torch.Tensor]
 ) -> WholeState:
-    p, *moments = (arena.whole(each, index) for each in kind.layout.kinds)
+    p, *moments = (arena.whole(each, index) for each in ("p", *kind.layout.shown))
     return WholeState(group, weights, p.requires_grad_(), dict(zip(kind.layout.names, moments, strict=True)))
 
 
@@ -265,6 +267,7 @@ def _partition(
         (lambda: state.weights()[head:]) if head else state.weights,
         master=arena.tensor("p", index),
         moments=tuple(arena.tensor(kind, index) for kind, _ in settings.layout.moments),
+        scales=tuple(arena.tensor(kind, index) for kind in settings.layout.scales),
         publish_dtype=getattr(torch, dtypes.published),
         grad_dtype=dtypes.gradient,
         per_block=arena.tensor(per_block, index),

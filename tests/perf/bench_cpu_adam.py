@@ -9,7 +9,7 @@ Every contender gets the same number of threads; "cores" is the CPU time that it
 
 "GB/s" are the bytes that a contender has to read and write, over its time: 28 an element for a step of Adam (the pass:
 p, m and v in and out, 2 bytes each of gradient and weight; fused: the same with an fp32 gradient and no other weight),
-20 with moments in bf16, 34 for four steps in one pass, and 8 for the plain copy of an fp32 array, which shows what the
+20 with moments in bf16, 16 with moments of 8 bits, 34 for four steps in one pass, and 8 for the plain copy of an fp32 array, which shows what the
 memory can do. A copy also reads each cache line of its output before it overwrites it, which is not counted.
 """
 
@@ -49,8 +49,8 @@ _SETTLE_SECONDS = 0.03
 """Before each run: threads of OpenMP, which others have used, spin for some milliseconds before they sleep."""
 STATE_BYTES = 24
 """Of an element: p, m and v, each read and written in fp32."""
-ROUNDED_BYTES = 16
-"""The same with m and v in bf16."""
+ROUNDED_BYTES = {"bf16": ("bfloat16", 16), "int8": ("int8", 12)}
+"""Names of contenders: `zenflow.state_dtype`, and the same with such m and v, without scales."""
 
 
 @dataclass
@@ -109,12 +109,15 @@ def _pass_arena(
         "grad_dtype": "bfloat16",
         "per_block": ("block_means", "float32", True),
         "states": state.arrays,
+        "scales": state.scales,
     }
     slots = {"slots": INTERVAL, "touched_slots": INTERVAL}
     arena = Arena.create(plan(partition_specs(0, numel, block_size=BLOCK_SIZE, **slots, **what)))
     for slot in range(INTERVAL):
         arena.tensor("g", slot=slot).normal_()
-    arena.tensor("v").fill_(1e-2)
+    arena.tensor("v").fill_(128 if state.is_coded else 1e-2)
+    for kind in state.scales:
+        arena.tensor(kind).fill_(100)
     return arena
 
 
@@ -124,7 +127,8 @@ def _pass_runner(kernel: Kernel, arena: Arena, steps: int) -> Callable[[], None]
     grads = tuple(arena.array("g", slot=slot) for slot in range(steps))
     adam = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + k, 0.5) for k in range(steps))
     publish = Publish(0.99, 1e-3, 0.0, 0.0, adam[-1].bias_correction2_sqrt, 1e-8)
-    adam_pass = AdamPass(p, m, v, grads, adam, published, means, BLOCK_SIZE, publish)
+    scales = (arena.array("m_scales"), arena.array("v_scales")) if m.dtype == "int8" else None
+    adam_pass = AdamPass(p, m, v, grads, adam, published, means, BLOCK_SIZE, publish, scales=scales)
 
     def run() -> None:
         assert arena.fileno >= 0, "the pass holds addresses in the arena"
@@ -162,7 +166,6 @@ def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, C
     """Everything that is timed at one size."""
     native, reference = load_kernel(library_path(), threads), load_kernel(None, threads)
     spread, tight = _pass_arena(numel, plan_layout), _pass_arena(numel, head_to_tail)
-    rounded = _pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype="bfloat16"))
     step, interval = STATE_BYTES + 2 + 2, STATE_BYTES + 2 * INTERVAL + 2
     found = {
         COPY: Contender(_copy_runner(numel), 8),
@@ -176,12 +179,14 @@ def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, C
         f"pass, {native.name}, interval {INTERVAL}, head to tail": Contender(
             _pass_runner(native, tight, INTERVAL), interval, INTERVAL
         ),
-        f"pass, {native.name}, bf16 moments": Contender(_pass_runner(native, rounded, 1), ROUNDED_BYTES + 2 + 2),
-        f"pass, {native.name}, bf16 moments, interval {INTERVAL}": Contender(
-            _pass_runner(native, rounded, INTERVAL), ROUNDED_BYTES + 2 * INTERVAL + 2, INTERVAL
-        ),
         "pass, torch operations": Contender(_pass_runner(reference, spread, 1), step),
     }
+    for name, (dtype, nbytes) in ROUNDED_BYTES.items():
+        rounded, whole = _pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype)), nbytes + 2
+        title = f"pass, {native.name}, {name} moments"
+        found[title] = Contender(_pass_runner(native, rounded, 1), whole + 2)
+        every = _pass_runner(native, rounded, INTERVAL)
+        found[f"{title}, interval {INTERVAL}"] = Contender(every, whole + 2 * INTERVAL, INTERVAL)
     if deepspeed:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -220,9 +225,13 @@ def comparisons_of(numel: int, threads: int, found: dict[str, Contender]) -> lis
     passes = {
         "1": found[kernel],
         str(INTERVAL): found[f"{kernel}, interval {INTERVAL}"],
-        "1, bf16 moments": found[f"{kernel}, bf16 moments"],
-        f"{INTERVAL}, bf16 moments": found[f"{kernel}, bf16 moments, interval {INTERVAL}"],
     }
+    for name in ROUNDED_BYTES:
+        title = f"{kernel}, {name} moments"
+        passes |= {
+            f"1, {name} moments": found[title],
+            f"{INTERVAL}, {name} moments": found[f"{title}, interval {INTERVAL}"],
+        }
     size = f"{numel:,} elements ({SIZES.get(numel, 'given')})"
     comparisons = [
         report.compare(

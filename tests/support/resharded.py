@@ -33,6 +33,10 @@ ZERO_FIELDS = {
 """Settings of the section ``zero_optimization``, by name; none is DeepSpeed's default."""
 
 
+ROUNDED = {"rounded": "bfloat16", "coded": "int8"}
+"""Values of `zenflow.state_dtype`, by name of a run's setting."""
+
+
 class Run(NamedTuple):
     """What may differ between a run and the one that continues it."""
 
@@ -58,8 +62,8 @@ class Run(NamedTuple):
         if self.setting == "lion":
             config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
             config["zero_optimization"].get("zenflow", {}).pop("update_interval", None)
-        if self.setting == "rounded" and "zenflow" in config["zero_optimization"]:
-            config["zero_optimization"]["zenflow"]["state_dtype"] = "bfloat16"
+        if self.setting in ROUNDED and "zenflow" in config["zero_optimization"]:
+            config["zero_optimization"]["zenflow"]["state_dtype"] = ROUNDED[self.setting]
         if self.setting in ZERO_FIELDS:
             config["zero_optimization"][self.setting] = ZERO_FIELDS[self.setting]
         return config

@@ -99,7 +99,7 @@ class SavedPartitions:
         size = section.block_size
         first, last = begin // size * size, min(-(-end // size) * size, whole[MASTER].numel())
         p, m, v = (whole[name][first:last].clone() for name in (MASTER, "exp_avg", "exp_avg_sq"))
-        section.partitions[flat].catch_up((p, m, v), section.block_size, first)
+        section.partitions[flat].catch_up((p, m, v), section.block_size, first, section.moment_dtype)
         inside = slice(begin - first, end - first)
         return {MASTER: p[inside], "exp_avg": m[inside], "exp_avg_sq": v[inside]}
 

@@ -25,6 +25,8 @@ ARENA_KINDS = {
     "p": "master",
     "m": "moment m",
     "v": "moment v",
+    "m_scales": "scales of m",
+    "v_scales": "scales of v",
     "y": "published weights",
     "g": "gradient ring",
     "chunks": "chunks in transit",
@@ -32,7 +34,8 @@ ARENA_KINDS = {
     "known": "signs and means",
     "updates": "update counts",
 }
-"""Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through a few places."""
+"""Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through a few places. Moments
+that are codes are only shown if somebody reads or loads them: that is not counted."""
 
 MOST_PLACED = 32
 """Maximum number of partitions that are placed in the arena one by one."""
@@ -105,7 +108,8 @@ class _Host:
         for numels, count in self.laid_out():
             there, dtypes = [self.setup.stepped_there(numel) for numel in numels], (publish_dtype, grad_dtype)
             pages = plan_layout(arena_specs(rule, numels, *dtypes, there, in_chunks=slots is not None)).page_bytes()
-            for key, size in pages.items():
+            kept = {key: size for key, size in pages.items() if key.kind in ARENA_KINDS}
+            for key, size in kept.items():
                 nbytes[key.kind] += 0 if at_start and open_interval and key.slot >= rule.least_slots else size * count
         exchanged = {"g", "y", "chunks", "block_means", "known"}
         if self.setup.fills_early:

@@ -101,7 +101,8 @@ def _zenflow(model: Model, setup: Setup) -> Traffic:
     rule, publish_dtype, grad_dtype = setup.rule, setup.publish_dtype(model), setup.handed_over_dtype(model)
     interval = rule.update_interval or rule.longest_interval
     specs = arena_specs(rule, [_NUMEL], publish_dtype, grad_dtype)
-    state = sum(spec.nbytes for spec in specs if spec.kind in rule.layout.kinds) / _NUMEL
+    kinds = (*rule.layout.kinds, *rule.layout.scales)
+    state = sum(spec.nbytes for spec in specs if spec.kind in kinds) / _NUMEL
     means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known")) / _NUMEL
     gradient, published = DTYPE_BYTES[grad_dtype], DTYPE_BYTES[publish_dtype] + means
     every = rule.steps_between_selections(interval) if isinstance(rule, SelectiveSettings) else 0

@@ -118,7 +118,7 @@ class PartitionValues(SavedValues, ABC):
         return found
 
     @abstractmethod
-    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32") -> None:
         """Apply the collected gradients to a part of what the rule sees, as the rule would have, in this process.
 
         Args:
@@ -126,13 +126,15 @@ class PartitionValues(SavedValues, ABC):
             block_size: elements per block.
             begin: the first element of the part behind those on the accelerator, at the start of a block. The part ends
                 where a block or the partition ends.
+            moment_dtype: that to which the rule rounded the moments.
         """
 
-    def catch_up(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+    def catch_up(self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32") -> None:
         """`apply_collected` for a part of the whole partition, which begins at element `begin` of it, where a block
         begins."""
         skipped = max(0, self.on_accelerator - begin)
-        self.apply_collected([array[skipped:] for array in state], block_size, begin + skipped - self.on_accelerator)
+        parts, begin = [array[skipped:] for array in state], begin + skipped - self.on_accelerator
+        self.apply_collected(parts, block_size, begin, moment_dtype)
 
 
 def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:

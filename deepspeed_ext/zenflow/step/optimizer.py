@@ -21,6 +21,7 @@ from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
@@ -41,6 +42,7 @@ class OffloadedAdam:
         partitions: this rank's partitions, with p in place.
         states: p and the moments of the same partitions, as DeepSpeed sees them.
         share: steps the first elements of each on the accelerator; None: all of them are the rule's.
+        coded: shows moments that are codes; None: they are none.
         link: connection to the worker.
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
         kind: what depends on which optimizer it is.
@@ -48,7 +50,7 @@ class OffloadedAdam:
         metrics: receives the measurements.
 
     Attributes:
-        rule, partitions, states, share, link, kind, ranks: the arguments.
+        rule, partitions, states, share, coded, link, kind, ranks: the arguments.
         updates: optimizer steps whose gradients have been taken so far (t of the newest).
         plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
     """
@@ -59,6 +61,7 @@ class OffloadedAdam:
         partitions: Sequence[Partition],
         states: Sequence[WholeState],
         share: AcceleratorShare | None,
+        coded: CodedMoments | None,
         link: WorkerLink,
         optimizer: torch.optim.Optimizer,
         kind: HostedOptimizer,
@@ -69,6 +72,7 @@ class OffloadedAdam:
         self.partitions = partitions
         self.states = states
         self.share = share
+        self.coded = coded
         self.link = link
         self.ranks = ranks
         self.updates = 0
@@ -98,8 +102,10 @@ class OffloadedAdam:
                 self.link.wait()  # no collective, because other ranks may not be exposed
                 with self.link.keeping():
                     self.link.phase = UpdatePhase.READ
-                    self._take_share()
+                    self._take_shown()
                     self.rule.resume()
+            if self.coded is not None:
+                self.coded.is_shown = False
             if self.rule.schedule.plan().waits_first:
                 self._receive()
                 self.rule.arrived()
@@ -182,9 +188,10 @@ class OffloadedAdam:
     def _receive(self) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more."""
         self.link.receive()
-        if self.share is not None:
-            with self.link.keeping():
-                self.share.hide()
+        for shown in (self.share, self.coded):
+            if shown is not None:
+                with self.link.keeping():
+                    shown.hide()
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -201,8 +208,12 @@ class OffloadedAdam:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
+    def drain(self, *, shows_moments: bool = True) -> None:
         """Wait until p, m, v include every gradient that was handed over. Later steps are bitwise unaffected.
+
+        Args:
+            shows_moments: whether moments that are codes are then in fp32 where others see them; otherwise only p is,
+                and what writes the moments to a file decodes them (see `CodedMoments`).
 
         Raises:
             WorkerError: this rank's worker has failed.
@@ -213,6 +224,8 @@ class OffloadedAdam:
             self.rule.write_back()
             if self.share is not None:
                 self.share.show()
+            if self.coded is not None and shows_moments:
+                self.coded.show()
 
     def expose(self) -> bool:
         """Prepare p, m, v for reading or writing from outside: drain, and make the next step start from their new
@@ -273,8 +286,15 @@ class OffloadedAdam:
         for partition in self.partitions:
             partition.collected.clear()
         self.rule.restart(updates)
-        self._take_share()
+        self._take_shown()
         self.bind_state()
+
+    def _take_shown(self) -> None:
+        """Take what others may have written where it was shown."""
+        if self.share is not None:
+            self.share.take()
+        if self.coded is not None:
+            self.coded.take()
 
     # -- the share on the accelerator ------------------------------------------------------------------------------
 
@@ -283,11 +303,6 @@ class OffloadedAdam:
         numel = share.numels[index]
         share.step(index, grad[:numel], step, self.states[index].weights()[:numel])
         return grad[numel:]
-
-    def _take_share(self) -> None:
-        """Take the accelerator's share of p, m and v from the host, where they were written."""
-        if self.share is not None:
-            self.share.take()
 
     def _affordable(self, wanted: int) -> int:
         """The longest interval up to `wanted` whose gradients fit into every rank's host memory. A collective.

@@ -23,7 +23,8 @@ class WholeState:
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator.
         master: p in the arena, 1-D fp32 [n]; a leaf that requires a gradient. Elements on the accelerator are only
             there while they are shown (see `AcceleratorShare`).
-        moments: m and v, or m alone, likewise, by their names in the optimizer's state.
+        moments: m and v, or m alone, likewise, by their names in the optimizer's state. If they are codes, these are
+            the arrays that show them (see `CodedMoments`).
     """
 
     group: int
@@ -48,8 +49,9 @@ class Partition:
         ranks: the ranks among which its parameters are divided, in the order of their partitions; for experts, fewer
             than all.
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator; they are written in place.
-        master, moments: p, and m and v or m alone, in the arena, 1-D fp32 [n]; owned by the worker while an update is
-            in flight.
+        master, moments: p, and m and v or m alone, in the arena, 1-D [n]; owned by the worker while an update is in
+            flight.
+        scales: of m and of v, if they are codes, uint8 [ceil(n / block_size)].
         publish_dtype: dtype of y, the model's or fp32.
         grad_dtype: dtype in which gradients are handed over.
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
@@ -70,6 +72,7 @@ class Partition:
     grad_dtype: torch.dtype
     per_block: torch.Tensor
     ring: list[torch.Tensor]
+    scales: tuple[torch.Tensor, ...] = ()
     on_host: bool = False
     collected: list[Any] = field(default_factory=list)
 

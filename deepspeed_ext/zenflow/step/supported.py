@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.worker.kernel.rounding import LARGEST_CODED_BLOCK
 
 __all__ = [
     "IDLE",
@@ -72,16 +73,21 @@ def require_section(section: Any) -> None:
             "it is not built",
         ),
         Refusal(
-            'zenflow.state_dtype = "bfloat16" with update_rule = "selective"',
+            f'zenflow.state_dtype = "{section.zenflow.state_dtype}" with update_rule = "selective"',
             _rounds(section) and section.zenflow.rule == "selective",
             "hot blocks keep fp32 moments, and would be rounded each time they move; the predictive rule has it",
         ),
         Refusal(
-            'zenflow.state_dtype = "bfloat16" with offload_optimizer.ratio below 1',
+            f'zenflow.state_dtype = "{section.zenflow.state_dtype}" with offload_optimizer.ratio below 1',
             _rounds(section) and section.host_share != 1.0,
             "what steps on the accelerator keeps fp32 moments, and would be rounded by every save",
         ),
         *_of_gradients(section),
+        Refusal(
+            f'zenflow.state_dtype = "int8" with block_size above {LARGEST_CODED_BLOCK}',
+            section.zenflow.state_dtype == "int8" and section.zenflow.block_size > LARGEST_CODED_BLOCK,
+            "a block has one scale, and in a large one most moments are small beside the largest: lower block_size",
+        ),
         Refusal("compute_grad_norm = false", not section.compute_grad_norm, "DeepSpeed refuses it with CPU offload"),
     )
 

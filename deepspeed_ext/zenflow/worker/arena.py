@@ -62,8 +62,8 @@ class ArrayKey(NamedTuple):
     """Identifies an array by kind, partition and, for gradients and y, slot of the ring."""
 
     kind: str
-    """``p``, a moment (``m``, ``v``), ``y``, ``g``, or the kind of the rule's per-block array (see
-    `deepspeed_ext.zenflow`)."""
+    """``p``, a moment (``m``, ``v``), its scales or where it is shown (``m_scales``, ``m_shown``), ``y``,
+    ``g``, or the kind of the rule's per-block array (see `deepspeed_ext.zenflow`)."""
     partition: int = 0
     slot: int = 0
 
@@ -155,6 +155,8 @@ def partition_specs(
     lifts_weights: bool = True,
     before: int = 0,
     states: Sequence[tuple[str, str]] = (("p", "float32"), ("m", "float32"), ("v", "float32")),
+    scales: Sequence[str] = (),
+    shown: Sequence[str] = (),
     per_block_width: int = 1,
 ) -> list[ArraySpec]:
     """The arrays of one partition of `numel` elements (see the glossary in `deepspeed_ext.zenflow`).
@@ -174,6 +176,8 @@ def partition_specs(
         lifts_weights: whether y is copied to the accelerator; gradients always come from there.
         before: elements before them, of the same partition of ZeRO, that step on the accelerator.
         states: kinds and dtypes of p and of the optimizer's moments.
+        scales: kinds of arrays with a scale for each block.
+        shown: kinds of fp32 arrays that take memory only while moments are shown in them.
         per_block_width: elements of the per-block array for one block.
     """
     blocks, (kind, dtype, exchanged) = -(-numel // block_size), per_block
@@ -183,6 +187,8 @@ def partition_specs(
     )
     return [
         *(ArraySpec(name, its_dtype, numel, partition, before=before) for name, its_dtype in states),
+        *(ArraySpec(name, "uint8", blocks, partition) for name in scales),
+        *(ArraySpec(name, "float32", numel, partition, touched=False) for name in shown),
         *([] if replaces else [ArraySpec("y", publish_dtype, numel, partition, exchanged=lifts_weights)]),
         ArraySpec(kind, dtype, blocks * per_block_width, partition, exchanged=exchanged),
         *(replace(gradient, slot=slot, touched=slot < touched_slots) for slot in range(slots)),
@@ -311,6 +317,14 @@ class Arena:
         begin = _round_up(offset - spec.before_bytes, _PAGE_BYTES)
         if (nbytes := offset // _PAGE_BYTES * _PAGE_BYTES - begin) > 0:
             _require(_libc.madvise(self._address + begin, nbytes, _MADV_REMOVE) == 0)
+
+    def release(self, kind: str, partition: int = 0) -> None:
+        """Free the memory of an array; it reads as zero until it is written again. No page holds another array."""
+        spec, offset = self._arrays[ArrayKey(kind, partition)]
+        begin = offset // _PAGE_BYTES * _PAGE_BYTES
+        if spec.numel:
+            end = _round_up(offset + spec.nbytes, _PAGE_BYTES)
+            _require(_libc.madvise(self._address + begin, end - begin, _MADV_REMOVE) == 0)
 
     def close(self) -> None:
         """Close the memfd, so that no other process can map the arena. The memory is freed once no process maps it

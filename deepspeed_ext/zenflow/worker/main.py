@@ -8,6 +8,7 @@ and when the trainer dies, no matter what it is doing at that moment.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -26,10 +27,12 @@ from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, LionPass, MeanPass, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaTouch,
     ArenaWrite,
+    CodedPart,
     Done,
     Failed,
     LionPartitionPass,
@@ -40,6 +43,7 @@ from deepspeed_ext.zenflow.worker.messages import (
     WorkerPlan,
     WorkerTask,
 )
+from deepspeed_ext.zenflow.worker.sizes import CODED_CHUNK_NUMEL, chunk_of
 
 __all__ = ["main", "write_from_arena"]
 
@@ -129,7 +133,7 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
     for work in submission.tasks:
         begin = time.perf_counter()
         if isinstance(work, ArenaWrite):
-            failed_write = failed_write or write_from_arena(work, arena)
+            failed_write = failed_write or write_from_arena(work, arena, kernel, block_size)
             continue
         if isinstance(work, ArenaTouch):
             _touch(arena, kernel, work.keys)
@@ -144,22 +148,43 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
     return Done(submission.number, seconds, failed_write)
 
 
-def write_from_arena(work: ArenaWrite, arena: Arena) -> str | None:
+def write_from_arena(work: ArenaWrite, arena: Arena, kernel: Kernel, block_size: int) -> str | None:
     """Write a file's parts; return what went wrong, or None."""
     try:
         with files.opened(work.path, os.O_WRONLY) as descriptor:
             for part in work.parts:
+                if isinstance(part, CodedPart):
+                    _write_decoded(descriptor, part, arena, kernel, block_size)
+                    continue
                 files.write(descriptor, files.memory_at(arena.address + part.begin, part.nbytes), part.offset)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
+def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int) -> None:
+    """Write moments as fp32, which pass through one chunk."""
+    codes, scales = arena.array(part.kind, part.partition), arena.array(f"{part.kind}_scales", part.partition)
+    step = chunk_of(CODED_CHUNK_NUMEL, block_size)
+    chunk = (ctypes.c_float * min(step, part.span.numel))()
+    for begin in range(part.span.begin, part.span.end, step):
+        end = min(begin + step, part.span.end)
+        values = Array(ctypes.addressof(chunk), "float32", end - begin)
+        of_blocks = scales.part(begin // block_size, -(-end // block_size))
+        kernel.decode(codes.part(begin, end), of_blocks, block_size, values)
+        size = DTYPE_BYTES["float32"]
+        memory = files.memory_at(values.address, size * values.numel)
+        files.write(descriptor, memory, part.offset + size * (begin - part.span.begin))
+
+
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
     p, m, v, published, *grads = _arrays(work, arena, ADAM_STATE)
     means = _per_block(work, arena, "block_means", block_size)
     first = 0 if work.span is None else work.span.begin
-    return AdamPass(p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish, first)
+    scales = None
+    if m.dtype == CODE_DTYPES[0]:
+        scales = _per_block(work, arena, "m_scales", block_size), _per_block(work, arena, "v_scales", block_size)
+    return AdamPass(p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish, first, scales)
 
 
 def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:

@@ -12,6 +12,7 @@ from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPublish, LionStep
 __all__ = [
     "ArenaTouch",
     "ArenaWrite",
+    "CodedPart",
     "Done",
     "Failed",
     "FilePart",
@@ -136,12 +137,23 @@ class FilePart(NamedTuple):
     """Their first byte in the file."""
 
 
+class CodedPart(NamedTuple):
+    """Moments that are codes, and the place of their fp32 values in a file."""
+
+    kind: str
+    """Of the array of codes."""
+    partition: int
+    span: Span
+    offset: int
+    """The first byte in the file."""
+
+
 @dataclass(frozen=True)
 class ArenaWrite:
     """Write parts of the arena to an existing file. An error is not the worker's end: `Done` has it."""
 
     path: str
-    parts: tuple[FilePart, ...]
+    parts: tuple[FilePart | CodedPart, ...]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 __all__ = [
     "ACCELERATOR_CHUNK_NUMEL",
     "CHUNK_NUMEL",
+    "CODED_CHUNK_NUMEL",
     "CONVERTED_NUMEL",
     "LARGEST_KERNEL_BLOCK",
     "MOST_CHUNKS",
@@ -57,6 +58,9 @@ ACCELERATOR_CHUNK_NUMEL = 1 << 24
 
 CHUNK_NUMEL = 1 << 24
 """Minimum number of elements of a chunk that travels beside the step, before rounding to whole blocks."""
+
+CODED_CHUNK_NUMEL = 1 << 18
+"""Elements of a moment that are encoded or decoded at once, before rounding to whole blocks."""
 
 MOST_CHUNKS = 64
 """Maximum number of chunks of all partitions together, not counting the last of each. More chunks cost launches, two
@@ -168,6 +172,8 @@ def arena_specs(
             lifts_weights=not settings.weights_on_host,
             before=before,
             states=settings.layout.arrays,
+            scales=settings.layout.scales,
+            shown=settings.layout.shown if settings.layout.is_coded else (),
             per_block_width=settings.per_block_width,
         )
     ]

@@ -18,6 +18,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.worker.kernel.codes import decode
 
 __all__ = ["Sample", "blocks_per_sample"]
 
@@ -60,7 +61,13 @@ class Sample:
     state: tuple[torch.Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.state = tuple(map(self.of, self.partition.state))
+        partition = self.partition
+        moments = list(map(self.of, partition.moments))
+        for index, scales in enumerate(partition.scales):
+            of_blocks = scales if self.blocks is None else scales.index_select(0, self.blocks)
+            codes, moments[index] = moments[index], torch.empty_like(moments[index], dtype=torch.float32)
+            decode(codes, of_blocks, self.block_size, moments[index])
+        self.state = self.of(partition.master), *moments
 
     @classmethod
     def take(

@@ -72,7 +72,7 @@ class PredictivePartitionValues(PartitionValues):
             found.append("collected gradients without drift and inverse")
         return super().mistakes(blocks, steps) + found
 
-    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32") -> None:
         p, m, v = state
         gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
-        take_steps(p, m, v, gradients, self.steps, begin)
+        take_steps(p, m, v, gradients, self.steps, begin, moment_dtype, block_size)

@@ -35,7 +35,7 @@ class SelectivePartitionValues(PartitionValues):
                 found.append(f"hot_blocks has numbers that repeat or are not in 0 to {blocks - 1}")
         return super().mistakes(blocks, steps) + found
 
-    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0) -> None:
+    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32") -> None:
         if not (steps := self.steps):
             return
         end, first = begin + state[0].numel(), begin // block_size

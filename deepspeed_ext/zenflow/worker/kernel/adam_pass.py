@@ -110,9 +110,10 @@ class AdamPass:
     """One pass over one partition of n elements.
 
     ``p`` (fp32 [n]), ``m`` and ``v`` ([n], both fp32, both bfloat16, or codes: int8 and uint8) are read and written, as
-    are the ``scales`` of codes. ``published`` ([n], any floating dtype) and ``block_means`` (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one
-    dtype) are read, one per step. A pass without steps recomputes ``published`` and ``block_means``. ``published`` may
-    be the memory of the last one of ``grads``, if both have the same item size; otherwise no two arrays overlap.
+    are the ``scales`` of codes. ``published`` ([n], any floating dtype) and ``block_means`` (fp32
+    [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one dtype) are read, one per step. A pass without
+    steps recomputes ``published`` and ``block_means``. ``published`` may be the memory of the last one of ``grads``, if
+    both have the same item size; otherwise no two arrays overlap.
     """
 
     p: Array

@@ -22,14 +22,27 @@ constexpr uint32_t kMostScale = 238, kNotFinite = 255;
 
 INLINE float scale_of(uint32_t stored) { return from_bits(stored == kNotFinite ? 0x7fc00000u : stored << 23); }
 
+// Elements that loops take at a time if a block has as many: the compiler needs no loop for the rest of a known number.
+constexpr int64_t kRun = 32;
+constexpr int64_t kAnyNumber = 0;
+
+// The bits of the largest magnitude of x, and of what was found before.
+template <int64_t N>
+INLINE int32_t largest_bits(const float *x, int64_t numel, int32_t largest) {
+    for (int64_t i = 0; i < (N ? N : numel); ++i) {
+        const int32_t bits = static_cast<int32_t>(to_bits(x[i]) & 0x7fffffffu);
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
 // The scale of a block, as it is stored.
 template <class Codes>
 INLINE uint32_t scale_for(const float *x, int64_t numel) {
     int32_t largest = 0;
-    for (int64_t i = 0; i < numel; ++i) {
-        const int32_t bits = static_cast<int32_t>(to_bits(x[i]) & 0x7fffffffu);
-        largest = bits > largest ? bits : largest;
-    }
+    int64_t i = 0;
+    for (; i + kRun <= numel; i += kRun) largest = largest_bits<kRun>(x + i, kRun, largest);
+    largest = largest_bits<kAnyNumber>(x + i, numel - i, largest);
     const uint32_t rounded = (static_cast<uint32_t>(largest) + (0x7fffffu - Codes::kMantissa)) >> 23;
     if (rounded <= Codes::kExponent) return 1;
     return rounded - Codes::kExponent > kMostScale ? kNotFinite : rounded - Codes::kExponent;
@@ -46,29 +59,45 @@ INLINE float magnitude(float x, float inverse, int32_t up) {
     return k > least ? k : least;
 }
 
-template <class Codes>
-INLINE void decode(const typename Codes::type *codes, uint32_t stored, int64_t numel, float *__restrict x) {
-    const float scale = scale_of(stored);
-    for (int64_t i = 0; i < numel; ++i) {
+template <class Codes, int64_t N>
+INLINE void decode_run(const typename Codes::type *codes, float scale, int64_t numel, float *__restrict x) {
+    for (int64_t i = 0; i < (N ? N : numel); ++i) {
         const float k = static_cast<float>(static_cast<int32_t>(codes[i]));
+        x[i] = k * std::fabs(k) * scale;
+    }
+}
+
+template <class Codes>
+INLINE void decode(const typename Codes::type *codes, uint32_t stored, int64_t numel, float *x) {
+    const float scale = scale_of(stored);
+    int64_t i = 0;
+    for (; i + kRun <= numel; i += kRun) decode_run<Codes, kRun>(codes + i, scale, kRun, x + i);
+    decode_run<Codes, kAnyNumber>(codes + i, scale, numel - i, x + i);
+}
+
+template <class Codes, int64_t N>
+INLINE void encode_run(float *__restrict x, const int32_t *__restrict up, float scale, float inverse, int64_t numel,
+                       typename Codes::type *__restrict codes) {
+    for (int64_t i = 0; i < (N ? N : numel); ++i) {
+        const float k = std::copysign(magnitude<Codes>(x[i], inverse, up[i]), x[i]);
+        codes[i] = static_cast<typename Codes::type>(static_cast<int32_t>(k));
         x[i] = k * std::fabs(k) * scale;
     }
 }
 
 // Encodes a block of x, and replaces x by what the codes stand for. `up`: numbers below 2^16.
 template <class Codes>
-INLINE void encode(float *__restrict x, const int32_t *up, int64_t numel, typename Codes::type *__restrict codes,
-                   uint8_t &scale) {
+INLINE void encode(float *x, const int32_t *up, int64_t numel, typename Codes::type *codes, uint8_t &scale) {
     const uint32_t stored = scale_for<Codes>(x, numel);
-    const bool is_finite = stored != kNotFinite;
-    const float unit = scale_of(stored), inverse = from_bits(is_finite ? (254u - stored) << 23 : 0u);
     scale = static_cast<uint8_t>(stored);
-    for (int64_t i = 0; i < numel; ++i) {
-        const float finite = is_finite ? x[i] : 0.0f;
-        const float k = std::copysign(magnitude<Codes>(finite, inverse, up[i]), finite);
-        codes[i] = static_cast<typename Codes::type>(static_cast<int32_t>(k));
-        x[i] = k * std::fabs(k) * unit;
+    if (stored == kNotFinite) {
+        std::memset(codes, 0, static_cast<size_t>(numel));
+        return decode<Codes>(codes, stored, numel, x);
     }
+    const float unit = scale_of(stored), inverse = from_bits((254u - stored) << 23);
+    int64_t i = 0;
+    for (; i + kRun <= numel; i += kRun) encode_run<Codes, kRun>(x + i, up + i, unit, inverse, kRun, codes + i);
+    encode_run<Codes, kAnyNumber>(x + i, up + i, unit, inverse, numel - i, codes + i);
 }
 
 // The moments of a tile in fp32.

@@ -107,7 +107,8 @@ def encode(
 def decode(codes: torch.Tensor, scales: torch.Tensor, block_size: int, values: torch.Tensor) -> None:
     """Decode whole blocks of a moment; the arguments are those of `encode`, and `values` is written."""
     k = _in_blocks(codes, block_size).float()
-    values.copy_((k * k.abs()).mul_(_units(scales)[:, None]).view(-1)[: codes.numel()])
+    k.mul_(k.abs()).mul_(_units(scales)[:, None])
+    values.copy_(k.view(-1)[: codes.numel()])
 
 
 def _in_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -62,9 +62,7 @@ class ReferenceKernel:
                 stored, newest = (m[i], v[i]), [grad[i] for grad in grads]
                 of_blocks = [each[i] for each in scales]
                 moments = _loaded(stored, of_blocks, block)
-                _steps(
-                    p[i], *moments, newest, adam_pass.steps, adam_pass.first + i * chunk, adam_pass.m.dtype, block
-                )
+                _steps(p[i], *moments, newest, adam_pass.steps, adam_pass.first + i * chunk, adam_pass.m.dtype, block)
                 _store(moments, stored, of_blocks, block)
                 block_means_into(moments[1], block, means[i])
                 publish_into(adam_pass.publish, p[i], *moments, means[i], block, published[i])

@@ -18,8 +18,8 @@ With 8 bits each element has a code and each block of the rule a scale, a power 
     s = 2^e, the least with |x| <= s K^2 in all of the block         K = 127 for m, 255 for v; -126 <= e <= 111
     k = floor(sqrt(|x| / s)), and one more if 2^16 (|x| / s - k^2) > r' (2 k + 1)
 
-The steps between values grow as the root of the value, so that a block holds magnitudes from 1 to K^2, and products with
-s are exact. A scale is stored as one byte, e + 127; 255 says that no such e is large enough, or that there is a NaN or
+The steps between values grow as the root of the value, so that a block holds magnitudes from 1 to K^2, and products
+with s are exact. A scale is stored as one byte, e + 127; 255 says that no such e is large enough, or that there is a NaN or
 an infinity: then the whole block is NaN. Zeroed memory holds zeros.
 
 Two exceptions: a v above 0 has at least code 1, so that m / sqrt(v) stays small where v is small beside the rest of its

@@ -4,6 +4,8 @@ link. Each pass declares its own (`ADAM_STATE`, `LION_STATE`)."""
 from dataclasses import dataclass
 from typing import Protocol
 
+from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES
+
 __all__ = ["StateLayout", "StepConstants"]
 
 _WORD_BITS = 32
@@ -36,7 +38,7 @@ class StateLayout:
         with_signs: whether that array holds, behind one number, a sign bit for each element of the block.
         counts_updates: whether a step depends on the number of updates.
         longest_interval: longest interval of overlapped steps that its estimate is made for; None: any.
-        moment_dtype: dtype of the moments; p is always fp32.
+        moment_dtype: dtype of the moments; p is always fp32. ``int8``: codes, with a scale for each block (`rounding`).
     """
 
     name: str
@@ -55,7 +57,24 @@ class StateLayout:
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:
         """Kinds and dtypes of the arrays of the state in the arena."""
-        return (("p", "float32"), *((kind, self.moment_dtype) for kind, _ in self.moments))
+        dtypes = CODE_DTYPES if self.is_coded else (self.moment_dtype,) * len(self.moments)
+        return (("p", "float32"), *zip(self.kinds[1:], dtypes, strict=True))
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the moments are codes."""
+        return self.moment_dtype == CODE_DTYPES[0]
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Kinds of the arrays of their scales."""
+        return tuple(f"{kind}_scales" for kind in self.kinds[1:]) if self.is_coded else ()
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Kinds of the arrays in which others see the moments: fp32 arrays that take memory only while they are shown,
+        if the moments are codes; otherwise the moments themselves."""
+        return tuple(f"{kind}_shown" for kind in self.kinds[1:]) if self.is_coded else self.kinds[1:]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,0 +1,127 @@
+"""Shows moments that are codes of 8 bits as fp32: to DeepSpeed, to users and to checkpoints.
+
+The codes and their scales are the state; the worker knows nothing else. Everyone else sees fp32 arrays of the arena,
+which take memory only while they are shown: what is read there has been decoded, and what is written there is encoded
+before the next step, to the nearest value. What was not written gives the same codes again. A save does not show the
+moments: they are decoded chunk by chunk, on their way to the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.messages import Span
+from deepspeed_ext.zenflow.worker.sizes import CODED_CHUNK_NUMEL, chunk_of
+
+__all__ = ["CodedMoment", "CodedMoments"]
+
+
+class CodedMoment(NamedTuple):
+    """One moment of one partition of n elements.
+
+    Attributes:
+        kind, shown_kind, partition: those of the arrays of codes and of shown values in the arena.
+        block_size: elements per block.
+        codes: int8 [n] of m, uint8 [n] of v.
+        scales: uint8 [ceil(n / block_size)].
+        shown: fp32 [n].
+    """
+
+    kind: str
+    shown_kind: str
+    partition: int
+    block_size: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    shown: torch.Tensor
+
+    def spans(self, numel: int) -> Iterator[Span]:
+        """Runs of whole blocks, of about `numel` elements each."""
+        step = chunk_of(numel, self.block_size)
+        for begin in range(0, self.codes.numel(), step):
+            yield Span(begin, min(begin + step, self.codes.numel()))
+
+    def decode(self, span: Span, values: torch.Tensor) -> torch.Tensor:
+        """Decode a run of whole blocks to the first elements of `values`, 1-D fp32, and return these."""
+        values = values[: span.numel]
+        decode(self.codes[slice(*span)], self._scales_of(span), self.block_size, values)
+        return values
+
+    def decoded(self) -> Iterator[torch.Tensor]:
+        """The fp32 values in order, each part valid until the next."""
+        chunk = torch.empty(
+            min(chunk_of(CODED_CHUNK_NUMEL, self.block_size), self.codes.numel()), dtype=torch.float32, device="cpu"
+        )
+        for span in self.spans(CODED_CHUNK_NUMEL):
+            yield self.decode(span, chunk)
+
+    def encode(self, span: Span) -> None:
+        """Encode what is shown of a run of whole blocks."""
+        part = slice(*span)
+        encode(self.shown[part], self.codes[part], self._scales_of(span), self.block_size)
+
+    def _scales_of(self, span: Span) -> torch.Tensor:
+        return self.scales[span.begin // self.block_size : -(-span.end // self.block_size)]
+
+
+class CodedMoments:
+    """The moments of a rank's partitions.
+
+    Args:
+        arena: has them.
+        partitions: this rank's partitions.
+        layout: the optimizer's state.
+        block_size: elements per block.
+
+    Attributes:
+        is_shown: whether the state is what is shown, which may have been written. From the beginning of a step on, it
+            is the codes.
+    """
+
+    def __init__(self, arena: Arena, partitions: Sequence[Partition], layout: StateLayout, block_size: int) -> None:
+        self.is_shown = False
+        self._has_memory = False
+        self._arena = arena
+        self._moments = [
+            CodedMoment(kind, shown, partition.index, block_size, codes, scales, arena.tensor(shown, partition.index))
+            for partition in partitions
+            for kind, shown, codes, scales in zip(
+                layout.kinds[1:], layout.shown, partition.moments, partition.scales, strict=True
+            )
+        ]
+
+    def show(self) -> None:
+        """Decode the moments, which take memory until `hide`. Nothing of the arena may be in use."""
+        self._has_memory = self.is_shown = True
+        for moment in self._moments:
+            for span in moment.spans(CODED_CHUNK_NUMEL):
+                moment.decode(span, moment.shown[span.begin :])
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Encode what is shown, if it is; it may have been written."""
+        if self.is_shown:
+            for moment in self._moments:
+                for span in moment.spans(CODED_CHUNK_NUMEL):
+                    moment.encode(span)
+
+    def hide(self) -> None:
+        """Free the memory of what was shown. Nothing may read it any more."""
+        if self._has_memory:
+            self._has_memory = self.is_shown = False
+            for moment in self._moments:
+                self._arena.release(moment.shown_kind, moment.partition)
+
+    def behind(self, values: torch.Tensor) -> CodedMoment | None:
+        """The moment that `values`, a storage of the host, would show; None: it holds other values, or it does show
+        them."""
+        if self.is_shown:
+            return None
+        return next((each for each in self._moments if each.shown.data_ptr() == values.data_ptr()), None)
