@@ -10,13 +10,13 @@ constexpr int64_t kMostTile = kTileNumel + kMostBlock;
 // What the codes of m and of v differ in. A code k stands for k |k| scales.
 struct CodesOfM {
     using type = int8_t;
-    static constexpr uint32_t kMantissa = 0x7c0400, kExponent = 13;  // of 127^2
-    static constexpr float kHalf = 127.0f * 127.0f / 2.0f, kLeastAboveHalf = 90.0f, kLeast = 0.0f;
+    static constexpr uint32_t kMantissa = 0x6c6400, kExponent = 13;  // of 123^2
+    static constexpr float kHalf = 123.0f * 123.0f / 2.0f, kLeastAboveHalf = 87.0f, kLeast = 0.0f;
 };
 struct CodesOfV {
     using type = uint8_t;
-    static constexpr uint32_t kMantissa = 0x7e0100, kExponent = 15;  // of 255^2
-    static constexpr float kHalf = 255.0f * 255.0f / 2.0f, kLeastAboveHalf = 181.0f, kLeast = 1.0f;
+    static constexpr uint32_t kMantissa = 0x5f2100, kExponent = 15;  // of 239^2
+    static constexpr float kHalf = 239.0f * 239.0f / 2.0f, kLeastAboveHalf = 169.0f, kLeast = 1.0f;
 };
 constexpr uint32_t kMostScale = 238, kNotFinite = 255;
 
@@ -123,16 +123,29 @@ INLINE void round(const AdamPass &a, const AdamStep &s, int64_t first, int64_t l
     }
 }
 
-// Takes the step s of a tile; p and the moments change.
-template <Dtype G>
-INLINE void step(const AdamPass &a, const AdamStep &s, const void *grads, int64_t first, int64_t last, Moments &t) {
+// Takes step k of a tile, and with the last one publishes, unless y needs the block's mean of v. y may take the place of
+// that step's gradient, which is read before.
+template <Dtype G, Dtype Y>
+INLINE void step(const AdamPass &a, int32_t k, int64_t first, int64_t last, Moments &t) {
     using Gradient = typename Element<G>::type;
-    const Gradient *__restrict gradient = static_cast<const Gradient *>(grads) + first;
+    using Published = typename Element<Y>::type;
+    const AdamStep s = a.steps[k];
+    const int64_t numel = last - first;
+    const Gradient *gradient = static_cast<const Gradient *>(a.grads[k]) + first;
+    Published *published = static_cast<Published *>(a.published) + first;
     float *__restrict p = a.p + first;
-    for (int64_t i = 0; i < last - first; ++i)
-        advance_moments(s, Element<G>::load(gradient[i]), p[i], t.m[i], t.v[i]);
+    for (int64_t i = 0; i < numel; ++i) advance_moments(s, Element<G>::load(gradient[i]), p[i], t.m[i], t.v[i]);
     round(a, s, first, last, t);
-    for (int64_t i = 0; i < last - first; ++i) update(s, p[i], t.m[i], t.v[i]);
+    if (k + 1 < a.steps_count || a.l2_factor != 0.0f) {
+        for (int64_t i = 0; i < numel; ++i) update(s, p[i], t.m[i], t.v[i]);
+        return;
+    }
+    for (int64_t i = 0; i < numel; ++i) {
+        float pi = p[i];
+        const float inverse = update(s, pi, t.m[i], t.v[i]);
+        p[i] = pi;
+        published[i] = Element<Y>::store(extrapolate(a, pi, t.m[i], inverse));
+    }
 }
 
 template <Dtype G, Dtype Y>
@@ -143,8 +156,8 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
         decode<CodesOfM>(static_cast<const int8_t *>(a.m) + begin, a.m_scales[block], numel, t.m + begin - first);
         decode<CodesOfV>(static_cast<const uint8_t *>(a.v) + begin, a.v_scales[block], numel, t.v + begin - first);
     }
-    for (int32_t k = 0; k < a.steps_count; ++k) step<G>(a, a.steps[k], a.grads[k], first, last, t);
-    if (a.l2_factor == 0.0f) publish<Y, kFloat32>(a, first, last, t.m, t.v);
+    for (int32_t k = 0; k < a.steps_count; ++k) step<G, Y>(a, k, first, last, t);
+    if (a.steps_count == 0 && a.l2_factor == 0.0f) publish<Y, kFloat32>(a, first, last, t.m, t.v);
     end_blocks<Y, kFloat32>(a, first, last, t.m, t.v);
 }
 

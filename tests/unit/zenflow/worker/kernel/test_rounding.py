@@ -169,6 +169,6 @@ def test_steps_that_a_load_takes_are_those_of_the_reference_pass(dtype: torch.dt
             )
             make_kernel("reference").run(made)
         else:
-            take_steps(p, m, v, grads, steps, first)
+            take_steps(p, m, v, grads, steps, first, str(dtype).removeprefix("torch."), 32)
         results.append({"p": p, "m": m, "v": v})
     assert_same(*results)
