@@ -93,7 +93,7 @@ ZENFLOW: dict[str, dict[Keys, tuple[Any, ...]]] = {
         (Z, Y, "block_size"): (1, 7, 32, 65536),
         (Z, Y, "prediction_error_factor"): (0.0, 1.0, 1e6),
         (Z, Y, "publish_dtype"): ("float32",),
-        (Z, Y, "state_dtype"): ("bfloat16",),
+        (Z, Y, "state_dtype"): ("bfloat16", "int8"),
         (Z, Y, "hide_transfers"): (True, False),
         (Z, Y, "async_save"): (True,),
         (Z, Y, "pt_reserved_cores"): (0.5, 1),
@@ -191,6 +191,8 @@ def _make_consistent(config: dict[str, Any], ranks: int) -> None:
         config["bf16"]["enabled"] = config["fp16"]["enabled"] = False
     if config[Z].get(Y, {}).get("select_strategy") == "step":  # which needs it
         config[Z][Y].setdefault("select_interval", 4)
+    if config[Z].get(Y, {}).get("state_dtype") == "int8":  # whose blocks are small
+        config[Z][Y]["block_size"] = min(config[Z][Y].get("block_size", 32), 256)
     if ranks == 1 and config[Z].get("flatten_tier") == "distributed":  # which needs two
         config[Z]["flatten_tier"] = "host"
 

@@ -56,6 +56,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "predictive, interval 1, bf16 moments": {
         "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "state_dtype": "bfloat16"}
     },
+    "predictive, interval 1, int8 moments": {
+        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "state_dtype": "int8"}
+    },
     "predictive, interval 1, copies inside of the step": {
         "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "hide_transfers": False}
     },

@@ -34,8 +34,8 @@ ARENA_KINDS = {
     "known": "signs and means",
     "updates": "update counts",
 }
-"""Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through a few places. Moments
-that are codes are only shown if somebody reads or loads them: that is not counted."""
+"""Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through a few places. Others
+take no memory between steps: where moments that are codes are shown to those who read or load them."""
 
 MOST_PLACED = 32
 """Maximum number of partitions that are placed in the arena one by one."""

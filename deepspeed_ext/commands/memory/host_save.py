@@ -9,8 +9,12 @@ from deepspeed_ext.commands.memory.parts import Part
 from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Run, Setup
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
+from deepspeed_ext.zenflow.worker.sizes import CODED_CHUNK_NUMEL, chunk_of
 
 __all__ = ["HostSave"]
+
+_DECODING_BYTES = 12
+"""Of an element that is decoded: its value, and two temporaries of fp32."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,14 @@ class HostSave:
         if self.setup.zenflow.async_save:  # what is not in the arena is copied, until it is written
             return [[moved], [state, module, *self._copied()]]
         largest_param = weight * self.model.largest if has_module else 0
-        return [[moved], [state, _chunk(largest_param)], [state, self._counts(), _chunk(self._most_saved())]]
+        decoded = Part("moments on their way", _DECODING_BYTES * self._decoded_numel())
+        last = [state, self._counts(), _chunk(self._most_saved())]
+        return [[moved], [state, _chunk(largest_param)], last, [state, self._counts(), decoded]]
+
+    def _decoded_numel(self) -> int:
+        """Elements of a moment that are decoded at once; 0: moments are no codes."""
+        rule = self.setup.rule
+        return min(chunk_of(CODED_CHUNK_NUMEL, rule.block_size), self.most) if rule.layout.is_coded else 0
 
     def _counts(self) -> Part:
         """What every save copies of the rule's state."""

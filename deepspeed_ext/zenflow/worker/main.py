@@ -148,12 +148,19 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size:
     return Done(submission.number, seconds, failed_write)
 
 
-def write_from_arena(work: ArenaWrite, arena: Arena, kernel: Kernel, block_size: int) -> str | None:
-    """Write a file's parts; return what went wrong, or None."""
+def write_from_arena(work: ArenaWrite, arena: Arena, kernel: Kernel | None = None, block_size: int = 1) -> str | None:
+    """Write a file's parts; return what went wrong, or None.
+
+    Args:
+        work: the parts.
+        arena: has them.
+        kernel: decodes moments, whose blocks have `block_size` elements; None: no part needs it.
+    """
     try:
         with files.opened(work.path, os.O_WRONLY) as descriptor:
             for part in work.parts:
                 if isinstance(part, CodedPart):
+                    assert kernel is not None, "codes need a kernel"
                     _write_decoded(descriptor, part, arena, kernel, block_size)
                     continue
                 files.write(descriptor, files.memory_at(arena.address + part.begin, part.nbytes), part.offset)

@@ -28,6 +28,15 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
         3,
         {"zenflow": {"state_dtype": "bfloat16"}, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
     ),
+    'state_dtype = "int8" with update_rule = "selective"': (
+        2,
+        {"zenflow": {"topk_ratio": 0.1, "state_dtype": "int8"}},
+    ),
+    'state_dtype = "int8" with offload_optimizer.ratio': (
+        3,
+        {"zenflow": {"state_dtype": "int8"}, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    ),
+    "block_size above 256": (2, {"zenflow": {"state_dtype": "int8", "block_size": 257}}),
     "compute_grad_norm": (2, {"compute_grad_norm": False}),
 }
 """What the message must name: the stage, and settings of ``zero_optimization``."""

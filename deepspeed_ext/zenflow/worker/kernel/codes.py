@@ -113,7 +113,8 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, block_size: int, values: t
 
 def _in_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
     """As [blocks, block_size]; what a shorter last block lacks is zero."""
-    return torch.nn.functional.pad(values, (0, -values.numel() % block_size)).view(-1, block_size)
+    missing = -values.numel() % block_size
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block_size)
 
 
 def _units(scales: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ With 8 bits each element has a code and each block of the rule a scale, a power 
     k = floor(sqrt(|x| / s)), and one more if 2^16 (|x| / s - k^2) > r' (2 k + 1)
 
 The steps between values grow as the root of the value, so that a block holds magnitudes from 1 to K^2, and products
-with s are exact. A scale is stored as one byte, e + 127; 255 says that no such e is large enough, or that there is a NaN or
-an infinity: then the whole block is NaN. Zeroed memory holds zeros.
+with s are exact. A scale is stored as one byte, e + 127; 255 says that no such e is large enough, or that there is a NaN
+or an infinity: then the whole block is NaN. Zeroed memory holds zeros.
 
 Two exceptions: a v above 0 has at least code 1, so that m / sqrt(v) stays small where v is small beside the rest of its
 block; and a value of more than s K^2 / 2 has at least the least code j that stands for more than that, so that the
@@ -29,9 +29,9 @@ codes again, whatever r' is: moments can be read as fp32 and loaded to the bit. 
 to the nearest value, which is r' = 2^15.
 
 The second exception raises values between s K^2 / 2 and s j^2, so it would hold a value there that falls more slowly
-than that range is wide. K is chosen to make it narrow: 2 j^2 - K^2 is 1 of 57121 for v (239 / 169 is a convergent of the
-root of 2), a fiftieth of what beta2 of 0.999 takes away, and 9 of 15129 for m. 255 and 127 have 0.8 and 0.4 %: v of a
-block would not have fallen below code 181 at all.
+than that range is wide. K is chosen to make it narrow: 2 j^2 - K^2 is 1 of 57121 for v (239 / 169 is a convergent of
+the root of 2), a fiftieth of what beta2 of 0.999 takes away, and 9 of 15129 for m. 255 and 127 have 0.8 and 0.4 %: v of
+a block would not have fallen below code 181 at all.
 """
 
 from typing import NamedTuple

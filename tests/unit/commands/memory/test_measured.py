@@ -198,6 +198,7 @@ def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
         (2, "predictive, interval 1", 12.3),
         (3, "predictive, interval 1", 12.3),
         (2, "predictive, interval 1, bf16 moments", 8.3),
+        (2, "predictive, interval 1, int8 moments", 6.4),
     ],
 )
 def test_with_chunks_in_transit_the_host_holds_little_besides_the_state(stage: int, way: str, most: float) -> None:

@@ -96,6 +96,7 @@ def test_the_bits_are_those_of_whole_gradients(stage: int, between: Callable[[An
     [
         {"overlap_step": False},
         {"update_interval": 1, "state_dtype": "bfloat16"},
+        {"update_interval": 1, "state_dtype": "int8"},
         {"update_interval": 1, "async_save": True},
         {"update_interval": 1, "block_size": 24},
     ],
