@@ -10,7 +10,7 @@ partition      -                -               this rank's flat slice of a para
                                                 or sub-group (stage 3), in the natural row-major order
 weights  W     model's, [n]     accelerator     what the model computes with: trainer -> model
 master   p     fp32 [n]         arena "p"       the weights that are updated: worker -> checkpoint
-moments  m, v  fp32 or bf16     arena "m", "v"  the moments; Lion has no v: worker -> checkpoint
+moments  m, v  see state_dtype  arena "m", "v"  the moments; Lion has no v: worker -> checkpoint
                [n]
 gradient g     see below, [n]   arena "g"       reduced gradient of one optimizer step, before unscaling and
                                                 clipping, in one slot of the gradient ring: trainer -> worker
