@@ -9,8 +9,9 @@ Every contender gets the same number of threads; "cores" is the CPU time that it
 
 "GB/s" are the bytes that a contender has to read and write, over its time: 28 an element for a step of Adam (the pass:
 p, m and v in and out, 2 bytes each of gradient and weight; fused: the same with an fp32 gradient and no other weight),
-20 with moments in bf16, 16 with 8 bits, 34 for four steps in one pass, and 8 for the plain copy of an fp32 array, which shows what the
-memory can do. A copy also reads each cache line of its output before it overwrites it, which is not counted.
+20 with moments in bf16, 16 with 8 bits, 34 for four steps in one pass, and 8 for the plain copy of an fp32 array,
+which shows what the memory can do. A copy also reads each cache line of its output before it overwrites it, which is
+not counted.
 """
 
 import argparse

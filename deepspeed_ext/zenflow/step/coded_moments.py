@@ -113,9 +113,9 @@ class CodedMoments:
                     moment.encode(span)
 
     def hide(self) -> None:
-        """Free the memory of what was shown. Nothing may read it any more."""
-        if self._has_memory:
-            self._has_memory = self.is_shown = False
+        """Free the memory of what was shown, unless it is the state. Nothing may read it any more."""
+        if self._has_memory and not self.is_shown:
+            self._has_memory = False
             for moment in self._moments:
                 self._arena.release(moment.shown_kind, moment.partition)
 

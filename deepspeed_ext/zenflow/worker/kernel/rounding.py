@@ -19,11 +19,11 @@ With 8 bits each element has a code and each block of the rule a scale, a power 
     k = floor(sqrt(|x| / s)), and one more if 2^16 (|x| / s - k^2) > r' (2 k + 1)
 
 The steps between values grow as the root of the value, so that a block holds magnitudes from 1 to K^2, and products
-with s are exact. A scale is stored as one byte, e + 127; 255 says that no such e is large enough, or that there is a NaN
-or an infinity: then the whole block is NaN. Zeroed memory holds zeros.
+with s are exact. A scale is stored as one byte, e + 127; 255 says that no such e is large enough, or that there is a
+NaN or an infinity: then the whole block is NaN. Zeroed memory holds zeros.
 
-Two exceptions: a v above 0 has at least code 1, so that m / sqrt(v) stays small where v is small beside the rest of its
-block; and a value of more than s K^2 / 2 has at least the least code j that stands for more than that, so that the
+Two exceptions: a v above 0 has at least code 1, so that m / sqrt(v) stays small where v is small beside the rest of
+its block; and a value of more than s K^2 / 2 has at least the least code j that stands for more than that, so that the
 largest value of a block needs the same scale when it is encoded again. So encoding what codes stand for gives these
 codes again, whatever r' is: moments can be read as fp32 and loaded to the bit. What is loaded from elsewhere is rounded
 to the nearest value, which is r' = 2^15.

@@ -158,7 +158,7 @@ def test_special_values(dtype: torch.dtype) -> None:
     zero, zeros stay zeros, also with a scale of zeroed memory."""
     blocks = [[math.nan, 1.0], [math.inf, 1.0], [LARGEST_KEPT[dtype] * 1.01, 1.0], [LARGEST_KEPT[dtype], 0.0]]
     blocks += [[0.0, 0.0], [1e-45, 0.0], [1.0, 1e-45]]
-    codes, scales, out = coded(torch.tensor(blocks).view(-1), dtype, 2)
+    _, scales, out = coded(torch.tensor(blocks).view(-1), dtype, 2)
     found = out.view(-1, 2)
     assert found[:3].isnan().all()
     assert scales[:3].tolist() == [255] * 3
