@@ -297,7 +297,7 @@ def _note_state(engine: Any, found: Measured) -> None:
     adam = getattr(engine.optimizer, "zenflow_adam", None)
     if adam is None:
         return
-    adam.drain()
+    adam.drain(shows_moments=False)
     found.arena = resident_bytes(adam.link.arena)
     idle = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
     if idle is not None and adam.link.fills_early and not engine.optimizer._sums_apart:

@@ -13,8 +13,8 @@ from deepspeed_ext.zenflow.worker.sizes import CODED_CHUNK_NUMEL, chunk_of
 
 __all__ = ["HostSave"]
 
-_DECODING_BYTES = 12
-"""Of an element that is decoded: its value, and two temporaries of fp32."""
+_DECODING_BYTES = 16
+"""Of an element that is decoded: its value, two temporaries of fp32, and a value of the chunk before."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class HostSave:
             return [[moved], [state, module, *self._copied()]]
         largest_param = weight * self.model.largest if has_module else 0
         decoded = Part("moments on their way", _DECODING_BYTES * self._decoded_numel())
-        last = [state, self._counts(), _chunk(self._most_saved())]
-        return [[moved], [state, _chunk(largest_param)], last, [state, self._counts(), decoded]]
+        return [[moved], [state, _chunk(largest_param)], [state, self._counts(), _chunk(self._most_saved()), decoded]]
 
     def _decoded_numel(self) -> int:
         """Elements of a moment that are decoded at once; 0: moments are no codes."""

@@ -15,6 +15,7 @@ from deepspeed_ext.commands.memory.parts import Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model
 from deepspeed_ext.flatten import staging
+from deepspeed_ext.zenflow.step import coded_moments
 from tests.support.memory_runs import LARGEST, LAYERS, PARAMS, WAYS, Measured, compared, measure, memory_config, planned
 from tests.support.ranks import run_ranks
 
@@ -168,6 +169,7 @@ def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
     with (
         patch.object(staging, "CHUNK_BYTES", SMALL_CHUNK),
         patch.object(skeleton, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
+        patch.object(coded_moments, "CODED_CHUNK_NUMEL", SMALL_CHUNK // 16),
     ):
         return measure(config)
 
@@ -178,6 +180,7 @@ def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
     [
         (1, "predictive, interval 2"),
         (2, "predictive, interval 1"),
+        (2, "predictive, interval 1, int8 moments"),
         (3, "predictive, interval 1"),
         (3, "predictive, interval 2"),
         (3, "predictive, interval 1, offload_param"),
