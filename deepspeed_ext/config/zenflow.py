@@ -8,7 +8,7 @@ from deepspeed_ext.config.core_binding import ReservedCores
 from deepspeed_ext.config.section import ConfigSection
 from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 
-__all__ = ["OF_ONE_RULE", "RuleName", "ZenFlowConfig", "given_of_the_other_rule"]
+__all__ = ["OF_ONE_RULE", "RuleName", "StateDtype", "ZenFlowConfig", "given_of_the_other_rule"]
 
 DAY_SECONDS = 24 * 3600
 

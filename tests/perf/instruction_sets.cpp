@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "adam_pass.cpp"
+#include "code_pass.cpp"
 #include "mean_pass.cpp"
 #include "threads.cpp"
 
@@ -48,7 +49,8 @@ std::vector<char> converted(const std::vector<float> &values, int32_t type) {
 
 void write(const char *name, const char *type, const void *array, int64_t numel) {
     std::printf("%s %s %lld\n", name, type, static_cast<long long>(numel));
-    std::fwrite(array, std::strcmp(type, "float32") == 0 ? 4 : 2, numel, stdout);
+    const size_t size = std::strcmp(type, "float32") == 0 ? 4 : std::strcmp(type, "uint8") == 0 ? 1 : 2;
+    std::fwrite(array, size, numel, stdout);
 }
 
 struct State {
@@ -86,6 +88,25 @@ void adam(int32_t grad_type, int32_t published_type, bool decoupled, int32_t thr
     s.write_all();
 }
 
+void adam_of_codes(int32_t grad_type, int32_t published_type, int32_t threads) {
+    State s(grad_type, published_type);
+    std::vector<uint8_t> m(kNumel), v(kNumel), m_scales(kBlocks), v_scales(kBlocks);
+    const std::vector<AdamStep> steps(kSteps, {0.1f, 0.95f, 0.05f, 1e-8f, 0.9999f, 0.0f, 2e-3f, 1.5f, 0.5f, 77});
+    AdamPass pass{s.p.data(),    m.data(),       v.data(), s.addresses.data(), steps.data(),
+                  s.published.data(), s.means.data(), kNumel,   kBlock,             kSteps,
+                  grad_type,     published_type, threads,  0.99f,              1e-3f,
+                  0.0f,          2e-4f,          1.5f,     1e-8f};
+    pass.moment_dtype = kCodes, pass.m_scales = m_scales.data(), pass.v_scales = v_scales.data();
+    dsext_adam_pass(&pass);
+    write("p", "float32", s.p.data(), kNumel);
+    write("m", "uint8", m.data(), kNumel);
+    write("v", "uint8", v.data(), kNumel);
+    write("m_scales", "uint8", m_scales.data(), kBlocks);
+    write("v_scales", "uint8", v_scales.data(), kBlocks);
+    write("means", "float32", s.means.data(), kBlocks);
+    write("published", kTypes[published_type], s.published.data(), kNumel);
+}
+
 void mean(int32_t grad_type, int32_t published_type, int32_t threads) {
     State s(grad_type, published_type);
     const float scales[kSteps] = {0.5f, 0.25f, 0.125f};
@@ -101,12 +122,13 @@ void mean(int32_t grad_type, int32_t published_type, int32_t threads) {
 
 }  // namespace
 
-int main() {
+int main(int count, char **) {  // an argument: also with moments of 8 bits
     for (int32_t threads : {1, 2})
         for (int32_t g = 0; g < 3; ++g)
             for (int32_t y = 0; y < 3; ++y) {
                 adam(g, y, true, threads);
                 adam(g, y, false, threads);
                 mean(g, y, threads);
+                if (count > 1) adam_of_codes(g, y, threads);
             }
 }

@@ -74,14 +74,17 @@ def arrays(output: bytes) -> Iterator[torch.Tensor]:
         output = output[size:]
 
 
-def results(target: Target, folder: Path, extra: Sequence[str] = ()) -> list[torch.Tensor]:
-    """Compile, run, and return all arrays."""
+def results(
+    target: Target, folder: Path, extra: Sequence[str] = (), arguments: Sequence[str] = ()
+) -> list[torch.Tensor]:
+    """Compile, run with `arguments`, and return all arrays."""
     flags = [*COMPILE_FLAGS, *target.flags, *extra]
     program = folder / "-".join([target.compiler, *flags])
     if not program.exists():
         command = [target.compiler, *flags, "-I", str(BUILT.parent), str(DRIVER), "-o", str(program)]
         subprocess.run(command, check=True)
-    return list(arrays(subprocess.run([*target.emulator, str(program)], capture_output=True, check=True).stdout))
+    command = [*target.emulator, str(program), *arguments]
+    return list(arrays(subprocess.run(command, capture_output=True, check=True).stdout))
 
 
 def furthest(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> dict[str, tuple[int, float]]:

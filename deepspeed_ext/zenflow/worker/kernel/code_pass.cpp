@@ -3,6 +3,7 @@
 #include "adam_pass.h"
 
 namespace {
+namespace codes {
 
 constexpr int64_t kMostBlock = 256;
 constexpr int64_t kMostTile = kTileNumel + kMostBlock;
@@ -165,18 +166,19 @@ TILES(_of_codes, tile)
 
 const Tile kTile[3][3] = TABLE(_of_codes);
 
+}  // namespace codes
 }  // namespace
 
-Tile tile_of_codes(int32_t grad_dtype, int32_t published_dtype) { return kTile[grad_dtype][published_dtype]; }
+Tile tile_of_codes(int32_t grad_dtype, int32_t published_dtype) { return codes::kTile[grad_dtype][published_dtype]; }
 
 // Decodes whole blocks of m (or of v) to fp32.
-extern "C" void dsext_decode(const void *codes, const uint8_t *scales, float *out, int64_t numel, int64_t block_size,
+extern "C" void dsext_decode(const void *stored, const uint8_t *scales, float *out, int64_t numel, int64_t block_size,
                              int32_t is_v) {
     for (int64_t begin = 0; begin < numel; begin += block_size, ++scales) {
         const int64_t count = begin + block_size < numel ? block_size : numel - begin;
         if (is_v)
-            decode<CodesOfV>(static_cast<const uint8_t *>(codes) + begin, *scales, count, out + begin);
+            codes::decode<codes::CodesOfV>(static_cast<const uint8_t *>(stored) + begin, *scales, count, out + begin);
         else
-            decode<CodesOfM>(static_cast<const int8_t *>(codes) + begin, *scales, count, out + begin);
+            codes::decode<codes::CodesOfM>(static_cast<const int8_t *>(stored) + begin, *scales, count, out + begin);
     }
 }
