@@ -30,6 +30,8 @@ SMALLEST_DEVIATION = {"float32": 0.02, "bfloat16": 0.05, "float16": 0.02}
 """Deviation that is always allowed, as a fraction of a parameter's movement, by dtype of communication. One gradient
 dropped in a dozen steps deviates more. Many ranks that add in 16 bits in another order than the reference deviate by a
 few units in the last place."""
+CODED_DEVIATION = 0.2
+"""The same with moments of 8 bits. One dropped gradient still deviates more."""
 JUDGED_NOISE = 0.25
 """A parameter is not judged if rounding alone changes its movement by more than that."""
 PREDICTED_LOSS = 0.1
@@ -233,7 +235,8 @@ def _deviation(each: Movement) -> float:
 
 
 def _allowed(plan: Plan, each: Movement) -> float:
-    return max(SMALLEST_DEVIATION[plan.communication], NOISE_FACTOR * each.noise / each.plain if each.plain else 0.0)
+    least = CODED_DEVIATION if plan.has_coded_moments else SMALLEST_DEVIATION[plan.communication]
+    return max(least, NOISE_FACTOR * each.noise / each.plain if each.plain else 0.0)
 
 
 def _deviates(plan: Plan, each: Movement) -> bool:

@@ -92,6 +92,11 @@ class Plan:
         return self.interval or (LONGEST_MEASURED if self.rule == "predicted" else LONGEST_CHOSEN)
 
     @property
+    def has_coded_moments(self) -> bool:
+        """Whether the moments are rounded to codes of 8 bits."""
+        return section_of(section_of(self.config, "zero_optimization"), "zenflow").get("state_dtype") == "int8"
+
+    @property
     def has_rounded_masters(self) -> bool:
         """Whether each weight follows from its own master; false if only some weights step, or if weights are
         quantized."""

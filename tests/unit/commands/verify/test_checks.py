@@ -285,3 +285,11 @@ def test_the_report_names_changes_and_every_check() -> None:
     values = report.as_json("ds.json", plan(), "the CPU", checks, "", ())
     assert values["passed"] is False
     assert json.loads(json.dumps(values, allow_nan=False))["checks"][0]["status"] == "PASS"
+
+
+def test_moments_of_8_bits_may_deviate_more_but_not_as_much_as_a_dropped_gradient() -> None:
+    config = plan().config | {"zero_optimization": {"stage": 2, "zenflow": {"state_dtype": "int8"}}}
+    for deviation, expected in ((0.1, []), (0.34, ["gradients"])):
+        found = good(movements=[Movement("weight", 1000, 1.0, 1.0, deviation, 0.002)])
+        assert failed(verdicts(plan(config=config), found)) == expected
+        assert failed(verdicts(plan(), found)) == ["gradients"]

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.worker.kernel.codes import decode
 
 BLOCK = 4
 
 
 def sample_of(numel: int, most_blocks: int, seed: int = 1, index: int = 0) -> tuple[Sample, torch.Tensor]:
     state = tuple(torch.arange(numel, dtype=torch.float32) + 1000 * number for number in range(3))
-    partition: Any = SimpleNamespace(master=state[0], state=state, index=index)
+    partition: Any = SimpleNamespace(master=state[0], moments=state[1:], scales=(), state=state, index=index)
     none: Any = None
     return Sample.take(partition, torch.arange(numel).bfloat16(), none, BLOCK, none, most_blocks, seed), state[0]
 
@@ -41,6 +42,20 @@ def test_whole_blocks_are_drawn_from_all_parts_of_the_partition(numel: int, most
         elements = [block * BLOCK + inside for block in blocks for inside in range(BLOCK)]
         assert sample.state[0].tolist() == elements
         assert sample.state[2].tolist() == [2000.0 + element for element in elements]
+
+
+@pytest.mark.parametrize("numel", [3, 402])
+def test_moments_that_are_codes_are_decoded(numel: int) -> None:
+    numbers, blocks = torch.arange(numel), -(-numel // BLOCK)
+    codes = (numbers % 100 - 50).to(torch.int8), (numbers % 200).to(torch.uint8)
+    scales = tuple((100 + torch.arange(blocks) % 20).to(torch.uint8) for _ in codes)
+    partition: Any = SimpleNamespace(master=numbers.float(), moments=codes, scales=scales, index=0)
+    none: Any = None
+    sample = Sample.take(partition, numbers.bfloat16(), none, BLOCK, none, 8, 1)
+    for moment, of_moment, found in zip(codes, scales, sample.state[1:], strict=True):
+        whole = torch.empty(numel)
+        decode(moment, of_moment, BLOCK, whole)
+        assert torch.equal(found, sample.of(whole))
 
 
 @pytest.mark.parametrize("numel", [3, 400])
