@@ -203,9 +203,8 @@ def test_both_kernels_write_the_same_codes(n: int, block: int) -> None:
         grad[3], grad[40], grad[77] = 0.0, 1e-40, math.nan
     for steps in ((KEEPS,), (replace(KEEPS, step=9), replace(KEEPS, step=2**33 + 1))):
         found = []
-        for kernel in KERNELS:
-            name = kernel if isinstance(kernel, str) else kernel.values[0]
-            made = State(n, block).run_part(make_kernel(str(name)), [grad] * len(steps), steps, 0, n, 3 * block)
+        for kernel in ("native", "reference"):
+            made = State(n, block).run_part(make_kernel(kernel), [grad] * len(steps), steps, 0, n, 3 * block)
             found.append({name: made.found[name] for name in ("m", "v", "m_scales", "v_scales")})
         assert_same(*found)
 
