@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_ext.errors import CheckpointError
@@ -176,17 +176,18 @@ def load_universal(config: dict, folder: str) -> dict[str, Any]:
     engine = make_engine(config)
     engine.load_checkpoint(folder, tag="u")
     adam = engine.optimizer.zenflow_adam
-    found = {"updates": adam.updates, "masters": {}}
+    found = {"updates": adam.updates, "masters": {}, "lengths": []}
     for name, parameter in engine.module.named_parameters():
         found["masters"][name] = safe_get_full_fp32_param(parameter).cpu().clone()
+        found["lengths"].append(safe_get_full_optimizer_state(parameter, "exp_avg_sq").norm().item())
     found["losses"] = train(engine, batches(4, 0))
     close(engine)
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_universal_checkpoint_resumes_with_other_ranks(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, update_interval=1)
+@pytest.mark.parametrize(("stage", "states"), [(2, "float32"), (3, "float32"), (2, "int8"), (3, "int8")])
+def test_universal_checkpoint_resumes_with_other_ranks(stage: int, states: str, tmp_path: Path) -> None:
+    config = zenflow_config(stage, update_interval=1, state_dtype=states)
     run_ranks(2, save_mid_interval, config, str(tmp_path))
     expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
@@ -196,6 +197,7 @@ def test_universal_checkpoint_resumes_with_other_ranks(stage: int, tmp_path: Pat
     one = run_ranks(1, load_universal, config, str(tmp_path))[0]
     assert one["updates"] == 7
     assert_same({name: expected[name] for name in one["masters"]}, one["masters"])
+    assert min(one["lengths"]) > 0.0
     assert max(one["losses"]) < 1.1 * one["losses"][0]
 
 
