@@ -15,6 +15,7 @@ from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.resharded import Model, Run, data, everyones, resume, saved_by, state_of
+from tests.support.resident import resident_bytes
 from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
 from tests.support.state_access import looking_on
@@ -251,3 +252,29 @@ def test_fp16_trains_as_with_moments_of_32_bits(states: str, stage: int) -> None
     (expected, *_), *_ = run_ranks(2, trained, exact, 8)
     assert losses == pytest.approx(expected, rel=0.01)
     assert losses != expected
+
+
+def arena_bytes(config: dict[str, Any], folder: str) -> list[int]:
+    """Bytes of the arena in memory beyond those between steps: after a save, after a look at a moment, and after the
+    step that follows; and of the moments in fp32."""
+    engine = make_engine(config)
+    train(engine, batches(3, dist.get_rank()))
+    arena = engine.optimizer.zenflow_adam.link.arena
+    between = resident_bytes(arena)
+    engine.save_checkpoint(folder, tag="t")
+    found = [resident_bytes(arena)]
+    safe_get_full_optimizer_state(next(engine.module.parameters()), "exp_avg")
+    found.append(resident_bytes(arena))
+    train(engine, batches(1, dist.get_rank()))
+    found.append(resident_bytes(arena))
+    shown = sum(moment.nbytes for state in engine.optimizer.zenflow_adam.states for moment in state.moments.values())
+    engine.destroy()
+    return [*(each - between for each in found), shown]
+
+
+@pytest.mark.parametrize(("stage", "async_save"), [(2, False), (3, True)])
+def test_codes_are_shown_only_to_those_who_look(stage: int, async_save: bool, tmp_path: Path) -> None:
+    config = rounded("int8", stage, update_interval=1, async_save=async_save)
+    ((saved, looked, stepped, shown),) = run_ranks(1, arena_bytes, config, str(tmp_path))
+    assert saved == stepped == 0
+    assert shown <= looked
