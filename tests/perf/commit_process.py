@@ -11,7 +11,8 @@ import time
 
 
 def main() -> None:
-    """Read numbers of steps from stdin; answer each with the milliseconds of every `engine.step`."""
+    """Write the milliseconds of `initialize`. Then read numbers of steps from stdin; answer each with the milliseconds
+    of every `engine.step`."""
     order = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints is no answer
@@ -38,7 +39,9 @@ def main() -> None:
             "core_binding": {"enabled": False},
         },
     }
+    begin = time.perf_counter()
     engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
+    answers.write(f"{(time.perf_counter() - begin) * 1e3}\n")
     batch = torch.randn(8, width).bfloat16()
     for line in sys.stdin:
         found = []

