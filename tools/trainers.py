@@ -29,8 +29,23 @@ TRAINERS = {"llamafactory": "llamafactory==0.9.5", "ms-swift": "ms-swift==4.6.0"
 
 LEFT_OUT = {
     "axolotl": frozenset(
-        "adlfs fla-core flash-linear-attention gcsfs gradio immutabledict langdetect lm-eval modal ocifs openenv-core "
-        "s3fs tensorboard trackio xformers".split()
+        [
+            "adlfs",
+            "fla-core",
+            "flash-linear-attention",
+            "gcsfs",
+            "gradio",
+            "immutabledict",
+            "langdetect",
+            "lm-eval",
+            "modal",
+            "ocifs",
+            "openenv-core",
+            "s3fs",
+            "tensorboard",
+            "trackio",
+            "xformers",
+        ]
     )
 }
 """Requirements of a trainer that are not installed: pip tries versions of them for more than 15 minutes, or they need a
