@@ -28,25 +28,10 @@ TRAINERS = {"llamafactory": "llamafactory==0.9.5", "ms-swift": "ms-swift==4.6.0"
 """Packages, and what pip is asked for. TRL is an extra of this package."""
 
 LEFT_OUT = {
-    "axolotl": frozenset(
-        [
-            "adlfs",
-            "fla-core",
-            "flash-linear-attention",
-            "gcsfs",
-            "gradio",
-            "immutabledict",
-            "langdetect",
-            "lm-eval",
-            "modal",
-            "ocifs",
-            "openenv-core",
-            "s3fs",
-            "tensorboard",
-            "trackio",
-            "xformers",
-        ]
-    )
+    "axolotl": {
+        *("adlfs", "fla-core", "flash-linear-attention", "gcsfs", "gradio", "immutabledict", "langdetect", "lm-eval"),
+        *("modal", "ocifs", "openenv-core", "s3fs", "tensorboard", "trackio", "xformers"),
+    }
 }
 """Requirements of a trainer that are not installed: pip tries versions of them for more than 15 minutes, or they need a
 GPU. Its training on text imports none of them."""
