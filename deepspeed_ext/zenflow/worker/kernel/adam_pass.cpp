@@ -167,7 +167,7 @@ void (*const kTile[2][3][3])(const AdamPass &, int64_t, int64_t) = {TABLE(), TAB
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 9; }
+extern "C" int32_t dsext_adam_pass_version() { return 10; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
