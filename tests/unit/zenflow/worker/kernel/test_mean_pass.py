@@ -202,6 +202,6 @@ def test_one_gradient_and_one_count_is_the_pass_of_one_step(t: int) -> None:
         grads = (array(plain.grads[0]),)
         make_kernel("native").run(AdamPass(p, m, v, grads, (step,), y, means, block, publish))
         for found, expected in zip(mean.state()[:4], plain.state()[:4], strict=True):
-            # A compiler may fuse other products and sums in the one loop than in the other: GCC 16 does, GCC 12 does not.
+            # A compiler may fuse other products and sums in the one loop than in the other: GCC 16 does.
             rounding = 2 * torch.finfo(found.dtype).eps
             torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding * 1e-3)
