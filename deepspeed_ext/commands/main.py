@@ -20,7 +20,7 @@ from deepspeed_ext.runtime.log import quoted
 
 __all__ = ["main"]
 
-EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
+EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
 # Larger than any real value, but far too small to exhaust memory or overflow to infinity.
 MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
 
@@ -42,7 +42,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input.
+    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 141 as of a killed process if the
+    reader of its output has read enough.
 
     Args:
         argv: the arguments; None: this process's own.
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        return EXIT_UNREAD if _give_up_output() else _report_error(arguments, error, EXIT_PROBLEM)
     except (ConfigError, UnsupportedError, ValueError) as error:
         return _report_error(arguments, error, EXIT_BAD_INPUT)
     except (DeepSpeedExtError, OSError) as error:
@@ -57,6 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.name == "run":  # errors of the script are not ours to report
         runpy.run_path(arguments.script, run_name="__main__")
     return status
+
+
+def _give_up_output() -> bool:
+    """Whether nobody reads this process's output any more; what is left of it is then dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would try again when it ends
+        return True
+    return False
 
 
 def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:
