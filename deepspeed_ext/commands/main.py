@@ -10,6 +10,7 @@ import math
 import os
 import re
 import runpy
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -42,8 +43,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 141 as of a killed process if the
-    reader of its output has read enough.
+    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 141 (as if killed by SIGPIPE) if
+    nobody reads its output to the end.
 
     Args:
         argv: the arguments; None: this process's own.
@@ -65,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _give_up_output() -> bool:
     """Whether nobody reads this process's output any more; what is left of it is then dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would try again when it ends
-        return True
-    return False
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(events & select.POLLERR for _, events in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would try again when it ends
+    return True
 
 
 def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:

@@ -31,11 +31,11 @@ def test_a_reader_that_has_read_enough_is_no_error(words: tuple[str, ...]) -> No
 
 
 def test_a_pipe_that_breaks_elsewhere_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: object) -> int:
         raise BrokenPipeError("a process that measures has ended")
 
     monkeypatch.setattr(command_line, "_config", fail)
-    assert command_line.main(["config"]) == command_line.EXIT_PROBLEM
-    assert capsys.readouterr().err == "deepspeed-ext config: error: a process that measures has ended\n"
+    assert command_line.main(["config", "trainer_zenflow"]) == command_line.EXIT_PROBLEM
+    assert capfd.readouterr().err == "deepspeed-ext config: error: a process that measures has ended\n"
