@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_error(arguments, error, EXIT_BAD_INPUT)
     except (DeepSpeedExtError, OSError) as error:
         return _report_error(arguments, error, EXIT_PROBLEM)
-    if arguments.name == "run":  # errors of the script are not ours to report
+    if arguments.verb == "run":  # errors of the script are not ours to report
         runpy.run_path(arguments.script, run_name="__main__")
     return status
 
@@ -75,14 +75,14 @@ def _give_up_output() -> bool:
 
 
 def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:
-    print(f"deepspeed-ext {arguments.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"deepspeed-ext {arguments.verb}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="doctor | config | plan | tune | verify | run")
+    commands = parser.add_subparsers(dest="verb", required=True, metavar="doctor | config | plan | tune | verify | run")
     _add_doctor(commands)
     _add_config(commands)
     _add_plan(commands)
