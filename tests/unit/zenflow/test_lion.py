@@ -241,8 +241,8 @@ def test_adam_does_not_load_what_other_ranks_of_lion_saved(tmp_path: Path) -> No
 
 
 def trained_experts(config: dict[str, Any], folder: str | None, extended: bool = True) -> dict[str, Any]:
-    """Losses and weights of a model with experts, each on one of the ranks. With a `folder`, a new engine continues from
-    a checkpoint of the third step."""
+    """Losses and weights of a model with experts, each on one of two ranks. With a `folder`, a new engine continues
+    from a checkpoint of the third step."""
     engine = experts(config, extended)
     data = batches(6, dist.get_rank())
     losses = train(engine, data[:3])
