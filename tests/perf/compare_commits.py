@@ -37,9 +37,11 @@ START_ROWS = ("initialize", "initialize and the first step")
 class Contestant:
     """One checkout that trains in a process of its own."""
 
-    def __init__(self, tree: Path, way: str, millions: float) -> None:
+    def __init__(self, tree: Path, way: str, args: argparse.Namespace) -> None:
         stage, zenflow = WAYS[way]
-        order = json.dumps({"stage": stage, "zenflow": zenflow, "millions": millions})
+        order = json.dumps(
+            {"stage": stage, "zenflow": zenflow, "millions": args.millions, "cpu_time": args.cpu_time},
+        )
         environment = {**os.environ, "PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(WORKER), order],
@@ -91,9 +93,9 @@ def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def start(tree: Path, way: str, millions: float) -> list[float]:
+def start(tree: Path, way: str, args: argparse.Namespace) -> list[float]:
     """Milliseconds of `initialize`, and of it with the first step, in a new process."""
-    side = Contestant(tree, way, millions)
+    side = Contestant(tree, way, args)
     try:
         side.run(1)
     finally:
@@ -106,10 +108,10 @@ def compare_starts(before: Path, way: str, args: argparse.Namespace) -> list[tup
     trees = (before, ROOT)
     found: tuple[list[list[float]], list[list[float]]] = ([], [])
     for tree in trees:
-        start(tree, way, args.millions)  # what a first run compiles or caches
+        start(tree, way, args)  # what a first run compiles or caches
     for number in range(args.rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            found[side].append(start(trees[side], way, args.millions))
+            found[side].append(start(trees[side], way, args))
     rows = []
     for part in (0, 1):
         first, second = ([each[part] for each in side] for side in found)
@@ -122,7 +124,7 @@ def compare(before: Path, way: str, args: argparse.Namespace) -> tuple[float, fl
     """Median milliseconds per step before and now, and the ratio now / before of each round's medians."""
     ratios = []
     with ExitStack() as stack:
-        sides = [Contestant(tree, way, args.millions) for tree in (before, ROOT)]
+        sides = [Contestant(tree, way, args) for tree in (before, ROOT)]
         for side in sides:
             stack.callback(side.close)
         for side in sides:
@@ -150,6 +152,9 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=12, help="steps before the first round")
     parser.add_argument("--millions", type=float, default=8.0, help="million parameters")
     parser.add_argument("--start-up", action="store_true", help="time the start instead of steps")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU time of the training thread, which other work hardly changes"
+    )
     parser.add_argument("--only", choices=WAYS, help="one configuration")
     args = parser.parse_args()
     print("| configuration | before, ms | now, ms | now / before, median of rounds | rounds, lowest to highest |")
