@@ -5,22 +5,36 @@
 
 They want different versions of transformers, so they cannot share one. Each environment gets the torch of
 `--torch`, and then the trainer and this package in one resolution, as `pip install deepspeed-ext TRAINER` does.
+Of Axolotl's requirements some are left out (`LEFT_OUT`).
 A trainer that cannot be installed is reported and left out; the exit status is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 ROOT = Path(__file__).resolve().parent.parent
 
-TRAINERS = {"llamafactory": "llamafactory==0.9.5", "ms-swift": "ms-swift==4.6.0"}
+TRAINERS = {"llamafactory": "llamafactory==0.9.5", "ms-swift": "ms-swift==4.6.0", "axolotl": "axolotl==0.19.0"}
 """Packages, and what pip is asked for. TRL is an extra of this package."""
+
+LEFT_OUT = {
+    "axolotl": {
+        *("adlfs", "fla-core", "flash-linear-attention", "gcsfs", "gradio", "immutabledict", "langdetect", "lm-eval"),
+        *("modal", "ocifs", "openenv-core", "s3fs", "tensorboard", "trackio", "xformers"),
+    }
+}
+"""Requirements of a trainer that are not installed: pip tries versions of them for more than 15 minutes, or they need a
+GPU. Its training on text imports none of them."""
 
 COMPILED_FOR_TORCH = ("torchvision", "torchaudio")
 """Packages that load only beside the torch for which they were compiled."""
@@ -43,13 +57,30 @@ def install(package: str, torch: str, python: str) -> None:
     try:
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
         _pip(folder, "install", *torch.split(), "setuptools>=70.1", "wheel", "ninja")
-        _pip(folder, "install", "--no-build-isolation", *torch.split(), TRAINERS[package], str(ROOT))
+        wanted = [TRAINERS[package]]
+        if package in LEFT_OUT:
+            _pip(folder, "install", "--no-deps", *wanted)
+            wanted = _requirements(folder, package)
+        _pip(folder, "install", "--no-build-isolation", *torch.split(), *wanted, str(ROOT))
         for name in COMPILED_FOR_TORCH:
             _remove_if_broken(folder, name)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     (folder / ".complete").touch()
+
+
+def _requirements(folder: Path, package: str) -> list[str]:
+    """What an installed package requires here, but for what is left out."""
+    (packages,) = (folder / "lib").glob("python3.*/site-packages")
+    (distribution,) = importlib.metadata.distributions(name=package, path=[str(packages)])
+    found = []
+    for requirement in map(Requirement, distribution.requires or ()):
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and canonicalize_name(requirement.name) not in LEFT_OUT[package]:
+            requirement.marker = None
+            found.append(str(requirement))
+    return found
 
 
 def _remove_if_broken(folder: Path, name: str) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import runpy
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from deepspeed_ext.runtime.log import quoted
 
 __all__ = ["main"]
 
-EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
+EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
 # Larger than any real value, but far too small to exhaust memory or overflow to infinity.
 MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
 
@@ -42,7 +43,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input.
+    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 141 (as if killed by SIGPIPE) if
+    nobody reads its output to the end.
 
     Args:
         argv: the arguments; None: this process's own.
@@ -50,24 +52,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        return EXIT_UNREAD if _give_up_output() else _report_error(arguments, error, EXIT_PROBLEM)
     except (ConfigError, UnsupportedError, ValueError) as error:
         return _report_error(arguments, error, EXIT_BAD_INPUT)
     except (DeepSpeedExtError, OSError) as error:
         return _report_error(arguments, error, EXIT_PROBLEM)
-    if arguments.name == "run":  # errors of the script are not ours to report
+    if arguments.verb == "run":  # errors of the script are not ours to report
         runpy.run_path(arguments.script, run_name="__main__")
     return status
 
 
+def _give_up_output() -> bool:
+    """Whether nobody reads this process's output any more; what is left of it is then dropped."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(events & select.POLLERR for _, events in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would try again when it ends
+    return True
+
+
 def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:
-    print(f"deepspeed-ext {arguments.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"deepspeed-ext {arguments.verb}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="doctor | config | plan | tune | verify | run")
+    commands = parser.add_subparsers(dest="verb", required=True, metavar="doctor | config | plan | tune | verify | run")
     _add_doctor(commands)
     _add_config(commands)
     _add_plan(commands)

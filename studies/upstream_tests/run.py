@@ -45,6 +45,9 @@ MODULES = (
 )
 """Below tests/unit of DeepSpeed's repository."""
 
+GONE = "sparse_tensor_module_names"
+"""A member of the engine that newer releases than the tests' do not have: the line that compares it is left out."""
+
 _SECONDS = 3600
 
 
@@ -63,6 +66,8 @@ def copied(checkout: Path, folder: Path) -> Path:
     for name in ("conftest.py", "unit/common.py"):
         file = tests / name
         file.write_text(f"import studies.upstream_tests.inject\n{file.read_text()}")
+    states = tests / "unit/checkpoint/common.py"
+    states.write_text("".join(line for line in states.read_text().splitlines(keepends=True) if GONE not in line))
     return tests
 
 

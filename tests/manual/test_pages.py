@@ -21,7 +21,6 @@ from tools import architecture, architecture_picture
 pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
 
 NOT_RUN = {
-    ("docs/command_lines.md", "axolotl train train.yaml"): "the page says what was run of it",
     ("docs/getting_started.md", "export DSEXT_AUTOLOAD=1"): "tests/unit/test_autoload.py runs processes with it",
     ("docs/lab/openmp_threads.md", "pip install --no-deps --target /tmp/tpc threadpoolctl"): "builds a second OpenMP",
     ("docs/lab/openmp_threads.md", 'operators = [ctypes.CDLL("libregion.so"), '): "needs the second OpenMP above",

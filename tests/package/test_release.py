@@ -23,8 +23,6 @@ from tests.support import quick_start
 
 pytestmark = pytest.mark.timeout(3 * SECONDS)
 OURS = f"python3.{sys.version_info.minor}"
-HAVE_RUN = PYTHONS[:-1]
-"""What the classifiers name. Python 3.14 is admitted, and joins them when it has trained."""
 TORCH = {OURS: os.environ.get("TORCH_SPEC", "torch==2.13.0")}
 """What pip installs as torch; for other Pythons, the newest."""
 MODEL = {
@@ -48,7 +46,7 @@ def test_metadata_is_complete(released_wheel: Path, sdist: Path) -> None:
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["Requires-Python"] == ">=3.10,<3.15"
     listed = re.findall(r"Programming Language :: Python :: (3\.\d+)", "\n".join(metadata.get_all("Classifier")))
-    assert [f"python{version}" for version in listed] == HAVE_RUN
+    assert [f"python{version}" for version in listed] == PYTHONS
     assert set(metadata.get_all("Provides-Extra")) == {"transformers", "plots", "docs", "trainers", "dev"}
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_all("Project-URL")

@@ -1,9 +1,11 @@
-"""The optimizer step of this checkout beside that of an earlier commit, in one run.
+"""The optimizer step, or the start, of this checkout beside that of an earlier commit, in one run.
 
     python -m tests.perf.compare_commits --before COMMIT [--rounds 10] [--steps 10]
+    python -m tests.perf.compare_commits --before COMMIT --start-up
 
 Each commit trains the same model in its own process with one thread. They take turns (A B A B): one makes some steps
-while the other is idle. The earlier commit is checked out to a temporary folder. It uses this checkout's native kernel
+while the other is idle. With `--start-up`, each round starts new processes and times `deepspeed.initialize` and the
+first step after it. The earlier commit is checked out to a temporary folder. It uses this checkout's native kernel
 if the sources are equal, otherwise its own, compiled on first use.
 """
 
@@ -29,14 +31,17 @@ WAYS: dict[str, tuple[int, dict[str, object]]] = {
     "stage 3, predictive": (3, {"update_interval": 1, "full_warm_up_rounds": 1}),
     "stage 2, selective": (2, {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}),
 }
+START_ROWS = ("initialize", "initialize and the first step")
 
 
 class Contestant:
     """One checkout that trains in a process of its own."""
 
-    def __init__(self, tree: Path, way: str, millions: float) -> None:
+    def __init__(self, tree: Path, way: str, args: argparse.Namespace) -> None:
         stage, zenflow = WAYS[way]
-        order = json.dumps({"stage": stage, "zenflow": zenflow, "millions": millions})
+        order = json.dumps(
+            {"stage": stage, "zenflow": zenflow, "millions": args.millions, "cpu_time": args.cpu_time},
+        )
         environment = {**os.environ, "PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(WORKER), order],
@@ -48,6 +53,8 @@ class Contestant:
             text=True,
         )
         self.milliseconds: list[float] = []
+        assert self.process.stdout is not None
+        self.start_milliseconds = float(self.process.stdout.readline())
 
     def run(self, steps: int, keep: bool = True) -> None:
         """Let it make some steps; their milliseconds are kept unless told otherwise."""
@@ -86,11 +93,38 @@ def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
+def start(tree: Path, way: str, args: argparse.Namespace) -> list[float]:
+    """Milliseconds of `initialize`, and of it with the first step, in a new process."""
+    side = Contestant(tree, way, args)
+    try:
+        side.run(1)
+    finally:
+        side.close()
+    return [side.start_milliseconds, side.start_milliseconds + side.milliseconds[0]]
+
+
+def compare_starts(before: Path, way: str, args: argparse.Namespace) -> list[tuple[float, float, list[float]]]:
+    """As `compare`, of `initialize`, and of it with the first step."""
+    trees = (before, ROOT)
+    found: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for tree in trees:
+        start(tree, way, args)  # what a first run compiles or caches
+    for number in range(args.rounds):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            found[side].append(start(trees[side], way, args))
+    rows = []
+    for part in (0, 1):
+        first, second = ([each[part] for each in side] for side in found)
+        ratios = [b / a for a, b in zip(first, second, strict=True)]
+        rows.append((statistics.median(first), statistics.median(second), ratios))
+    return rows
+
+
 def compare(before: Path, way: str, args: argparse.Namespace) -> tuple[float, float, list[float]]:
     """Median milliseconds per step before and now, and the ratio now / before of each round's medians."""
     ratios = []
     with ExitStack() as stack:
-        sides = [Contestant(tree, way, args.millions) for tree in (before, ROOT)]
+        sides = [Contestant(tree, way, args) for tree in (before, ROOT)]
         for side in sides:
             stack.callback(side.close)
         for side in sides:
@@ -104,6 +138,12 @@ def compare(before: Path, way: str, args: argparse.Namespace) -> tuple[float, fl
     return first, second, ratios
 
 
+def print_row(what: str, first: float, second: float, ratios: list[float]) -> None:
+    """A row of the table."""
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    print(f"| {what} | {first:.1f} | {second:.1f} | {statistics.median(ratios):.3f} | {spread} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", required=True, help="the earlier commit")
@@ -111,14 +151,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="per round and side")
     parser.add_argument("--warm-up", type=int, default=12, help="steps before the first round")
     parser.add_argument("--millions", type=float, default=8.0, help="million parameters")
+    parser.add_argument("--start-up", action="store_true", help="time the start instead of steps")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU time of the training thread, which other work hardly changes"
+    )
+    parser.add_argument("--only", choices=WAYS, help="one configuration")
     args = parser.parse_args()
     print("| configuration | before, ms | now, ms | now / before, median of rounds | rounds, lowest to highest |")
     print("| --- | --- | --- | --- | --- |")
     with checkout(args.before) as before:
-        for way in WAYS:
-            first, second, ratios = compare(before, way, args)
-            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-            print(f"| {way} | {first:.1f} | {second:.1f} | {statistics.median(ratios):.3f} | {spread} |", flush=True)
+        for way in WAYS if not args.only else [args.only]:
+            if args.start_up:
+                for what, row in zip(START_ROWS, compare_starts(before, way, args), strict=True):
+                    print_row(f"{way}: {what}", *row)
+            else:
+                print_row(way, *compare(before, way, args))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ class Installed:
             "CXX": "false",
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
+            "LOG_LEVEL": "INFO",  # Axolotl hides our lines without
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": ".",
         }
 
 

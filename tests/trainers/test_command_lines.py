@@ -24,8 +24,32 @@ from tests.trainers.environments import Installed, installed, write_model_and_da
 
 PAGE = ROOT / "docs" / "command_lines.md"
 RECIPES = recipes(PAGE.read_text())
-PACKAGES = {"LLaMA-Factory": "llamafactory", "ms-swift": "ms-swift", "TRL": "trl"}
-ON_THE_CPU = {"NPROC_PER_NODE=8": "NPROC_PER_NODE=2", "num_processes: 8": "num_processes: 2"}
+PACKAGES = {"LLaMA-Factory": "llamafactory", "ms-swift": "ms-swift", "TRL": "trl", "Axolotl": "axolotl"}
+ON_THE_CPU = {
+    "NPROC_PER_NODE=8": "NPROC_PER_NODE=2",
+    "num_processes: 8": "num_processes: 2",
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "plugins:\n": "plugins:\n  - on_cpu.OnCpu\n",
+}
+AXOLOTL_ON_THE_CPU = """
+from accelerate.state import AcceleratorState, PartialState
+from axolotl.integrations.base import BasePlugin
+
+
+class OnCpu(BasePlugin):
+    def load_datasets(self, cfg, preprocess=False):  # after Axolotl has chosen a device, before it loads the model
+        cfg.device_map = {"": "cpu"}
+
+    def get_training_args(self, cfg):
+        return {"use_cpu": True}
+
+    def post_trainer_create(self, cfg, trainer):  # Axolotl has made Accelerate forget that ranks are on the CPU
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(cpu=True)
+        trainer.args.accelerator_config.use_configured_state = True
+        trainer.create_accelerator_and_postprocess()
+"""
+"""Axolotl has no setting for CPU ranks."""
 SECONDS = 600.0
 pytestmark = pytest.mark.timeout(2 * SECONDS + 120)
 
@@ -34,7 +58,8 @@ def run(recipe: Recipe, trainer: Installed, folder: Path) -> tuple[str, float]:
     """Type a recipe in `folder`; return what it has printed, and the seconds to the loss of the first step."""
     recipe = recipe.with_replaced(ON_THE_CPU)
     for name, text in recipe.files.items():
-        (folder / name).write_text(text + "use_cpu: true\n")
+        (folder / name).write_text(text if "on_cpu" in text else text + "use_cpu: true\n")
+    (folder / "on_cpu.py").write_text(AXOLOTL_ON_THE_CPU)
     adopt_orphans()
     before = descendants()
     output, began, first = folder / "output.txt", time.monotonic(), math.nan

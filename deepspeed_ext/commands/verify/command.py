@@ -134,7 +134,8 @@ def verify(
         plan = plan_check(config, ranks, steps, upstream, name)
         require_readable(plan.config, upstream)
         (folder / PLAN).write_text(json.dumps(asdict(plan)))
-        logger.info("verify: training %d steps as plain AdamW and as the config says, on %d ranks", plan.steps, ranks)
+        plain = "" if plan.optimizer is None else f"as plain {plan.optimizer[0]} and "
+        logger.info("verify: training %d steps %sas the config says, on %d ranks", plan.steps, plain, ranks)
         found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds, leave)
         _require_accepted(found)
         resumed, after = None, None

@@ -25,10 +25,7 @@ class _Estimate(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "published", "drift", "grad", "inverse")),
         *((name, ctypes.c_int64) for name in ("numel", "block_size")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("weights_dtype", "published_dtype", "drift_dtype", "grad_dtype", "threads")
-        ),
+        *((name, ctypes.c_int32) for name in ("weights_dtype", "grad_dtype", "threads")),
         *((name, ctypes.c_float) for name in ("grad_scale", "coefficient", "drift_coefficient", "bound")),
     ]
 
@@ -39,12 +36,14 @@ def _library() -> ctypes.CDLL | None:
     return None if path is None else open_library(path)
 
 
-def serves(inverse: torch.Tensor, *arrays: torch.Tensor | None) -> bool:
-    """Whether the library can run on these arrays."""
-    given = [array for array in arrays if array is not None]
+def serves(inverse: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether the library can run on these arrays: `others` are y and D, which have the dtype of the weights in every
+    run."""
+    like_weights = [weights, *(array for array in others if array is not None)]
     return (
-        all(a.device.type == "cpu" and a.is_contiguous() and a.dtype in _CODES for a in (inverse, *given))
+        all(a.device.type == "cpu" and a.is_contiguous() and a.dtype in _CODES for a in (inverse, grad, *like_weights))
         and inverse.dtype is torch.float32
+        and len({array.dtype for array in like_weights}) == 1
         and _library() is not None
     )
 
@@ -105,8 +104,6 @@ def _run(
         numel=numel,
         block_size=block_size,
         weights_dtype=_CODES[weights.dtype],
-        published_dtype=0 if published is None else _CODES[published.dtype],
-        drift_dtype=0 if drift is None else _CODES[drift.dtype],
         grad_dtype=_CODES[grad.dtype],
         threads=min(torch.get_num_threads(), max(1, numel // _NUMEL_PER_THREAD)),
         bound=CLAMP,

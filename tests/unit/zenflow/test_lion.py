@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 
 from deepspeed_ext.errors import CheckpointError, ConfigError
 from tests.support.compare import allow_fp16
+from tests.support.experts import ExpertModel, expert_groups
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.resharded import Run, resume, saved_by
@@ -145,6 +147,11 @@ def test_resume_is_exact_at_every_step(stage: int, device: str, tmp_path: Path) 
     assert failed_resumes(ranks, lion_config(stage, full_warm_up_rounds=2), 1, 4, str(tmp_path), device) == []
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_from_a_save_beside_training_is_exact(stage: int, tmp_path: Path) -> None:
+    assert failed_resumes(2, lion_config(stage, full_warm_up_rounds=2, async_save=True), 1, 3, str(tmp_path)) == []
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -231,6 +238,40 @@ def refused_load(run: Run, folder: str) -> str:
 def test_adam_does_not_load_what_other_ranks_of_lion_saved(tmp_path: Path) -> None:
     folder, _ = saved_by(Run(2, 2, "predictive", "lion"), tmp_path)
     assert "of another optimizer" in run_ranks(1, refused_load, Run(1, 1, "predictive"), folder)[0]
+
+
+def trained_experts(config: dict[str, Any], folder: str | None, extended: bool = True) -> dict[str, Any]:
+    """Losses and weights of a model with experts, each on one of two ranks. With a `folder`, a new engine continues
+    from a checkpoint of the third step."""
+    engine = experts(config, extended)
+    data = batches(6, dist.get_rank())
+    losses = train(engine, data[:3])
+    if folder is not None:
+        engine.save_checkpoint(folder, tag="t")
+        engine.destroy()
+        engine = experts(config, extended)
+        engine.load_checkpoint(folder, tag="t")
+    losses += train(engine, data[3:])
+    found = {"losses": losses, "weights": weights_of(engine)}
+    engine.destroy()
+    return found
+
+
+def experts(config: dict[str, Any], extended: bool) -> Any:
+    return make_engine(config, model=partial(ExpertModel, 2, 4), groups=expert_groups, extended=extended)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_experts_train_as_with_zero_offload_to_the_bit(stage: int) -> None:
+    config = lion_config(stage, torch.float32, overlap_step=False)
+    expected = run_ranks(2, trained_experts, offload_config(config), None, extended=False)
+    assert_same(expected, run_ranks(2, trained_experts, config, None), "losses and weights")
+
+
+def test_experts_resume_to_the_bit(tmp_path: Path) -> None:
+    config = lion_config(2, full_warm_up_rounds=2)
+    expected = run_ranks(2, trained_experts, config, None)
+    assert_same(expected, run_ranks(2, trained_experts, config, str(tmp_path)), "losses and weights")
 
 
 # -- other settings ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,15 @@
 
 #include "passes.h"
 
+// Tells the compiler that iterations of the loop below do not depend on each other.
+#if defined(__GNUC__) && !defined(__clang__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#elif defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT
+#endif
+
 extern "C" {
 
 struct Estimate {
@@ -20,105 +29,90 @@ struct Estimate {
     const void *grad;
     const float *inverse;
     int64_t numel, block_size;
-    int32_t weights_dtype, published_dtype, drift_dtype, grad_dtype, threads;
+    int32_t weights_dtype, grad_dtype, threads;  // y and D have the dtype of the weights
     float grad_scale, coefficient, drift_coefficient, bound;
 };
 }
 
 namespace {
 
-template <Dtype D>
-INLINE void load(const void *array, int64_t first, int64_t numel, float *__restrict to) {
-    const auto *__restrict from = static_cast<const typename Element<D>::type *>(array) + first;
-    for (int64_t i = 0; i < numel; ++i) to[i] = Element<D>::load(from[i]);
-}
-
-template <Dtype D>
-INLINE void store(const float *__restrict from, int64_t first, int64_t numel, void *array) {
-    auto *__restrict to = static_cast<typename Element<D>::type *>(array) + first;
-    for (int64_t i = 0; i < numel; ++i) to[i] = Element<D>::store(from[i]);
-}
-
-#define ESTIMATE_CONVERT(SUFFIX, D) \
-    CLONES void load_##SUFFIX(const void *a, int64_t first, int64_t n, float *x) { load<D>(a, first, n, x); } \
-    CLONES void save_##SUFFIX(const float *x, int64_t first, int64_t n, void *a) { store<D>(x, first, n, a); }
-
-ESTIMATE_CONVERT(32, kFloat32)
-ESTIMATE_CONVERT(bf, kBFloat16)
-ESTIMATE_CONVERT(fp, kFloat16)
-
-// Indexed by Dtype. They use elements first .. first + numel of the array and 0 .. numel of the fp32 buffer.
-void (*const kLoad[3])(const void *, int64_t, int64_t, float *) = {load_32, load_bf, load_fp};
-void (*const kSave[3])(const float *, int64_t, int64_t, void *) = {save_32, save_bf, save_fp};
-
-// q = clamp(g / d_b) in place for elements first .. last, inside of any blocks; a NaN stays a NaN.
-CLONES void normalize(const Estimate &e, int64_t first, int64_t last, float *__restrict q) {
+// q of elements first .. last for `use(element, q)`, where q = clamp(g / d_b); a NaN stays a NaN.
+template <Dtype G, class Use>
+INLINE void for_each_normalized(const Estimate &e, int64_t first, int64_t last, const Use &use) {
+    const auto *grad = static_cast<const typename Element<G>::type *>(e.grad);
+    const float bound = e.bound;
     int64_t block = first / e.block_size;
-    for (int64_t i = 0, end; i < last - first; ++block, i = end) {
-        const int64_t block_end = (block + 1) * e.block_size - first;
-        end = block_end < last - first ? block_end : last - first;
-        const float factor = e.inverse[block] * e.grad_scale, bound = e.bound;
-        for (int64_t k = i; k < end; ++k) {
-            const float x = q[k] * factor;
+    for (int64_t begin = first, end; begin < last; ++block, begin = end) {
+        const int64_t block_end = (block + 1) * e.block_size;
+        end = block_end < last ? block_end : last;
+        const float factor = e.inverse[block] * e.grad_scale;
+        INDEPENDENT
+        for (int64_t i = begin; i < end; ++i) {
+            const float x = Element<G>::load(grad[i]) * factor;
             const float from_below = x < -bound ? -bound : x;
-            q[k] = from_below > bound ? bound : from_below;
+            use(i, from_below > bound ? bound : from_below);
         }
     }
 }
 
-void normalized(const Estimate &e, int64_t first, int64_t last, float *q) {
-    kLoad[e.grad_dtype](e.grad, first, last - first, q);
-    normalize(e, first, last, q);
+template <Dtype W, Dtype G>
+INLINE void predict(const Estimate &e, int64_t first, int64_t last) {
+    using Weight = typename Element<W>::type;
+    auto *weights = static_cast<Weight *>(e.weights);
+    const auto *published = static_cast<const Weight *>(e.published), *drift = static_cast<const Weight *>(e.drift);
+    const float factor = -e.coefficient;
+    if (drift == nullptr)
+        for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
+            const float product = q * factor;
+            weights[i] = Element<W>::store(product + Element<W>::load(published[i]));
+        });
+    else
+        for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
+            const float moved = Element<W>::load(published[i]) - Element<W>::load(drift[i]), product = q * factor;
+            weights[i] = Element<W>::store(product + moved);
+        });
 }
 
-CLONES void add_product(const float *__restrict q, float factor, int64_t numel, float *__restrict to) {
-    for (int64_t i = 0; i < numel; ++i) {
-        const float product = q[i] * factor;
-        to[i] = product + to[i];
-    }
-}
-
-CLONES void subtract(const float *__restrict from, int64_t numel, float *__restrict to) {
-    for (int64_t i = 0; i < numel; ++i) to[i] = to[i] - from[i];
-}
-
-struct alignas(64) Buffers {
-    float q[kTileNumel], sum[kTileNumel], drift[kTileNumel];
-};
-
-void predict(const Estimate &e, int64_t first, int64_t last, Buffers &b) {
-    const int64_t numel = last - first;
-    normalized(e, first, last, b.q);
-    kLoad[e.published_dtype](e.published, first, numel, b.sum);
-    if (e.drift != nullptr) {
-        kLoad[e.drift_dtype](e.drift, first, numel, b.drift);
-        subtract(b.drift, numel, b.sum);
-    }
-    add_product(b.q, -e.coefficient, numel, b.sum);
-    kSave[e.weights_dtype](b.sum, first, numel, e.weights);
-}
-
-void move(const Estimate &e, int64_t first, int64_t last, Buffers &b) {
-    const int64_t numel = last - first;
-    normalized(e, first, last, b.q);
-    kLoad[e.weights_dtype](e.weights, first, numel, b.sum);
-    add_product(b.q, -e.coefficient, numel, b.sum);
-    kSave[e.weights_dtype](b.sum, first, numel, e.weights);
-    kLoad[e.drift_dtype](e.drift, first, numel, b.drift);
-    add_product(b.q, e.drift_coefficient, numel, b.drift);
-    kSave[e.drift_dtype](b.drift, first, numel, e.drift);
-}
-
-void in_pieces(const Estimate &e, void (*run)(const Estimate &, int64_t, int64_t, Buffers &)) {
-    for_each_tile(e.numel, e.block_size, e.threads, [&](int64_t first, int64_t last) {
-        Buffers buffers;
-        for (int64_t begin = first; begin < last; begin += kTileNumel)
-            run(e, begin, begin + kTileNumel < last ? begin + kTileNumel : last, buffers);
+template <Dtype W, Dtype G>
+INLINE void move(const Estimate &e, int64_t first, int64_t last) {
+    auto *weights = static_cast<typename Element<W>::type *>(e.weights);
+    auto *drift = static_cast<typename Element<W>::type *>(e.drift);
+    const float of_weights = -e.coefficient, of_drift = e.drift_coefficient;
+    for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
+        const float product = q * of_weights, drifted = q * of_drift;
+        weights[i] = Element<W>::store(product + Element<W>::load(weights[i]));
+        drift[i] = Element<W>::store(drifted + Element<W>::load(drift[i]));
     });
+}
+
+#define ESTIMATE(SUFFIX, W, G) \
+    CLONES void predict_##SUFFIX(const Estimate &e, int64_t first, int64_t last) { predict<W, G>(e, first, last); } \
+    CLONES void move_##SUFFIX(const Estimate &e, int64_t first, int64_t last) { move<W, G>(e, first, last); }
+#define TABLE(KIND) \
+    {KIND##_32_32, KIND##_32_bf, KIND##_32_fp}, {KIND##_bf_32, KIND##_bf_bf, KIND##_bf_fp}, { \
+        KIND##_fp_32, KIND##_fp_bf, KIND##_fp_fp \
+    }
+
+ESTIMATE(32_32, kFloat32, kFloat32)
+ESTIMATE(32_bf, kFloat32, kBFloat16)
+ESTIMATE(32_fp, kFloat32, kFloat16)
+ESTIMATE(bf_32, kBFloat16, kFloat32)
+ESTIMATE(bf_bf, kBFloat16, kBFloat16)
+ESTIMATE(bf_fp, kBFloat16, kFloat16)
+ESTIMATE(fp_32, kFloat16, kFloat32)
+ESTIMATE(fp_bf, kFloat16, kBFloat16)
+ESTIMATE(fp_fp, kFloat16, kFloat16)
+
+// Indexed by the dtypes of the weights and of gradients.
+using Run = void (*)(const Estimate &, int64_t, int64_t);
+const Run kPredict[3][3] = {TABLE(predict)}, kMove[3][3] = {TABLE(move)};
+
+void in_tiles(const Estimate &e, Run run) {
+    for_each_tile(e.numel, e.block_size, e.threads, [&](int64_t first, int64_t last) { run(e, first, last); });
 }
 
 }  // namespace
 
-extern "C" void dsext_predict(const Estimate *estimate) { in_pieces(*estimate, predict); }
+extern "C" void dsext_predict(const Estimate *e) { in_tiles(*e, kPredict[e->weights_dtype][e->grad_dtype]); }
 
-extern "C" void dsext_move(const Estimate *estimate) { in_pieces(*estimate, move); }
+extern "C" void dsext_move(const Estimate *e) { in_tiles(*e, kMove[e->weights_dtype][e->grad_dtype]); }

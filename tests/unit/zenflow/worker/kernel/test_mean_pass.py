@@ -201,4 +201,7 @@ def test_one_gradient_and_one_count_is_the_pass_of_one_step(t: int) -> None:
         publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
         grads = (array(plain.grads[0]),)
         make_kernel("native").run(AdamPass(p, m, v, grads, (step,), y, means, block, publish))
-        assert_same(mean.state()[:4], plain.state()[:4], "p, m, v, published")
+        for found, expected in zip(mean.state()[:4], plain.state()[:4], strict=True):
+            # A compiler may fuse other products and sums in the one loop than in the other: GCC 16 does.
+            rounding = 2 * torch.finfo(found.dtype).eps
+            torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding * 1e-3)
