@@ -6,27 +6,33 @@ Each command imports what it needs when it runs, so ``plan`` does not import tor
 import argparse
 import contextlib
 import json
-import math
 import os
-import re
 import runpy
 import select
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from deepspeed_ext import __version__
+from deepspeed_ext.commands.argument_types import (
+    MAX_CORES,
+    MAX_ELEMENTS,
+    MAX_JOB_RANKS,
+    MAX_RANKS,
+    MAX_SECONDS,
+    MAX_STEPS,
+    MAX_VERIFY_STEPS,
+    milliseconds,
+    node,
+    read_by,
+    reserved_cores,
+    whole,
+)
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
-from deepspeed_ext.runtime.log import quoted
 
 __all__ = ["main"]
 
 EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
-# Larger than any real value, but far too small to exhaust memory or overflow to infinity.
-MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
-
-MAX_JOB_RANKS = 1 << 20
-MAX_VERIFY_STEPS, MAX_SECONDS = 1000, 24 * 3600
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
 OF_MEMORY = {
     *("params", "model", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
@@ -117,13 +123,13 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     plan.add_argument(
         "--pt-reserved-cores",
         metavar="X",
-        type=_reserved_cores,
+        type=reserved_cores,
         help="cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 [0.5]",
     )
     plan.add_argument(
         "--optimizer-cores",
         metavar="K",
-        type=_whole(1, MAX_CORES),
+        type=whole(1, MAX_CORES),
         help="cores per rank for the optimizer [tuning result, or else the rest]",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
@@ -135,18 +141,18 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _add_memory(plan: _Parser) -> None:
     plan.add_argument("--memory", action="store_true", help="plan the memory of a run instead of its cores")
     plan.add_argument(
-        "--params", metavar="P", type=_read_by("parse_numel"), help="with --memory: parameters, such as 7e9, 7B or 124M"
+        "--params", metavar="P", type=read_by("parse_numel"), help="with --memory: parameters, such as 7e9, 7B or 124M"
     )
     plan.add_argument(
         "--model", metavar="PATH", help="with --memory: a Hugging Face config.json, or its folder, instead of --params"
     )
     plan.add_argument(
-        *("--ranks", "--gpus"), metavar="N", type=_whole(1, MAX_JOB_RANKS), help="with --memory: data-parallel ranks"
+        *("--ranks", "--gpus"), metavar="N", type=whole(1, MAX_JOB_RANKS), help="with --memory: data-parallel ranks"
     )
     plan.add_argument(
         *("--ranks-per-host", "--gpus-per-host"),
         metavar="N",
-        type=_whole(1, MAX_RANKS),
+        type=whole(1, MAX_RANKS),
         help="with --memory: ranks that share a host [all of them]",
     )
     plan.add_argument(
@@ -158,14 +164,14 @@ def _add_memory(plan: _Parser) -> None:
     plan.add_argument(
         "--largest-param",
         metavar="L",
-        type=_read_by("parse_numel"),
+        type=read_by("parse_numel"),
         help="with --memory: elements of the largest parameter [estimated]",
     )
     for place, short in (("accelerator", "gpu"), ("host", "host")):
         plan.add_argument(
             *(f"--{place}-gib", f"--{short}-gb"),
             metavar="G",
-            type=_read_by("parse_gib"),
+            type=read_by("parse_gib"),
             help=f"with --memory: memory of one {place}, to say whether the run fits; here: this machine's",
         )
     for option, of, default in (
@@ -173,7 +179,7 @@ def _add_memory(plan: _Parser) -> None:
         ("--host-gbps", "GB/s of a host's memory", 300),
         ("--tflops", "TFLOP/s that a GPU sustains", 400),
     ):
-        plan.add_argument(option, metavar="X", type=_read_by("parse_speed"), help=f"with --memory: {of} [{default}]")
+        plan.add_argument(option, metavar="X", type=read_by("parse_speed"), help=f"with --memory: {of} [{default}]")
     plan.add_argument("--write", metavar="FILE", help="with --memory: write the config of the suggested run")
 
 
@@ -185,7 +191,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "--gpu-node",
         metavar="N",
         action="append",
-        type=_node,
+        type=node,
         help="NUMA node of a local rank's accelerator, or none; repeat per rank",
     )
 
@@ -193,24 +199,24 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
     tune = commands.add_parser("tune", help="measure how many cores the optimizer needs", allow_abbrev=False)
     tune.add_argument(
-        "--ranks", metavar="R", type=_whole(1, MAX_RANKS), help="local ranks [number of accelerators, at least 1]"
+        "--ranks", metavar="R", type=whole(1, MAX_RANKS), help="local ranks [number of accelerators, at least 1]"
     )
     _add_ranks(tune)
     tune.add_argument("--quick", action="store_true", help="fewer steps on smaller buffers: under 20 seconds")
     tune.add_argument(
         "--elements",
         metavar="M",
-        type=_whole(1, MAX_ELEMENTS),
+        type=whole(1, MAX_ELEMENTS),
         help="parameters per rank to update [from the cache size]",
     )
     tune.add_argument(
         "--gpu-step-ms",
         metavar="MS",
-        type=_milliseconds,
+        type=milliseconds,
         help="accelerator time per training step, in ms, which hides the update",
     )
     tune.add_argument(
-        "--update-interval", metavar="S", type=_whole(1, MAX_STEPS), default=1, help="steps per host update [1]"
+        "--update-interval", metavar="S", type=whole(1, MAX_STEPS), default=1, help="steps per host update [1]"
     )
     tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
     tune.add_argument("--output", metavar="FILE", help="write the result into this file instead of the cache")
@@ -226,12 +232,12 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     verify.add_argument("--config", metavar="FILE", required=True, help="DeepSpeed config to check")
     verify.add_argument(
-        "--ranks", metavar="N", type=_whole(1, MAX_RANKS), help="processes [number of accelerators, or 2 without]"
+        "--ranks", metavar="N", type=whole(1, MAX_RANKS), help="processes [number of accelerators, or 2 without]"
     )
-    verify.add_argument("--steps", metavar="N", type=_whole(4, MAX_VERIFY_STEPS), help="optimizer steps [as needed]")
+    verify.add_argument("--steps", metavar="N", type=whole(4, MAX_VERIFY_STEPS), help="optimizer steps [as needed]")
     verify.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, without deepspeed_ext")
     verify.add_argument(
-        "--timeout", metavar="S", type=_whole(1, MAX_SECONDS), default=600, help="seconds for each of two phases [600]"
+        "--timeout", metavar="S", type=whole(1, MAX_SECONDS), default=600, help="seconds for each of two phases [600]"
     )
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(command=_verify)
@@ -244,58 +250,6 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     run.set_defaults(command=_prepare_run)
-
-
-def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
-    """Return an argument type: a whole number from `minimum` to `maximum`."""
-
-    def parse(text: str) -> int:
-        if re.fullmatch("[0-9]{1,18}", text) is None or not minimum <= int(text) <= maximum:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {minimum} to {maximum}, got {quoted(text)}")
-        return int(text)
-
-    return parse
-
-
-def _read_by(parser: str) -> Callable[[str], Any]:
-    """Return an argument type: what a function of the memory plan's command reads."""
-
-    def parse(text: str) -> Any:
-        from deepspeed_ext.commands.memory import command
-
-        try:
-            return getattr(command, parser)(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse
-
-
-def _reserved_cores(text: str) -> int | float:
-    from deepspeed_ext.runtime.reserved_cores import check_reserved_cores
-
-    if text.isdecimal():
-        return _whole(1, MAX_CORES)(text)
-    try:
-        return check_reserved_cores(float(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)[:200]) from None
-
-
-def _node(text: str) -> int | None:
-    return None if text in ("-1", "none") else _whole(0, MAX_CORES)(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value <= MAX_MILLISECONDS:  # also rejects NaN
-        raise argparse.ArgumentTypeError(
-            f"expected milliseconds above 0 and at most {MAX_MILLISECONDS:g}, got {quoted(text)}"
-        )
-    return value
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
