@@ -242,6 +242,18 @@ GROUPS: tuple[Group, ...] = (
         seeds=LATER_SEEDS,
     ),
     Group(
+        "eight-long",
+        "Moments of 8 bits for 2,000 steps, an amendment",
+        (("bytes-1m", "steps-2000", ("adamw-int8",)),),
+        seeds=LATER_SEEDS,
+    ),
+    Group(
+        "eight-twenty",
+        "Moments of 8 bits at twenty million, an amendment",
+        (("bytes-20m", "base", ("adamw-int8",)),),
+        seeds=LATER_SEEDS[:1],
+    ),
+    Group(
         "beta1",
         "A delay at larger beta1, an amendment",
         (("bytes-1m", "base", ("delay-beta1-0.95", "delay-beta1-0.975")),),
