@@ -15,6 +15,7 @@ from typing import Any
 
 from deepspeed_ext.adapter.upstream import pipeline_topology
 from deepspeed_ext.runtime.backend import dist, get_accelerator, local_rank
+from deepspeed_ext.runtime.garbage import earlier_objects_left_out
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together
 
 __all__ = ["builders", "built_together", "joint"]
@@ -51,7 +52,8 @@ def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(initialize)
     def joint_initialize(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs).arguments
-        with built_together(given.get("mpu") or pipeline_topology(given.get("model"))):
+        topology = given.get("mpu") or pipeline_topology(given.get("model"))
+        with built_together(topology), earlier_objects_left_out():
             return initialize(*args, **kwargs)
 
     return joint_initialize
