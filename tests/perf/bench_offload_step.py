@@ -2,7 +2,8 @@
 
     python -m tests.perf.bench_offload_step [--millions 32] [--ranks 1] [--stage 2] [--turns 6] [--steps 8]
                                             [--device cpu|accelerator] [--device-ms MS ...] [--no-memory]
-    python -m tests.perf.bench_offload_step --model 1.5b [--sequence 2048] [--only NAME ...] [--device accelerator]
+    python -m tests.perf.bench_offload_step --model 1.5b [--batches 1x2048 4x8192] [--only NAME ...]
+                                            [--device accelerator]
 
 Each way to train has its own process (one a rank), so that its memory can be metered; they take turns of a few steps.
 Where the CPU is the accelerator, the time that an accelerator would need is SIMULATED by a sleep in forward and in
@@ -10,9 +11,11 @@ backward: once longer than the worker's pass, once shorter (see tests/perf/simul
 show). Memory is the growth from a quarter of the parameters to all of them, in separate processes: what a process
 takes at any size (libraries, the worker's interpreter) is given apart.
 
-With ``--model`` a Llama is trained instead of a stack of linear layers, and nothing is simulated. Its optimizers do not
-fit beside each other, so the ways to train run one after the other, each in turn with nobody; every row is kept as soon
-as it is measured, in a file that later runs of other ways add to. Practicality is ZeRO's median step over the row's.
+With ``--model`` a Llama is trained instead of a stack of linear layers, on batches of several sizes, and nothing is
+simulated. Its optimizers do not fit beside each other, so the ways to train run one after the other, each in turn with
+nobody; every row is kept as soon as it is measured, in a file that later runs of other ways add to. Its steps are those
+of a training loop: each reads its loss, and nothing else waits for the accelerator before the last has ended.
+Practicality is ZeRO's median step over the row's, of the same batch.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import product
@@ -29,11 +33,13 @@ from tests.perf import report, sides
 from tests.perf.language_model import SHAPES
 from tests.perf.sides import Side
 from tests.perf.stepping import (
+    Batch,
     StepFigures,
     Workload,
     bytes_now,
     link_bytes,
     open_bench,
+    plain_steps,
     steps,
     threads,
     use_of_device,
@@ -61,8 +67,10 @@ ALONE_SIDES = (
     sides.SELECTIVE_4_LAG,
 )
 """What a Llama is trained with."""
-PROFILED_STEPS = 8
+PROFILED_STEPS = 4
 WARM_UP_STEPS = 28  # five intervals of 4 are synchronous, two more settle
+SETTLING_STEPS = 4
+"""After a change of the batch: memory is allocated anew, and kernels are chosen."""
 TIMEOUT_SECONDS = 1200.0
 LONGER, SHORTER = 2.0, 0.25
 WAYS = ("down", "up")
@@ -246,13 +254,21 @@ def compare(
     }
 
 
+def batch_of(text: str) -> Batch:
+    """Sequences and tokens of each, from "4x8192"."""
+    rows, length = text.split("x")
+    return int(rows), int(length)
+
+
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     names = list(dict.fromkeys(side.name for side in (*SIDES, *ALONE_SIDES)))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=32, help="million parameters (default 32)")
     parser.add_argument("--model", choices=SHAPES, help="train this Llama, each way alone (default: linear layers)")
-    parser.add_argument("--sequence", type=int, help="tokens of a Llama's sequence (default: its shape's)")
+    parser.add_argument(
+        "--batches", type=batch_of, nargs="+", metavar="ROWSxLENGTH", help="of a Llama (default: its shape's)"
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2))
     parser.add_argument("--rows", type=int, default=4, help="rows of the batch: the real work of a step (default 4)")
@@ -269,7 +285,7 @@ def arguments() -> argparse.ArgumentParser:
 def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], list[report.Comparison]]:
     """All tables by title, and ours beside rivals."""
     if args.model:
-        return {f"{args.model}, sequence {sequence_of(args)}": measure_alone(args)}, []
+        return {args.model: measure_alone(args)}, []
     chosen = [side for side in SIDES if side.name in args.only]
     memories: list[dict[str, Any]] = (
         [] if args.no_memory else [{"variant": side.name, **memory(side, args)} for side in chosen]
@@ -300,36 +316,62 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], 
     return tables, comparisons
 
 
-def sequence_of(args: argparse.Namespace) -> int:
-    """Tokens of a sequence."""
-    return args.sequence or SHAPES[args.model].sequence
-
-
 def measure_alone(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of the ways to train a Llama, those that earlier runs have left in the file included."""
-    name, rows = f"offload_step_{args.model}_{sequence_of(args)}", []
+    name, rows = f"offload_step_{args.model}", list[dict[str, Any]]()
     for side in (side for side in ALONE_SIDES if side.name in args.only):
-        rows = report.merge(name, vars(args), [alone(side, args)], key="variant")
-    shown = [{name: value for name, value in row.items() if name != "made"} for row in rows]
-    zero = next((row["median ms"] for row in rows if row["variant"] == sides.ZERO.name), None)
-    return [row if zero is None else row | {"practicality": zero / row["median ms"]} for row in shown]
+        rows = report.merge(name, vars(args), alone(side, args), key="case")
+    return with_practicality([{n: value for n, value in row.items() if n != "made"} for row in rows])
 
 
-def alone(side: Side, args: argparse.Namespace) -> dict[str, Any]:
-    """One way to train a Llama: the times of its steps, the memory that it takes and what the profiler says."""
-    workload = Workload(model=args.model, sequence=sequence_of(args))
+def with_practicality(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows`, each with the median step of plain ZeRO on its batch over its own, where there is one."""
+    zero = {row["batch"]: row["median ms"] for row in rows if row["variant"] == sides.ZERO.name}
+    return [
+        row | ({"practicality": zero[row["batch"]] / row["median ms"]} if row["batch"] in zero else {}) for row in rows
+    ]
+
+
+def alone(side: Side, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One way to train a Llama, a row for each batch: the times of its steps, the memory that it takes and what the
+    profiler says."""
     warm_up = 7 * side.interval if side.zenflow else 3  # five intervals are synchronous, two more settle
-    with closing(Contestant(side, workload, args, warm_up)) as contestant:
-        row = step_row(side, contestant.steps(args.turns * args.steps, 0.0), 0.0)
-        del row["simulated device ms"]
-        row["million parameters"] = contestant.parameters / 1e6
-        if not args.no_memory:
-            row |= {f"{name} GiB": b and b / 2**30 for name, b in contestant.call(bytes_now)[0].items()}
-            moved = contestant.call(link_bytes, 4)[0] or (None, None)
-            row |= {
-                f"link {way} B/parameter": b and b / contestant.parameters for way, b in zip(WAYS, moved, strict=True)
-            }
-            row |= _profiled(contestant.call(use_of_device, PROFILED_STEPS)[0], contestant.parameters)
+    shape = SHAPES[args.model]
+    begin = time.perf_counter()
+    with closing(Contestant(side, Workload(model=args.model), args, warm_up)) as contestant:
+        made = time.perf_counter() - begin
+        used = contestant.call(threads)[0]
+        rows = []
+        for batch in args.batches or [(shape.batch, shape.sequence)]:
+            row = {"case": f"{side.name}, {'x'.join(map(str, batch))}"} | plain_row(side, contestant, batch, args)
+            rows.append(row | {"threads": used, "seconds to the first batch": made})
+    return rows
+
+
+def plain_row(side: Side, contestant: Contestant, batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
+    """What steps of a training loop on `batch` take: medians over turns, of which each is one stretch of steps."""
+    tokens = batch[0] * batch[1] * args.ranks
+    contestant.call(plain_steps, SETTLING_STEPS, batch)
+    turns = [contestant.call(plain_steps, args.steps, batch) for _ in range(args.turns)]
+    stretches = [max((seconds for seconds, _ in ranks), key=sum) for ranks in turns]
+    means = [1e3 * statistics.fmean(stretch) for stretch in stretches]
+    median, longest = statistics.median(means), 1e3 * max(max(stretch) for stretch in stretches)
+    row = {
+        "variant": side.name,
+        "batch": "x".join(map(str, batch)),
+        "million parameters": contestant.parameters / 1e6,
+        "median ms": median,
+        "least ms": min(means),
+        "most ms": max(means),
+        "longest step ms": longest,
+        "steps": args.turns * args.steps,
+        "tokens/s": 1e3 * tokens / median,
+        "TFLOP/s of 6 N": 6e-12 * contestant.parameters * tokens / median * 1e3,
+    }
+    row |= {name.removeprefix("zenflow_").replace("_", " "): value for name, value in turns[-1][0][1].items()}
+    if not args.no_memory:
+        row |= {f"{name} GiB": b and b / 2**30 for name, b in contestant.call(bytes_now)[0].items()}
+        row |= _profiled(contestant.call(use_of_device, PROFILED_STEPS)[0], contestant.parameters)
     return row
 
 

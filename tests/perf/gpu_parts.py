@@ -6,18 +6,19 @@ import re
 from typing import Any
 
 from tests.perf import gpu_time, report, sides
-from tests.perf.bench_offload_step import ALONE_SIDES, PROFILED_STEPS, WARM_UP_STEPS
+from tests.perf.bench_offload_step import ALONE_SIDES, PROFILED_STEPS, SETTLING_STEPS, with_practicality
 from tests.perf.part import Part, operators
 
-PARAMETERS = {"0.5b": 5e8, "1.5b": 1.5e9, "3b": 3e9}
-SEQUENCES = (512, 2048, 8192)
-FIRST = ("1.5b", 2048)
-FIRST_SIDES = (sides.ZERO, sides.PREDICTIVE_1, sides.OFFLOAD_DEEPSPEED)
+PARAMETERS = {"0.5b": 5e8, "1.5b": 1.5e9, "3b": 3e9, "7b": 6.74e9}
+BATCHES = ((1, 2048), (1, 8192), (4, 8192))
+"""Sequences of a step, and tokens of each."""
+FIRST = "1.5b"
+FIRST_SIDES = (sides.ZERO, sides.PREDICTIVE_1, sides.OFFLOAD_DEEPSPEED, sides.UPSTREAM_OVERLAPPED)
 """Of the steps: if time is short, these are measured."""
-TURNS, STEPS = 4, 8
+TURNS, STEPS = 3, 4
 GLOO = "two ranks on one device, through gloo: says nothing of NCCL"
-TIMES = ("median ms", "p95 ms", "max ms", "wait ms")
-STEP_COLUMNS = ("variant", *TIMES, "idle share, no kernel", "device GiB", "host GiB")
+TIMES = ("median ms", "least ms", "most ms", "longest step ms", "wait ms", "worker ms")
+STEP_COLUMNS = (*TIMES, "tokens/s", "idle share, no kernel", "device GiB", "host GiB", "practicality")
 
 
 def slug(name: str) -> str:
@@ -28,9 +29,10 @@ def slug(name: str) -> str:
 def parts() -> list[Part]:
     """All of them; what ten minutes have room for comes first."""
     steps = _steps()
-    first = [step for step in steps if step.is_in([f"step/{'/'.join(map(str, FIRST))}"])]
+    first = [step for step in steps if step.is_in([f"step/{FIRST}"])]
     return [
         operators("operators"),
+        _kernels(),
         _bandwidth(),
         *(_startup(*row) for row in ((1000, 1, 240), (1000, 2, 300), (3000, 1, 300), (3000, 2, 400))),
         *first,
@@ -52,6 +54,20 @@ def _bandwidth() -> Part:
         "bandwidth",
         usual=gpu_time.START_SECONDS + 15,
         covers="copies within and between device and host",
+    )
+
+
+def _kernels() -> Part:
+    return Part(
+        "kernels",
+        "tests.perf.bench_kernels",
+        ("--millions", "256"),
+        ("--millions", "1", "--turns", "1"),
+        120,
+        "kernels",
+        "kernels",
+        usual=gpu_time.START_SECONDS + 10,
+        covers="device kernels beside torch operations and a copy",
     )
 
 
@@ -101,38 +117,41 @@ def _convergence() -> Part:
 
 
 def _steps() -> list[Part]:
-    shapes = [(model, sequence) for model in PARAMETERS for sequence in SEQUENCES]
-    shapes.sort(key=lambda shape: shape != FIRST)
+    models = sorted(PARAMETERS, key=lambda model: model != FIRST)
     ordered = sorted(ALONE_SIDES, key=lambda side: FIRST_SIDES.index(side) if side in FIRST_SIDES else len(FIRST_SIDES))
-    return [_step(model, sequence, side) for model, sequence in shapes for side in ordered]
+    return [_step(model, side) for model in models for side in ordered]
 
 
-def _step(model: str, sequence: int, side: sides.Side) -> Part:
-    real = ("--model", model, "--sequence", str(sequence), "--only", side.name)
-    toy = ("--model", "toy", "--sequence", "32", "--only", side.name, "--turns", "1", "--steps", "4")
-    steps = WARM_UP_STEPS + TURNS * STEPS + PROFILED_STEPS
+def _step(model: str, side: sides.Side) -> Part:
+    only = ("--only", side.name)
+    batches = ["x".join(map(str, batch)) for batch in BATCHES]
+    steps = SETTLING_STEPS + TURNS * STEPS + PROFILED_STEPS
     ours = side in (sides.PREDICTIVE_1, sides.PREDICTIVE_4, sides.SELECTIVE_4_LAG)
     return Part(
-        f"step/{model}/{sequence}/{slug(side.name)}",
+        f"step/{model}/{slug(side.name)}",
         "tests.perf.bench_offload_step",
-        (*real, "--turns", str(TURNS), "--steps", str(STEPS)),
-        toy,
-        300,
-        f"offload_step_{model}_{sequence}",
-        "offload_step_toy_32",
-        usual=gpu_time.step(PARAMETERS[model], sequence, steps, offloads=side is not sides.ZERO, overlaps=ours),
+        ("--model", model, *only, "--batches", *batches, "--turns", str(TURNS), "--steps", str(STEPS)),
+        ("--model", "toy", *only, "--batches", "1x32", "2x32", "--turns", "1", "--steps", "4"),
+        400,
+        f"offload_step_{model}",
+        "offload_step_toy",
+        usual=gpu_time.step(
+            PARAMETERS[model],
+            [rows * length for rows, length in BATCHES],
+            steps,
+            offloads=side is not sides.ZERO,
+            overlaps=ours,
+        ),
         covers=f"steps of a decoder, {side.name}",
     )
 
 
 def step_tables(results: dict[str, Any]) -> list[str]:
-    """A table for each model and sequence whose steps were measured."""
+    """A table for each model whose steps were measured."""
     blocks = []
     for name, kept in results.items():
         rows = kept["rows"] if name.startswith("offload_step_") else []
         if rows:
-            zero = next((row["median ms"] for row in rows if row["variant"] == "ZeRO"), None)
-            shown = [row | {"practicality": None if zero is None else zero / row["median ms"]} for row in rows]
-            columns = {column: "" if column == "variant" else ".2f" for column in (*STEP_COLUMNS, "practicality")}
-            blocks.append(f"{name}\n\n{report.table(shown, dict(columns))}")
+            columns = dict.fromkeys(("variant", "batch"), "") | dict.fromkeys(STEP_COLUMNS, ".2f")
+            blocks.append(f"{name}\n\n{report.table(with_practicality(rows), columns)}")
     return blocks

@@ -5,6 +5,8 @@ It decides what a budget has room for; a part's own limit, about twice as long, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = ["convergence", "startup", "step", "tests"]
 
 START_SECONDS = 25.0
@@ -28,12 +30,16 @@ def startup(parameters: float, ranks: int, repeats: int, variants: int = 5) -> f
     return START_SECONDS * (2 if ranks > 1 else 1) + (repeats + 1) * (pageable + (variants - 1) * each)
 
 
-def step(parameters: float, sequence: int, steps: int, offloads: bool, overlaps: bool) -> float:
-    """Seconds of `steps` steps: forward, backward and recomputation, and an optimizer on the host behind or beside."""
-    device = 8 * parameters * sequence / FLOPS + 0.05
+def step(parameters: float, tokens: Sequence[int], steps: int, offloads: bool, overlaps: bool) -> float:
+    """Seconds of `steps` steps on batches of each number of tokens: forward, backward and recomputation, and an
+    optimizer on the host behind or beside."""
     host = 28 * parameters / HOST_MEMORY + 4 * parameters / LINK if offloads else 0.0
     made = 16 * parameters / NEW_HOST_MEMORY if offloads else 2 * parameters / PAGEABLE
-    return START_SECONDS + made + steps * (max(device, host) if overlaps else device + host)
+    seconds = START_SECONDS + made
+    for count in tokens:
+        device = 8 * parameters * count / FLOPS + 0.05
+        seconds += steps * (max(device, host) if overlaps else device + host)
+    return seconds
 
 
 def convergence(parameters: float, tokens: int, steps: int, rows: int) -> float:

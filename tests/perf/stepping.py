@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,9 @@ from tests.support.resident import resident_bytes
 
 BUCKET_NUMEL = 1 << 22
 LLAMA_BUCKET_NUMEL = 1 << 27
+
+Batch = tuple[int, int]
+"""Sequences of a step, and tokens of each."""
 
 
 class Linears(nn.Module):
@@ -50,13 +54,11 @@ class Workload:
     Attributes:
         model: "linears", or one of `language_model.SHAPES`.
         millions, rows: of the linears: their parameters, and the rows that they see.
-        sequence: of a Llama: tokens; None: its shape's.
     """
 
     model: str = "linears"
     millions: float = 32
     rows: int = 4
-    sequence: int | None = None
 
     @property
     def bucket_numel(self) -> int:
@@ -75,12 +77,13 @@ class Workload:
         finally:
             torch.set_default_dtype(default)
 
-    def batch(self, device: str) -> torch.Tensor:
-        """The same input for every step, on `device`."""
+    def batch(self, device: str, batch: Batch | None = None) -> torch.Tensor:
+        """The same input for every step, on `device`; `batch` is a Llama's (None: its shape's)."""
         if self.model == "linears":
             return torch.randn(self.rows, 1024, dtype=torch.bfloat16, device=device)
         shape = SHAPES[self.model]
-        return torch.randint(0, shape.vocabulary, (shape.batch, self.sequence or shape.sequence), device=device)
+        rows, length = batch or (shape.batch, shape.sequence)
+        return torch.randint(0, shape.vocabulary, (rows, length), device=device)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Bench:
     """An engine in the making or at work on this rank."""
 
     def __init__(self, side: Side, workload: Workload, stage: int, threads: int | None) -> None:
-        self.side, self.waited = side, 0.0
+        self.side, self.workload, self.waited = side, workload, 0.0
         self._use_threads(threads)
         self.device = get_accelerator().current_device_name()
         self.baseline = tree_bytes()
@@ -138,11 +141,24 @@ class Bench:
 
         return method
 
-    def plain_steps(self, count: int) -> None:
-        """Steps as a training loop makes them: nothing waits for the accelerator but what has to."""
+    def use(self, batch: Batch) -> None:
+        """Train a Llama on `batch` from here on."""
+        self.input = self.workload.batch(self.device, batch)
+
+    def plain_steps(self, count: int) -> list[float]:
+        """Steps as a training loop makes them, one that reads its loss; nothing else waits for the accelerator until
+        the last has ended. Returns the seconds of each, which add up to all of them."""
+        get_accelerator().synchronize()
+        ends = [time.perf_counter()]
         for _ in range(count):
-            self.engine.backward(self.engine(self.input))
+            loss = self.engine(self.input)
+            self.engine.backward(loss)
             self.engine.step()
+            loss.item()
+            ends.append(time.perf_counter())
+        get_accelerator().synchronize()
+        ends[-1] = time.perf_counter()
+        return [end - begin for begin, end in pairwise(ends)]
 
     def step(self) -> StepFigures:
         synchronize = get_accelerator().synchronize
@@ -178,6 +194,16 @@ def steps(count: int, device_seconds: float) -> list[StepFigures]:
     assert _bench is not None
     _bench.model.set_step_seconds(device_seconds)
     return [_bench.step() for _ in range(count)]
+
+
+def plain_steps(count: int, batch: Batch) -> tuple[list[float], dict[str, float]]:
+    """Body of a rank: seconds of `count` steps on `batch` without a wait for the accelerator, and what our optimizer
+    has measured in the last of them."""
+    assert _bench is not None
+    _bench.use(batch)
+    seconds = _bench.plain_steps(count)
+    ours = _bench.side.extended and _bench.side.zenflow
+    return seconds, dict(_bench.engine.optimizer.measurements()) if ours else {}
 
 
 def threads() -> str:
