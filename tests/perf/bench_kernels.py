@@ -3,8 +3,8 @@
     python -m tests.perf.bench_kernels [--millions 256] [--turns 7] [--device accelerator]
 
 Both run on the same arrays, bf16 (p, m and v of the hot step: fp32), in turns. Bytes are those that the arithmetic
-needs: every array read once and written once. A kernel whose arrays begin at an odd element takes the variant for arrays that
-are not aligned. "Equal" says whether both ways gave the same bits.
+needs: every array read once and written once. A kernel whose arrays begin at an odd element takes the variant for
+arrays that are not aligned. "Equal" says whether both ways gave the same bits.
 """
 
 from __future__ import annotations
