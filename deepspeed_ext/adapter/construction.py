@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from deepspeed_ext.adapter.upstream import pipeline_topology
@@ -40,7 +40,8 @@ def built_together(mpu: Any) -> Iterator[None]:
     except Exception as caught:
         error = caught
         if dist.is_initialized():
-            get_accelerator().set_device(local_rank())  # the agreement needs it, and the block may have failed before
+            with suppress(Exception):  # a rank without a device of its own
+                get_accelerator().set_device(local_rank())  # for the agreement; the block may have failed before
     raise_together(builders(mpu), error, otherwise=None)
 
 

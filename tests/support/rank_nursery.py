@@ -8,6 +8,7 @@ end as a script ends: with an exit status of Python's, after what was registered
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib
 import math
@@ -154,6 +155,11 @@ class Nursery:
         )
         theirs.close()
 
+    @functools.cached_property
+    def can_fork(self) -> bool:
+        """Whether it has one thread: a fork would lose the others. A package of the machine may start some."""
+        return self.ask(("threads", None)) == 1
+
     def start(self, environment: dict[str, str], connection: int, log: BinaryIO) -> ForkedRank:
         """A rank with that environment, that connection to its pool and that file as its output."""
         return ForkedRank(self, self.ask(("fork", Rank(environment)), (connection, log.fileno())))
@@ -188,8 +194,10 @@ def _load(modules: Iterable[str]) -> None:
         with suppress(ImportError):  # then no test needs it, or the one that does will say so
             importlib.import_module(name)
     gc.freeze()  # else every collection of every rank looks at all that was imported, for a third of a second
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads: a fork would lose all but one"
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _serve(orders: socket.socket) -> None:
@@ -199,6 +207,7 @@ def _serve(orders: socket.socket) -> None:
             return
         what, value = pickle.loads(message)
         if what == "fork":
+            assert _threads() == 1, f"{_threads()} threads: a fork would lose all but one"
             pid = os.fork()
             if pid == 0:
                 orders.close()
@@ -209,6 +218,8 @@ def _serve(orders: socket.socket) -> None:
         elif what == "load":
             _load(value)
             orders.send(pickle.dumps(None))
+        elif what == "threads":
+            orders.send(pickle.dumps(_threads()))
         else:
             pid, status = os.waitpid(value, os.WNOHANG)
             orders.send(pickle.dumps(os.waitstatus_to_exitcode(status) if pid else None))

@@ -25,14 +25,17 @@ def _join_group() -> None:
     from deepspeed.accelerator import get_accelerator
 
     from deepspeed_ext import shared_buffers
+    from tests.support.shared_device import share_devices
 
     accelerator = get_accelerator()
     world_size = int(os.environ["WORLD_SIZE"])
     backend = "gloo"
     if accelerator.device_name() != "cpu":
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]) % accelerator.device_count())
         if accelerator.device_count() >= world_size:
             backend = accelerator.communication_backend_name()
+        else:
+            share_devices()
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group(
         backend,
         init_method=f"file://{os.environ['DSEXT_TEST_RENDEZVOUS']}",

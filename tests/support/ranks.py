@@ -58,7 +58,8 @@ class RankPool:
             ours, theirs = Pipe()
             environment = self._environment(rank, device, group_timeout_seconds)
             with open(self._log_path(rank), "wb") as log:
-                start = _start_alone if device == "accelerator" else nursery(device).start
+                forks = device == "sim" or (device != "accelerator" and nursery(device).can_fork)
+                start = nursery(device).start if forks else _start_alone
                 self.processes.append(start(environment, theirs.fileno(), log))
             theirs.close()
             self.connections.append(ours)
