@@ -24,7 +24,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import product
 from typing import Any
@@ -63,14 +63,15 @@ ALONE_SIDES = (
     sides.UPSTREAM_SEQUENTIAL,
     sides.UPSTREAM_OVERLAPPED,
     sides.PREDICTIVE_1,
+    sides.PREDICTIVE_1_CORES,
     sides.PREDICTIVE_4,
     sides.SELECTIVE_4_LAG,
 )
 """What a Llama is trained with."""
-PROFILED_STEPS = 4
 WARM_UP_STEPS = 28  # five intervals of 4 are synchronous, two more settle
-SETTLING_STEPS = 4
-"""After a change of the batch: memory is allocated anew, and kernels are chosen."""
+FEWEST_STEPS = 2
+"""Before a measurement on a new batch, for which memory is allocated anew, and under the profiler; at least an interval
+each."""
 TIMEOUT_SECONDS = 1200.0
 LONGER, SHORTER = 2.0, 0.25
 WAYS = ("down", "up")
@@ -277,7 +278,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="of the trainer (default: its cores, half where a worker has half)")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--device-ms", type=float, nargs="+", help="lengths of the simulated device's step")
-    parser.add_argument("--no-memory", action="store_true", help="times alone")
+    parser.add_argument("--no-memory", action="store_true", help="no memory")
+    parser.add_argument("--no-profile", action="store_true", help="of a Llama: nothing that needs the profiler")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
     return parser
 
@@ -317,10 +319,12 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], 
 
 
 def measure_alone(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of the ways to train a Llama, those that earlier runs have left in the file included."""
+    """Rows of the ways to train a Llama, those that earlier runs have left in the file included; each is kept as soon
+    as it is measured."""
     name, rows = f"offload_step_{args.model}", list[dict[str, Any]]()
     for side in (side for side in ALONE_SIDES if side.name in args.only):
-        rows = report.merge(name, vars(args), alone(side, args), key="case")
+        for row in alone(side, args):
+            rows = report.merge(name, vars(args), [row], key="case")
     return with_practicality([{n: value for n, value in row.items() if n != "made"} for row in rows])
 
 
@@ -332,26 +336,25 @@ def with_practicality(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def alone(side: Side, args: argparse.Namespace) -> list[dict[str, Any]]:
+def alone(side: Side, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One way to train a Llama, a row for each batch: the times of its steps, the memory that it takes and what the
     profiler says."""
-    warm_up = 7 * side.interval if side.zenflow else 3  # five intervals are synchronous, two more settle
+    warm_up = 7 * side.interval if side.extended else 3  # five intervals are synchronous, two more settle
     shape = SHAPES[args.model]
     begin = time.perf_counter()
     with closing(Contestant(side, Workload(model=args.model), args, warm_up)) as contestant:
         made = time.perf_counter() - begin
         used = contestant.call(threads)[0]
-        rows = []
         for batch in args.batches or [(shape.batch, shape.sequence)]:
             row = {"case": f"{side.name}, {'x'.join(map(str, batch))}"} | plain_row(side, contestant, batch, args)
-            rows.append(row | {"threads": used, "seconds to the first batch": made})
-    return rows
+            yield row | {"threads": used, "seconds to the first batch": made}
 
 
 def plain_row(side: Side, contestant: Contestant, batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
     """What steps of a training loop on `batch` take: medians over turns, of which each is one stretch of steps."""
     tokens = batch[0] * batch[1] * args.ranks
-    contestant.call(plain_steps, SETTLING_STEPS, batch)
+    few = max(FEWEST_STEPS, side.interval)
+    contestant.call(plain_steps, few, batch)
     turns = [contestant.call(plain_steps, args.steps, batch) for _ in range(args.turns)]
     stretches = [max((seconds for seconds, _ in ranks), key=sum) for ranks in turns]
     means = [1e3 * statistics.fmean(stretch) for stretch in stretches]
@@ -371,17 +374,18 @@ def plain_row(side: Side, contestant: Contestant, batch: Batch, args: argparse.N
     row |= {name.removeprefix("zenflow_").replace("_", " "): value for name, value in turns[-1][0][1].items()}
     if not args.no_memory:
         row |= {f"{name} GiB": b and b / 2**30 for name, b in contestant.call(bytes_now)[0].items()}
-        row |= _profiled(contestant.call(use_of_device, PROFILED_STEPS)[0], contestant.parameters)
+    if not args.no_profile:
+        row |= _profiled(contestant.call(use_of_device, few)[0], few * contestant.parameters)
     return row
 
 
-def _profiled(use: dict[str, float | None] | None, parameters: int) -> dict[str, float | None]:
+def _profiled(use: dict[str, float | None] | None, stepped: int) -> dict[str, float | None]:
     """Columns of what the profiler says; none of it is known where there is no device."""
     names = {"compute_idle": "idle share, no kernel", "idle": "idle share, no kernel or copy"}
     columns = {text: use[name] if use else None for name, text in names.items()}
     for way in WAYS:
         nbytes = use and use[f"bytes_{way}"]
-        columns[f"profiled {way} B/parameter"] = None if not nbytes else nbytes / PROFILED_STEPS / parameters
+        columns[f"profiled {way} B/parameter"] = None if not nbytes else nbytes / stepped
     return columns
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tests.perf import gpu_time, report, sides
-from tests.perf.bench_offload_step import ALONE_SIDES, PROFILED_STEPS, SETTLING_STEPS, with_practicality
+from tests.perf.bench_offload_step import ALONE_SIDES, FEWEST_STEPS, with_practicality
 from tests.perf.part import Part, operators
 
 PARAMETERS = {"0.5b": 5e8, "1.5b": 1.5e9, "3b": 3e9, "7b": 6.74e9}
@@ -125,8 +125,7 @@ def _steps() -> list[Part]:
 def _step(model: str, side: sides.Side) -> Part:
     only = ("--only", side.name)
     batches = ["x".join(map(str, batch)) for batch in BATCHES]
-    steps = SETTLING_STEPS + TURNS * STEPS + PROFILED_STEPS
-    ours = side in (sides.PREDICTIVE_1, sides.PREDICTIVE_4, sides.SELECTIVE_4_LAG)
+    steps = 2 * max(FEWEST_STEPS, side.interval) + TURNS * STEPS
     return Part(
         f"step/{model}/{slug(side.name)}",
         "tests.perf.bench_offload_step",
@@ -140,7 +139,7 @@ def _step(model: str, side: sides.Side) -> Part:
             [rows * length for rows, length in BATCHES],
             steps,
             offloads=side is not sides.ZERO,
-            overlaps=ours,
+            overlaps=side.extended,
         ),
         covers=f"steps of a decoder, {side.name}",
     )

@@ -108,6 +108,9 @@ UPSTREAM_SEQUENTIAL = _upstream("sequential", False)
 UPSTREAM_OVERLAPPED = _upstream("overlapped", True)
 PREDICTIVE_1 = _predictive(1)
 PREDICTIVE_4 = _predictive(4)
+PREDICTIVE_1_CORES = replace(
+    PREDICTIVE_1, name="predictive, interval 1, a core kept", zenflow=PREDICTIVE_1.zenflow | {"pt_reserved_cores": 1}
+)
 PREDICTIVE_1_SLOW = replace(PREDICTIVE_1, name="predictive, interval 1, worker of torch operations", native=False)
 PREDICTIVE_1_FP32 = _predictive(1, "float32")
 PREDICTIVE_4_FP32 = _predictive(4, "float32")
