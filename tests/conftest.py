@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SIMULATED_GPU_TESTS_ONE_IN = 12
 """`make test-sim` and `make test-full` run all of them."""
+SHOWN_ERROR_LINES = 6
+_ONLY_PART: list[str] = []
 NO_ACCELERATOR = "needs an accelerator, and this machine has none"
 
 
@@ -29,6 +32,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--part", help="of the tests marked `gpu`, those of one part of `make test-gpu`")
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
+
+
+@pytest.hookimpl
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A part of `make test-gpu` may be ended by its time limit, before pytest prints why tests have failed."""
+    if report.failed and _ONLY_PART:
+        lines = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
+        sys.stdout.write("\n".join([f"\nFAILED {report.nodeid}", *lines[-SHOWN_ERROR_LINES:], ""]))
+        sys.stdout.flush()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--part"):
+        _ONLY_PART.append(config.getoption("--part"))
 
 
 def _part_of(item: pytest.Item) -> str:

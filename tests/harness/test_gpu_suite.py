@@ -45,7 +45,7 @@ def test_a_part_that_fails_or_overruns_loses_nothing_of_the_others(tmp_path: Pat
         fake("slow", "import time; print('begun', flush=True); time.sleep(60)", limit=3),
         fake("last", "pass"),
     ]
-    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--budget", "200"])
+    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--budget", "200", "--jobs", "1"])
     assert suite.measure(chosen, args) == 1
     rows = {row["part"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
     assert {part: row["state"] for part, row in rows.items()} == {
@@ -61,12 +61,35 @@ def test_a_part_that_fails_or_overruns_loses_nothing_of_the_others(tmp_path: Pat
 
 
 def test_what_is_done_is_not_repeated_and_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--toy", "--resume", "--budget"]
+    arguments = ["--device", "cpu", "--toy", "--resume", "--jobs", "1", "--budget"]
     assert suite.measure([fake("one", "pass")], suite.arguments().parse_args([*arguments, "100"])) == 0
     both = [fake("one", "raise SystemExit(1)"), fake("two", "pass")]
     assert suite.measure(both, suite.arguments().parse_args([*arguments, "1"])) == 1
     rows = {row["part"]: row["state"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
     assert rows == {"one": "done", "two": "left out"}
+
+
+def test_tests_run_beside_each_other_and_what_is_timed_runs_alone() -> None:
+    tests = [Part(name, "pytest", (), (), 60) for name in "abc"]
+    timed = fake("timed", "pass")
+    assert suite._may_start(timed, [], jobs=1)
+    assert suite._may_start(tests[1], tests[:1], jobs=2)
+    assert not suite._may_start(tests[2], tests[:2], jobs=2)
+    assert not suite._may_start(timed, tests[:1], jobs=9)
+    assert not suite._may_start(tests[0], [timed], jobs=9)
+
+
+def test_why_a_test_has_failed_is_known_of_a_part_that_its_limit_ends(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text(
+        "import time\n\ndef test_one():\n    assert 1 == 7\n\ndef test_two():\n    time.sleep(60)\n"
+    )
+    arguments = ("-p", "tests.conftest", "-p", "no:cacheprovider", "--part", "tests/others", str(tmp_path))
+    part = Part("endless", "pytest", arguments, arguments, 8)
+    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1"])
+    assert suite.measure([part], args) == 1
+    (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert row["state"] == "overran"
+    assert "assert 1 == 7" in row["output"]
 
 
 def test_without_an_accelerator_nothing_is_measured(

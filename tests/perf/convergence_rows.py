@@ -52,8 +52,18 @@ class Scale:
 QUICK = Scale(steps=40, seeds=1, rates=(1e-3,), base_steps=30, tuning_steps=20, stage_steps=20)
 
 
+def of_large(side: Side) -> Side:
+    """`side` where the model is large: AdamW is ZeRO's, on the accelerator, which takes a fraction of the time, and
+    ours begins with as many synchronous steps as by default."""
+    if side == sides.ADAMW:
+        return replace(sides.ZERO, name=side.name)
+    zenflow = {name: value for name, value in side.zenflow.items() if name != "full_warm_up_rounds"}
+    return replace(side, zenflow=zenflow) if side.extended else side
+
+
 def plain(side: Side, rate: float, seed: int, scale: Scale) -> Training:
     """A training from the initial weights."""
+    side = side if scale.model == "tiny" else of_large(side)
     corpus: Corpus = "standard library" if scale.model == "tiny" else "whole standard library"
     return Training(side, rate, seed, scale.steps, corpus=corpus, model=scale.model)
 

@@ -6,18 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from deepspeed_ext.runtime.progress import Progress
 from tests.perf import report
 
-SHOWN_LINES = 40
-LOOK_SECONDS = 0.5
-"""How often it is looked what a silent part does."""
+SHOWN_LINES, SHOWN_OF_BAD_LINES = 40, 200
+LOOK_SECONDS = 0.2
+"""How often it is looked what parts do."""
 OUT = "{out}"
 
 
@@ -78,42 +78,55 @@ class Outcome:
         return self.state in ("failed", "overran")
 
 
-def run(part: Part, device: str, toy: bool, limit: float) -> Outcome:
-    """Run `part` for at most `limit` seconds; nothing that it has started is left afterwards."""
-    folder = report.path_of(part.name).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments = [argument.replace(OUT, str(folder)) for argument in (part.toy if toy else part.arguments)]
-    environment = os.environ | {"DS_SKIP_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
-    if device == "accelerator":
-        environment.pop("DS_ACCELERATOR", None)
-        if part.module.startswith("tests.perf."):
-            arguments += ["--device", device]
-    begin = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", part.module, *arguments],
-        cwd=report.ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        text=True,
-        errors="replace",
-    )
-    progress = Progress(part.name, lambda: [process.pid], partial(print, flush=True))
-    output, state = "", "overran"
-    try:
-        while time.monotonic() - begin < limit:
-            with suppress(subprocess.TimeoutExpired):
-                output, state = process.communicate(timeout=min(LOOK_SECONDS, limit))[0], ""
-                break
-            progress.look()
-    finally:
-        _end_group(process.pid)  # its ranks and their workers end with their parents, and this makes sure of it
-    if state:
-        output = process.communicate()[0]
-    state = state or ("done" if process.returncode == 0 else "failed")
-    return Outcome(part.name, state, time.monotonic() - begin, "\n".join(output.splitlines()[-SHOWN_LINES:]))
+class Running:
+    """A part at work, in a process group of its own; its output goes to a file until it has ended.
+
+    Args:
+        limit: seconds after which it is ended.
+    """
+
+    def __init__(self, part: Part, device: str, toy: bool, limit: float) -> None:
+        folder = report.path_of(part.name).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = [argument.replace(OUT, str(folder)) for argument in (part.toy if toy else part.arguments)]
+        environment = os.environ | {"DS_SKIP_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+        if device == "accelerator":
+            environment.pop("DS_ACCELERATOR", None)
+            if part.module.startswith("tests.perf."):
+                arguments += ["--device", device]
+        self.part, self._limit = part, limit
+        self._begin = time.monotonic()
+        self._output = tempfile.TemporaryFile(prefix="dsext-part-")  # noqa: SIM115 - closed in `outcome`
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", part.module, *arguments],
+            cwd=report.ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._progress = Progress(part.name, lambda: [self._process.pid], partial(print, flush=True))
+
+    def outcome(self) -> Outcome | None:
+        """What became of it, of which nothing is left then; None while it runs."""
+        code, seconds = self._process.poll(), time.monotonic() - self._begin
+        if code is None and seconds < self._limit:
+            self._progress.look()
+            return None
+        self.end()
+        state = "overran" if code is None else "done" if code == 0 else "failed"
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").splitlines()
+        self._output.close()
+        shown = SHOWN_LINES if state == "done" else SHOWN_OF_BAD_LINES
+        return Outcome(self.part.name, state, seconds, "\n".join(lines[-shown:]))
+
+    def end(self) -> None:
+        """End it and all that it has started: its ranks and their workers end with their parents, and this makes sure
+        of it."""
+        _end_group(self._process.pid)
+        self._process.wait()
 
 
 def _end_group(leader: int) -> None:

@@ -1,12 +1,12 @@
 """All that a machine can show, in parts that cannot harm each other: `make bench`, `make bench-gpu`, `make test-gpu`.
 
     python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts startup step/1.5b ...] [--budget SECONDS] [--list]
-                              [--resume] [--store] [--device accelerator|cpu] [--toy]
+                              [--jobs N] [--resume] [--store] [--device accelerator|cpu] [--toy]
 
 Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever becomes of it, the
-next one runs. A part that the budget has no room for is left out, and one with more ranks than there are devices unless
-it is named; the end says which. A name picks a part and all below it (``step/1.5b``). ``--list`` shows all of that
-without running anything: the seconds are those of a model (gpu_time.py).
+next one runs; parts that are tests run beside each other. A part that the budget has no room for is left out, and one
+with more ranks than there are devices unless it is named; the end says which. A name picks a part and all below it
+(``step/1.5b``). ``--list`` shows all of that without running anything: the seconds are those of a model (gpu_time.py).
 After every part, everything so far is in one file: outcomes, the ends of outputs and the results; what it held of other
 parts stays. It is ``gpu.json`` or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the folder that
 the variable OUT names. With ``--on cpu --store`` it is ``benchmarks/cpu.json``, which is tracked, and from which
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ import torch
 
 from tests.perf import cpu_parts, gpu_parts, gpu_tests, report
 from tests.perf.cpu_parts import KEPT
-from tests.perf.part import Outcome, Part, run
+from tests.perf.part import LOOK_SECONDS, Outcome, Part, Running
 
 LEAST_SECONDS = 20.0
 PARTS = {"gpu": gpu_parts.parts, "cpu": cpu_parts.parts, "gpu-tests": gpu_tests.parts}
@@ -104,6 +105,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="*", default=[], help="names or beginnings of names (default: all)")
     parser.add_argument("--budget", type=float, default=0, help="seconds for everything (default: no limit)")
     parser.add_argument("--list", action="store_true", help="only list the parts and what would run")
+    parser.add_argument(
+        "--jobs", type=int, help="of --on gpu-tests: how many parts run beside each other (half the cores)"
+    )
     parser.add_argument("--resume", action="store_true", help="leave out what is done at this commit")
     parser.add_argument("--store", action="store_true", help="of --on cpu: keep the results in benchmarks/cpu.json")
     parser.add_argument("--toy", action="store_true", help="sizes of no meaning, to try the suite itself")
@@ -119,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if every part that was asked for is done."""
     args = arguments().parse_args(argv)
     args.device = args.device or ("cpu" if args.on == "cpu" else "accelerator")
+    args.jobs = args.jobs or max(1, len(os.sched_getaffinity(0)) // 2)
     parts = PARTS[args.on]()
     unknown = [name for name in args.parts if not any(part.is_in([name]) for part in parts)]
     if unknown:
@@ -169,31 +174,52 @@ def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
 
 
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
-    """Run the parts one after the other; 0 if all are done."""
+    """Run the parts in their order, tests beside each other; 0 if all are done."""
     record, deadline = record_of(args), time.monotonic() + (args.budget or float("inf"))
-    commit = report.commit()
+    commit, devices = report.commit(), max(1, torch.accelerator.device_count())
     ahead = [part for part in chosen if not (args.resume and record.is_done(part, commit))]
-    for number, part in enumerate(ahead):
-        left = deadline - time.monotonic()
-        begin = time.time()
-        if reason := why_not(part, left, args, max(1, torch.accelerator.device_count())):
-            print(f"{part.name}: left out: {reason}\n", flush=True)
-            outcome = Outcome(part.name, "left out", output=reason, commit=commit)
-        else:
-            print(f"[{number + 1}/{len(ahead)}] {part.name} ...{_to_go(ahead[number:], args.toy)}", flush=True)
-            outcome = run(part, args.device, args.toy, min(part.limit, left))
-            outcome.commit = commit
-            if outcome.state == "overran" and left < part.limit:
-                outcome.state = "left out"  # the budget ended it, not its own limit
-            output = report.for_terminal(outcome.output)
-            print(f"{output}\n{part.name}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
-            if args.on == "cpu" and not outcome.is_bad:
-                outcome.output = ""  # its results say the same, and the file is committed
-        result = "" if outcome.state == "left out" else part.result_of(args.toy)
-        record.add(outcome, result, vars(args), begin)
+    waiting, running = list(ahead), list[tuple[Running, float, bool]]()
+
+    def keep(outcome: Outcome, part: Part, begin: float) -> None:
+        outcome.commit = commit
+        record.add(outcome, "" if outcome.state == "left out" else part.result_of(args.toy), vars(args), begin)
+
+    try:
+        while waiting or running:
+            while waiting and _may_start(waiting[0], [at_work.part for at_work, *_ in running], args.jobs):
+                part, left = waiting.pop(0), deadline - time.monotonic()
+                if reason := why_not(part, left, args, devices):
+                    print(f"{part.name}: left out: {reason}\n", flush=True)
+                    keep(Outcome(part.name, "left out", output=reason), part, time.time())
+                else:
+                    number = len(ahead) - len(waiting)
+                    print(f"[{number}/{len(ahead)}] {part.name} ...{_to_go([part, *waiting], args.toy)}", flush=True)
+                    at_work = Running(part, args.device, args.toy, min(part.limit, left))
+                    running.append((at_work, time.time(), left < part.limit))
+            for entry in list(running):
+                at_work, begin, is_cut = entry
+                outcome = at_work.outcome()
+                if outcome is not None:
+                    running.remove(entry)
+                    if outcome.state == "overran" and is_cut:
+                        outcome.state = "left out"  # the budget ended it, not its own limit
+                    output = report.for_terminal(outcome.output)
+                    print(f"{output}\n{outcome.part}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
+                    if args.on == "cpu" and not outcome.is_bad:
+                        outcome.output = ""  # its results say the same, and the file is committed
+                    keep(outcome, at_work.part, begin)
+            time.sleep(LOOK_SECONDS if running else 0)
+    finally:
+        for at_work, *_ in running:
+            at_work.end()
     print(report.for_terminal(summary(record, chosen, args.toy)))
     print(f"\nwritten to {record.path}")
     return int(any(not record.is_done(part, commit) for part in chosen))
+
+
+def _may_start(part: Part, at_work: Sequence[Part], jobs: int) -> bool:
+    """Tests may run beside each other; whatever is timed runs alone."""
+    return not at_work or (all(one.module == "pytest" for one in (part, *at_work)) and len(at_work) < jobs)
 
 
 def _to_go(ahead: Sequence[Part], toy: bool) -> str:
