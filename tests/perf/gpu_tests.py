@@ -13,6 +13,7 @@ __all__ = ["GROUPS", "part_of", "parts"]
 COLLECTIVES, ACCELERATOR = "tests/unit/runtime/test_all_collectives.py", "tests/unit/adapter/test_accelerator.py"
 COPIES, OFFLOAD_STATES = "tests/unit/zenflow/transfers/test_copies.py", "tests/unit/zenflow/test_offload_states.py"
 FLATTEN = "tests/unit/flatten/test_gpu.py"
+KERNELS = ("tests/unit/zenflow/kernels/test_gpu.py", "tests/unit/zenflow/kernels/test_alignment.py")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,12 @@ class Group:
 GLOO = "two ranks that share a device, through gloo: nothing of NCCL, unless there are two devices"
 GROUPS = (
     Group("collectives", "every collective of the package, one rank, NCCL", (COLLECTIVES,), 8, 1),
-    Group("others", "device kernels, and whatever no other part has, one rank", (), 40, 2),
+    Group("kernels", "device kernels equal torch operations, and are prepared at the start", KERNELS, 15, 2),
+    Group("moments", "moments in bf16 and of 8 bits", ("tests/unit/zenflow/test_state_dtype.py",), 25, 1),
+    Group("lion", "Lion", ("tests/unit/zenflow/test_lion.py",), 20, 2),
+    Group("weights-on-host", "offload_param", ("tests/unit/zenflow/test_offload_param.py",), 25, 2),
+    Group("gradients-on-host", "gradients_on_host", ("tests/unit/adapter/test_host_gradients.py",), 10, 1),
+    Group("others", "whatever no other part has", (), 15, 2),
     Group("copies", "every copy of ZenFlow waits for its source, one rank", (COPIES,), 28 + 60, 1),
     Group("training", "gather, ZenFlow and resume on one rank, NCCL", (ACCELERATOR,), 70, 1, ranks=1),
     Group("offload-states", "device memory is free while states are away", (OFFLOAD_STATES,), 10, 2),
