@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -335,7 +335,8 @@ def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> Mem
         path.write_text(json.dumps(config))
         found = read_config(str(path), ranks)
     with in_proportion():
-        return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), found.setup)
+        setup = replace(found.setup, rounds_pinned=False)  # the simulated accelerator allocates what is asked for
+        return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), setup)
 
 
 def compared(

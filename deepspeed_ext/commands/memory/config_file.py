@@ -95,6 +95,7 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
     name = str(optimizer.get("type", "")).lower()
     torch_adam = section_of(optimizer, "params").get("torch_adam") is True
     stage: Any = int(zero.stage)
+    sizes: dict[str, Any] = {name: int(getattr(zero, name)) for name in _SIZES}
     return Setup(
         stage=stage,
         offload=offload and zenflow is None,
@@ -110,7 +111,7 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
         contiguous_gradients=zero.contiguous_gradients,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,
         flatten_tier=zero.flatten_tier,
-        **{name: int(getattr(zero, name)) for name in _SIZES},
+        **sizes,
     )
 
 

@@ -6,7 +6,7 @@ MiB per rank with its optimizer process).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from deepspeed_ext.commands.memory.host_save import HostSave
 from deepspeed_ext.commands.memory.parts import Part, Phase, largest
@@ -43,6 +43,11 @@ MOST_PLACED = 32
 Parts = tuple[Part, ...]
 
 
+def _power_of_two(nbytes: int) -> int:
+    """`nbytes`, rounded up to a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 def host_parts(model: Model, ranks: Ranks, setup: Setup, *, first: bool) -> Mapping[Phase, Parts]:
     """The parts of each phase of the first rank of the job, or of another one."""
     return _Host(model, ranks, setup, first).phases()
@@ -69,9 +74,8 @@ class _Host:
 
     def between(self) -> list[Part]:
         """Memory that is held all the time."""
-        weights = Part(
-            "weights", self.model.itemsize * self.numel if self.setup.weights_on_host else 0, page_locked=True
-        )
+        whole = self.model.itemsize * self.numel if self.setup.weights_on_host else 0
+        weights = self.by_torch("weights", whole, pins=True)
         if self.setup.zenflow is not None:
             hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.on_host())
             return [weights, *self.arena(at_start=False), Part("hot state", hot, page_locked=True), *self.beside()]
@@ -91,7 +95,7 @@ class _Host:
         uploads = not self.setup.weights_on_host and isinstance(self.setup.rule, PredictiveSettings)
         numel = min(self.most, chunk_of(UPLOAD_NUMEL, self.setup.rule.block_size)) if uploads else 0
         buffers = Part("weights on their way", 2 * self.model.itemsize * numel, page_locked=True)
-        return [*parts, Part("accumulated gradients", sums, self.setup.pins), buffers]
+        return [*parts, self.by_torch("accumulated gradients", sums), buffers]
 
     def on_host(self) -> list[Run]:
         """The partitions without what steps on the accelerator."""
@@ -134,23 +138,34 @@ class _Host:
 
     def offloaded(self) -> list[Part]:
         """State and buffers of DeepSpeed's ZeRO-Offload."""
-        pins, weight = self.setup.pins, self.model.itemsize
+        weight = self.model.itemsize
         parts = [
-            Part("master", FLOAT_BYTES * self.numel, pins),
+            self.master(),
             Part("moment m", FLOAT_BYTES * self.numel),
             Part("moment v", FLOAT_BYTES * self.numel),
-            Part("gradients", FLOAT_BYTES * self.numel, pins),
+            self.by_torch("gradients", FLOAT_BYTES, self.partitions),
         ]
         if self.setup.partitions_weights:
             accumulated = DTYPE_BYTES[self.setup.accumulation_dtype(self.model)]
-            return [*parts, Part("accumulated gradients", accumulated * self.numel, pins)]
+            return [*parts, self.by_torch("accumulated gradients", accumulated * self.numel)]
         accumulates = self.setup.accumulation > 1 and self.setup.stage > 1
         return [
             *parts,
-            Part("16-bit copy of the weights", weight * self.numel, pins),
-            Part("accumulated gradients", weight * self.numel if accumulates else 0, pins),
-            Part("offload buffer", weight * self.model.largest, pins),
+            self.by_torch("16-bit copy of the weights", weight, self.partitions),
+            Part("accumulated gradients", weight * self.numel if accumulates else 0, self.setup.pins),  # by parameter
+            self.by_torch("offload buffer", weight * self.model.largest),
         ]
+
+    def master(self) -> Part:
+        """ZeRO-Offload's master weights, which DeepSpeed page-locks below stage 3 only."""
+        pins = self.setup.pins and not self.setup.partitions_weights
+        return self.by_torch("master", FLOAT_BYTES, self.partitions, pins=pins)
+
+    def by_torch(self, kind: str, nbytes: int, arrays: Sequence[Run] = (Run(1, 1),), pins: bool | None = None) -> Part:
+        """Arrays of `nbytes` an element that torch allocates, page-locked if `pins`, by default as the config says."""
+        pins = self.setup.pins if pins is None else pins
+        rounded = _power_of_two if pins and self.setup.rounds_pinned else int
+        return Part(kind, sum(rounded(nbytes * run.numel) * run.times for run in arrays), pins)
 
     def start(self, between: list[Part]) -> Parts:
         """Memory while the engine is built."""
@@ -165,7 +180,7 @@ class _Host:
 
     def building(self, between: list[Part]) -> Parts:
         """Memory while the optimizer is built. ZeRO-Offload allocates Adam's moments in the first step."""
-        weight, numel = self.model.itemsize, self.numel
+        weight = self.model.itemsize
         if self.setup.zenflow is not None:
             arena = self.arena(at_start=True)
             if self.setup.partitions_weights:
@@ -183,11 +198,11 @@ class _Host:
             return largest(self.defragmentation() if self.setup.partitions_weights else ())
         built = [part for part in between if part.kind not in ("moment m", "moment v")]
         if self.setup.partitions_weights:
-            pinning = weight * numel if self.setup.pins else 0
+            pinning = weight * self.numel if self.setup.pins else 0
             conversion = Part("conversion", max(pinning, FLOAT_BYTES * self.most))
             return largest([*built, conversion], self.defragmentation())
         built = [part for part in built if part.kind != "accumulated gradients"]
-        return largest(built, [Part("master", FLOAT_BYTES * numel, self.setup.pins), self.staging()])
+        return largest(built, [self.master(), self.staging()])
 
     def defragmentation(self) -> list[Part]:
         """Memory while stage 3 makes the partitions of the weights contiguous, for which it collects them on the

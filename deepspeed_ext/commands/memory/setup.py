@@ -83,6 +83,8 @@ class Setup:
         accumulates_fp32: plain ZeRO accumulates gradients in fp32 (``data_types.grad_accum_dtype``).
         fused_adam: the optimizer has no temporaries (DeepSpeed's FusedAdam and CPUAdam); False: torch's.
         pins: ``offload_optimizer.pin_memory``.
+        rounds_pinned: each array that torch page-locks takes a power of two of bytes, as on CUDA. ZenFlow's arena is
+            page-locked as it is.
         offload_param: ``offload_param`` on the CPU.
         host_share: ``offload_optimizer.ratio``, with ZenFlow.
         layout: the optimizer's state.
@@ -96,6 +98,7 @@ class Setup:
     accumulates_fp32: bool = False
     fused_adam: bool = True
     pins: bool = False
+    rounds_pinned: bool = True
     offload_param: bool = False
     host_share: float = 1.0
     layout: StateLayout = ADAM_STATE

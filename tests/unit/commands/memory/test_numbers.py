@@ -326,7 +326,7 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             "accelerator": (21336, 13336, 69340, 13336, 13336),
             "host of the first rank": (53344, 66680, 66680, 66680, 66680),
             "host of the others": (53344, 66680, 66680, 66680, 66680),
-            "page-locked": (40008, 40008, 40008, 40008, 40008),
+            "page-locked": (26672, 26672, 26672, 26672, 26672),
         },
     ),
     (
@@ -432,7 +432,8 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
 
 def setup_of(fields: dict[str, Any]) -> Setup:
     zenflow = fields.get("zenflow")
-    return Setup(**{**fields, "zenflow": None if zenflow is None else ZenFlowConfig(**zenflow)})
+    section = None if zenflow is None else ZenFlowConfig(**zenflow)
+    return Setup(**{**fields, "zenflow": section, "rounds_pinned": False})
 
 
 @pytest.mark.parametrize(("model", "ranks", "fields", "expected"), ROWS, ids=range(len(ROWS)))

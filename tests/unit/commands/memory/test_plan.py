@@ -27,6 +27,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from tests.support.paths import ROOT
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 def model_of(params: int, dtype: str = "bfloat16") -> Model:
@@ -66,6 +67,7 @@ def setups(draw: Any) -> Setup:
         accumulation=draw(st.sampled_from([1, 4])),
         fused_adam=draw(st.booleans()),
         pins=draw(st.booleans()),
+        rounds_pinned=False,
         reduce_bucket_size=draw(st.integers(1, 10**9)),
         overlap_comm=draw(st.sampled_from([None, True, False])),
         contiguous_gradients=draw(st.booleans()),
@@ -493,3 +495,19 @@ def test_sizes_are_written_in_the_unit_that_they_are_headed_by(params: int, unit
     assert title == f"stage 1, ZeRO: {unit} per rank"
     (moment,) = (row for row in rows if "moment m" in row)
     assert moment.split()[-2:] == ["4.00", "4.00"]
+
+
+MEASURED_ON_AN_H100 = [
+    ("ZeRO-Offload", Setup(stage=2, offload=True, pins=True), 32.36, 20.125),
+    ("ours", Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1)), 18.40, None),
+]
+"""docs/lab/gpu.md: GiB by which the process and its worker grew, and what torch had page-locked."""
+LIBRARIES_GIB = 1.24  # ZeRO's growth, which has nothing on the host
+
+
+@pytest.mark.parametrize(("setup", "grown", "locked"), [row[1:] for row in MEASURED_ON_AN_H100])
+def test_host_memory_is_what_runs_on_a_gpu_held(setup: Setup, grown: float, locked: float | None) -> None:
+    plan = plan_memory(Model(1_497_217_024, 65_536_000, "bfloat16"), Ranks(1, 1), setup)
+    assert plan.on_host(Phase.BETWEEN) / GIB == pytest.approx(grown - LIBRARIES_GIB, rel=0.01)
+    if locked is not None:
+        assert plan.page_locked(Phase.BETWEEN) == locked * GIB
