@@ -50,8 +50,9 @@ LINKS = {
 ZERO_OFFLOAD, ZENFLOW, OURS = "ZeRO-Offload", "DeepSpeed-ZenFlow", "ZenFlow exact"
 IN_STEP, EARLY = "ZenFlow exact, copies in the step", "ZenFlow exact, gradients on host"
 """What a run of ours does by itself where there is no room for copies beside the step, or for gradients."""
-ROUNDED = ", bf16 moments"
-"""Behind the name of a way of ours: the same with `zenflow.state_dtype`, which is not exact."""
+ROUNDED, CODED = ", bf16 moments", ", 8-bit moments"
+MOMENTS = {ROUNDED: "bfloat16", CODED: "int8"}
+"""Behind the name of a way of ours: the same with this `zenflow.state_dtype`, which is not exact."""
 SMALL = ("ZeRO-Offload, weights on host", "ZenFlow weights on host")
 """Ways that take less of a GPU, at stage 3."""
 
@@ -93,14 +94,19 @@ def activation_bytes(shape: Shape) -> int:
     return kept + max(layer, logits)
 
 
+def _moments(name: str) -> str:
+    """The end of `name` that says how moments are kept; "" if they are exact."""
+    return next((end for end in MOMENTS if name.endswith(end)), "")
+
+
 def setup_of(name: str, stage: Stage) -> Setup:
     """The run of that name."""
     if name == ZENFLOW:
         return upstream.setup(stage)
-    if name.endswith(ROUNDED):
-        exact = setup_of(name.removesuffix(ROUNDED), stage)
+    if end := _moments(name):
+        exact = setup_of(name.removesuffix(end), stage)
         assert exact.zenflow is not None, "a way of ours"
-        return replace(exact, zenflow=exact.zenflow.model_copy(update={"state_dtype": "bfloat16"}))
+        return replace(exact, zenflow=exact.zenflow.model_copy(update={"state_dtype": MOMENTS[end]}))
     return next(setup for found, setup in ways() if found == name and setup.stage == stage)
 
 
@@ -138,7 +144,7 @@ def largest(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> 
 
 def _best(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> Shape | None:
     """`largest`, of ours with copies beside or in the step or gradients on the host, whichever is larger."""
-    end = ROUNDED if name.endswith(ROUNDED) else ""
+    end = _moments(name)
     same = [each + end for each in (OURS, IN_STEP, EARLY)] if name == OURS + end else [name]
     found = [largest(each, stage, gpus, gpu_gib, host_gib) for each in same]
     return max((shape for shape in found if shape), key=lambda shape: shape.params, default=None)
@@ -175,8 +181,9 @@ def _memory_table(gpu_gib: int) -> str:
 
 
 def _cell(stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> str:
-    """Four numbers; ours, exact, is bold where it is the largest of the first three."""
-    found = [_best(name, stage, gpus, gpu_gib, host_gib) for name in (ZERO_OFFLOAD, ZENFLOW, OURS, OURS + ROUNDED)]
+    """Five numbers; ours, exact, is bold where it is the largest of the first three."""
+    names = (ZERO_OFFLOAD, ZENFLOW, OURS, OURS + ROUNDED, OURS + CODED)
+    found = [_best(name, stage, gpus, gpu_gib, host_gib) for name in names]
     texts, sizes = [_billions(shape) for shape in found], [shape.params if shape else 0 for shape in found]
     if sizes[2] > max(sizes[:2]):
         texts[2] = f"**{texts[2]}**"
@@ -197,7 +204,7 @@ def _bytes_table() -> str:
     model, ranks = Model(7 * 10**9, 10**8, "bfloat16"), Ranks(8, 8)
     rows = []
     for stage in STAGES:
-        for name in (ZERO_OFFLOAD, ZENFLOW, OURS, EARLY, OURS + ROUNDED):
+        for name in (ZERO_OFFLOAD, ZENFLOW, OURS, EARLY, OURS + ROUNDED, OURS + CODED):
             plan = plan_memory(model, ranks, replace(setup_of(name, stage), flatten_tier=TIERS[-1]))
             extra = ranks.count * upstream.host_extra(model, ranks, stage) if name == ZENFLOW else 0
             device = upstream.device_extra(model, ranks, stage) if name == ZENFLOW else 0
@@ -209,7 +216,7 @@ def _bytes_table() -> str:
                 plan.peak(Place.ACCELERATOR) + device,
             )
             held, peak, gpu = (f"{nbytes / model.params:.1f}" for nbytes in numbers)
-            shown = name.replace(" exact,", ",") if name.endswith(ROUNDED) else name
+            shown = name.replace(" exact,", ",") if _moments(name) else name
             rows.append([str(stage), shown, held, f"{peak} ({most.value})", f"{gpu} ({there})"])
     head = ["stage", "way", "host, between steps", "host, at its peak", "GPU, at its peak"]
     return _table(head, rows)
@@ -258,6 +265,7 @@ def _verdict() -> str:
             f"larger than {rival}'s in {more}, as large in {len(ratios) - more - less} and smaller in {less} "
             f"(median {statistics.median(ratios):.2f} times its size, {min(ratios):.2f} to {max(ratios):.2f})"
         )
+    rounded, coded = (statistics.median(_ratios(ZERO_OFFLOAD, OURS + end)) for end in MOMENTS)
     cases = len(STAGES) * len(GPUS) * len(GPU_GIB) * len(HOST_GIB)
     counts = [f"{_tokens(link, 8):,} on {link}" for link in LINKS]
     return (
@@ -265,8 +273,8 @@ def _verdict() -> str:
         f"{ZERO_OFFLOAD}'s, each at the stage and with weights where it is largest, and smaller on "
         f"{sum(ratio < 1 for ratio in free)} (median {statistics.median(free):.2f} times its size, {min(free):.2f} to "
         f"{max(free):.2f}).** In {cases} cases (a machine and a stage, weights on the GPU) it is {texts[0]}; it is "
-        f"{texts[1]}. With moments in bf16 it is {statistics.median(_ratios(ZERO_OFFLOAD, OURS + ROUNDED)):.2f} times "
-        f"the size of {ZERO_OFFLOAD}'s (median). "
+        f"{texts[1]}. With moments in bf16 it is {rounded:.2f} times the size of {ZERO_OFFLOAD}'s, with those of 8 bits "
+        f"{coded:.2f} times (medians). "
         f"With 8 GPUs ours hides the whole optimizer from these tokens per GPU and step on: {', '.join(counts)}. "
         f"{ZERO_OFFLOAD} and {ZENFLOW} expose a part of it in every step.\n"
     )
@@ -335,8 +343,9 @@ INTRODUCTION = """# What fits, and what is hidden
 <!-- Written by `make docs` from tools/fits.py and the plan of memory; edit those. -->
 
 **Computed, not measured.** The numbers are those of [`deepspeed-ext plan --memory`](memory.md), whose bytes are
-[within 2 %](lab/memory_plan.md) of runs on a simulated accelerator. Times are bytes over assumed speeds:
-published steps of others took [up to five times as long](lab/time_model.md).
+[within 2 %](lab/memory_plan.md) of runs on a simulated accelerator, and within 1 % of three
+[on an H100](lab/gpu.md#beside-the-plan). Times are bytes over assumed speeds: published steps of others took
+[up to five times as long](lab/time_model.md).
 
 """
 MEMORY = """
@@ -355,8 +364,8 @@ is free, ours copies them to the host during backward, as ZeRO-Offload does
 ## Largest model
 
 Billions of parameters of the largest dense model on one host: ZeRO-Offload / DeepSpeed-ZenFlow / ours / ours with
-[moments in bf16](zenflow.md#moments-in-bf16), which are not exact. Weights in bf16, DeepSpeed 0.19.8. **Bold**: ours,
-exact, is the largest of the first three. A number that stays the same to the right is limited by the GPU. `-`: not even
+[moments in bf16](zenflow.md#moments-in-bf16) / ours with those [of 8 bits](zenflow.md#moments-of-8-bits), both not exact.
+Weights in bf16, DeepSpeed 0.19.8. **Bold**: ours, exact, is the largest of the first three. A number that stays the same to the right is limited by the GPU. `-`: not even
 0.08 billion. Ours copies beside the next step where a GPU has room for that, otherwise in the step, and gradients
 during backward where it has no room for them, as a run chooses by itself.
 
@@ -397,7 +406,9 @@ ASSUMED = """
 - **Start-up** at stage 2 takes the [flatten tier](flattening.md) with which most fits, for all three. DeepSpeed by
   itself has fewer, and may need more.
 - **DeepSpeed-ZenFlow** was read in its source: ZeRO-Offload with gradient accumulation, and 16 bytes per parameter more
-  on the host. That is 36 at stage 2, where 36.4 were [measured](lab/zenflow_step.md#memory).
+  on the host. That is 36 at stage 2 without page-locking, where 36.4 were [measured](lab/zenflow_step.md#memory).
+- **Page-locked memory**: DeepSpeed's is torch's, which takes a power of two of bytes for each array, as [an
+  H100](lab/gpu.md#beside-the-plan) showed. With `"pin_memory": false` ZeRO-Offload holds 18.2 bytes at stage 2.
 
 """
 SPEEDS = """
