@@ -273,8 +273,8 @@ def _verdict() -> str:
         f"{ZERO_OFFLOAD}'s, each at the stage and with weights where it is largest, and smaller on "
         f"{sum(ratio < 1 for ratio in free)} (median {statistics.median(free):.2f} times its size, {min(free):.2f} to "
         f"{max(free):.2f}).** In {cases} cases (a machine and a stage, weights on the GPU) it is {texts[0]}; it is "
-        f"{texts[1]}. With moments in bf16 it is {rounded:.2f} times the size of {ZERO_OFFLOAD}'s, with those of 8 bits "
-        f"{coded:.2f} times (medians). "
+        f"{texts[1]}. With moments in bf16 it is {rounded:.2f} times the size of {ZERO_OFFLOAD}'s, with those of "
+        f"8 bits {coded:.2f} times (medians). "
         f"With 8 GPUs ours hides the whole optimizer from these tokens per GPU and step on: {', '.join(counts)}. "
         f"{ZERO_OFFLOAD} and {ZENFLOW} expose a part of it in every step.\n"
     )
@@ -364,10 +364,11 @@ is free, ours copies them to the host during backward, as ZeRO-Offload does
 ## Largest model
 
 Billions of parameters of the largest dense model on one host: ZeRO-Offload / DeepSpeed-ZenFlow / ours / ours with
-[moments in bf16](zenflow.md#moments-in-bf16) / ours with those [of 8 bits](zenflow.md#moments-of-8-bits), both not exact.
-Weights in bf16, DeepSpeed 0.19.8. **Bold**: ours, exact, is the largest of the first three. A number that stays the same to the right is limited by the GPU. `-`: not even
-0.08 billion. Ours copies beside the next step where a GPU has room for that, otherwise in the step, and gradients
-during backward where it has no room for them, as a run chooses by itself.
+[moments in bf16](zenflow.md#moments-in-bf16) / ours with those [of 8 bits](zenflow.md#moments-of-8-bits); these two are
+not exact. Weights in bf16, DeepSpeed 0.19.8. **Bold**: ours, exact, is the largest of the first three. A number that
+stays the same to the right is limited by the GPU. `-`: not even 0.08 billion. Ours copies beside the next step where a
+GPU has room for that, otherwise in the step, and gradients during backward where it has no room for them, as a run
+chooses by itself.
 
 """
 SMALL_TEXT = """
