@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tests.support.paths import ROOT
-from tools import architecture, front_picture, serve_site
+from tools import architecture, front_picture, serve_site, step_picture
 
 site = pytest.importorskip("tools.manual_site", reason="MkDocs is not installed: the extra `docs` has it")
 
@@ -67,6 +67,10 @@ def test_a_click_on_a_picture_opens_it() -> None:
     html = site.on_page_content('<p><img alt="a" src="lab/x.svg" /></p>', page=None, config=None, files=None)
     assert '<a class="figure" href="lab/x.svg"' in html
     assert html.endswith('><img alt="a" src="lab/x.svg" /></a></p>')
+
+
+def test_the_picture_of_measured_steps_is_current() -> None:
+    assert step_picture.PICTURE.read_text() == step_picture.picture(), "run `make docs`"
 
 
 def test_the_front_picture_is_current_and_names_nothing_of_the_code() -> None:

@@ -162,15 +162,18 @@ def why_not(part: Part, left: float, args: argparse.Namespace, devices: int) -> 
 
 
 def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
-    """The parts with their seconds, which of them a run of this budget would begin, and what those add up to."""
-    left, rows = args.budget or float("inf"), []
+    """The parts with their seconds, which of them a run of this budget would begin, and when the last of them ends."""
+    now, rows, ends = 0.0, list[dict[str, Any]](), list[tuple[float, Part]]()
     for part in chosen:
+        while not _may_start(part, [other for end, other in ends if end > now], args.jobs):
+            now = min(end for end, _ in ends if end > now)
+        left = (args.budget or float("inf")) - now
         reason = why_not(part, left, args, max(1, torch.accelerator.device_count()))
-        left -= 0 if reason else part.usual
+        if not reason:
+            ends.append((now + part.usual, part))
         rows.append(vars(part) | {"runs": f"no: {reason}" if reason else "yes"})
-    runs = [row for row in rows if row["runs"] == "yes"]
-    total = sum(row["usual"] for row in runs)
-    return f"{report.table(rows, LIST_COLUMNS)}\n\n{len(runs)} of {len(rows)} parts, about {total:.0f} s"
+    total = max((end for end, _ in ends), default=0.0)
+    return f"{report.table(rows, LIST_COLUMNS)}\n\n{len(ends)} of {len(rows)} parts, about {total:.0f} s"
 
 
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
