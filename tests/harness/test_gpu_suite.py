@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from tests.perf import bandwidth, bench_offload_step, bench_startup, gpu_parts, gpu_tests, report, sides, suite
 from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
-from tests.perf.part import OUT, Part
+from tests.perf.part import OUT, Part, Running
 from tests.support.pages import Block, failures
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -80,16 +81,21 @@ def test_tests_run_beside_each_other_and_what_is_timed_runs_alone() -> None:
 
 
 def test_why_a_test_has_failed_is_known_of_a_part_that_its_limit_ends(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
     (tmp_path / "test_two.py").write_text(
-        "import time\n\ndef test_one():\n    assert 1 == 7\n\ndef test_two():\n    time.sleep(60)\n"
+        "import time\nfrom pathlib import Path\n\n\ndef test_one():\n    assert 1 == 7\n\n\n"
+        f"def test_two():\n    Path({str(begun)!r}).touch()\n    time.sleep(600)\n"
     )
     arguments = ("-p", "tests.conftest", "-p", "no:cacheprovider", "--part", "tests/others", str(tmp_path))
-    part = Part("endless", "pytest", arguments, arguments, 8)
-    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1"])
-    assert suite.measure([part], args) == 1
-    (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert row["state"] == "overran"
-    assert "assert 1 == 7" in row["output"]
+    running = Running(Part("endless", "pytest", arguments, arguments, 600), "cpu", True, limit=600)
+    while not begun.exists():
+        assert running.outcome() is None
+        time.sleep(0.1)
+    running.limit = 0
+    outcome = running.outcome()
+    assert outcome is not None
+    assert outcome.state == "overran"
+    assert "assert 1 == 7" in outcome.output
 
 
 def test_without_an_accelerator_nothing_is_measured(

@@ -82,7 +82,7 @@ class Running:
     """A part at work, in a process group of its own; its output goes to a file until it has ended.
 
     Args:
-        limit: seconds after which it is ended.
+        limit: seconds after which it is ended; may change.
     """
 
     def __init__(self, part: Part, device: str, toy: bool, limit: float) -> None:
@@ -94,7 +94,7 @@ class Running:
             environment.pop("DS_ACCELERATOR", None)
             if part.module.startswith("tests.perf."):
                 arguments += ["--device", device]
-        self.part, self._limit = part, limit
+        self.part, self.limit = part, limit
         self._begin = time.monotonic()
         self._output = tempfile.TemporaryFile(prefix="dsext-part-")  # noqa: SIM115 - closed in `outcome`
         self._process = subprocess.Popen(
@@ -111,7 +111,7 @@ class Running:
     def outcome(self) -> Outcome | None:
         """What became of it, of which nothing is left then; None while it runs."""
         code, seconds = self._process.poll(), time.monotonic() - self._begin
-        if code is None and seconds < self._limit:
+        if code is None and seconds < self.limit:
             self._progress.look()
             return None
         self.end()
