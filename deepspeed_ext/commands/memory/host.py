@@ -48,6 +48,15 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
+def _by_torch(
+    setup: Setup, kind: str, nbytes: int, arrays: Sequence[Run] = (Run(1, 1),), pins: bool | None = None
+) -> Part:
+    """Arrays of `nbytes` an element that torch allocates, page-locked if `pins`, by default as the config says."""
+    pins = setup.pins if pins is None else pins
+    rounded = _power_of_two if pins and setup.rounds_pinned else int
+    return Part(kind, sum(rounded(nbytes * run.numel) * run.times for run in arrays), pins)
+
+
 def host_parts(model: Model, ranks: Ranks, setup: Setup, *, first: bool) -> Mapping[Phase, Parts]:
     """The parts of each phase of the first rank of the job, or of another one."""
     return _Host(model, ranks, setup, first).phases()
@@ -75,7 +84,7 @@ class _Host:
     def between(self) -> list[Part]:
         """Memory that is held all the time."""
         whole = self.model.itemsize * self.numel if self.setup.weights_on_host else 0
-        weights = self.by_torch("weights", whole, pins=True)
+        weights = _by_torch(self.setup, "weights", whole, pins=True)
         if self.setup.zenflow is not None:
             hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.on_host())
             return [weights, *self.arena(at_start=False), Part("hot state", hot, page_locked=True), *self.beside()]
@@ -95,7 +104,7 @@ class _Host:
         uploads = not self.setup.weights_on_host and isinstance(self.setup.rule, PredictiveSettings)
         numel = min(self.most, chunk_of(UPLOAD_NUMEL, self.setup.rule.block_size)) if uploads else 0
         buffers = Part("weights on their way", 2 * self.model.itemsize * numel, page_locked=True)
-        return [*parts, self.by_torch("accumulated gradients", sums), buffers]
+        return [*parts, _by_torch(self.setup, "accumulated gradients", sums), buffers]
 
     def on_host(self) -> list[Run]:
         """The partitions without what steps on the accelerator."""
@@ -140,32 +149,21 @@ class _Host:
         """State and buffers of DeepSpeed's ZeRO-Offload."""
         weight = self.model.itemsize
         parts = [
-            self.master(),
+            _by_torch(self.setup, "master", FLOAT_BYTES, self.partitions, pins=self.setup.pins_masters),
             Part("moment m", FLOAT_BYTES * self.numel),
             Part("moment v", FLOAT_BYTES * self.numel),
-            self.by_torch("gradients", FLOAT_BYTES, self.partitions),
+            _by_torch(self.setup, "gradients", FLOAT_BYTES, self.partitions),
         ]
         if self.setup.partitions_weights:
             accumulated = DTYPE_BYTES[self.setup.accumulation_dtype(self.model)]
-            return [*parts, self.by_torch("accumulated gradients", accumulated * self.numel)]
+            return [*parts, _by_torch(self.setup, "accumulated gradients", accumulated * self.numel)]
         accumulates = self.setup.accumulation > 1 and self.setup.stage > 1
         return [
             *parts,
-            self.by_torch("16-bit copy of the weights", weight, self.partitions),
+            _by_torch(self.setup, "16-bit copy of the weights", weight, self.partitions),
             Part("accumulated gradients", weight * self.numel if accumulates else 0, self.setup.pins),  # by parameter
-            self.by_torch("offload buffer", weight * self.model.largest),
+            _by_torch(self.setup, "offload buffer", weight * self.model.largest),
         ]
-
-    def master(self) -> Part:
-        """ZeRO-Offload's master weights, which DeepSpeed page-locks below stage 3 only."""
-        pins = self.setup.pins and not self.setup.partitions_weights
-        return self.by_torch("master", FLOAT_BYTES, self.partitions, pins=pins)
-
-    def by_torch(self, kind: str, nbytes: int, arrays: Sequence[Run] = (Run(1, 1),), pins: bool | None = None) -> Part:
-        """Arrays of `nbytes` an element that torch allocates, page-locked if `pins`, by default as the config says."""
-        pins = self.setup.pins if pins is None else pins
-        rounded = _power_of_two if pins and self.setup.rounds_pinned else int
-        return Part(kind, sum(rounded(nbytes * run.numel) * run.times for run in arrays), pins)
 
     def start(self, between: list[Part]) -> Parts:
         """Memory while the engine is built."""
@@ -202,7 +200,8 @@ class _Host:
             conversion = Part("conversion", max(pinning, FLOAT_BYTES * self.most))
             return largest([*built, conversion], self.defragmentation())
         built = [part for part in built if part.kind != "accumulated gradients"]
-        return largest(built, [self.master(), self.staging()])
+        master = [part for part in built if part.kind == "master"]
+        return largest(built, [*master, self.staging()])
 
     def defragmentation(self) -> list[Part]:
         """Memory while stage 3 makes the partitions of the weights contiguous, for which it collects them on the
