@@ -148,8 +148,9 @@ class _Host:
     def offloaded(self) -> list[Part]:
         """State and buffers of DeepSpeed's ZeRO-Offload."""
         weight = self.model.itemsize
+        pins_masters = self.setup.pins and not self.setup.partitions_weights  # DeepSpeed does so below stage 3
         parts = [
-            _by_torch(self.setup, "master", FLOAT_BYTES, self.partitions, pins=self.setup.pins_masters),
+            _by_torch(self.setup, "master", FLOAT_BYTES, self.partitions, pins_masters),
             Part("moment m", FLOAT_BYTES * self.numel),
             Part("moment v", FLOAT_BYTES * self.numel),
             _by_torch(self.setup, "gradients", FLOAT_BYTES, self.partitions),

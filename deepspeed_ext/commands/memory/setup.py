@@ -142,11 +142,6 @@ class Setup:
         return self.offload_param and self.partitions_weights
 
     @property
-    def pins_masters(self) -> bool:
-        """Whether ZeRO-Offload's master weights are page-locked, which DeepSpeed does below stage 3."""
-        return self.pins and not self.partitions_weights
-
-    @property
     def fills_early(self) -> bool:
         """Whether ZenFlow's gradients go to the host during backward. If the config does not say, they stay:
         `settled_on` chooses as a run does."""
