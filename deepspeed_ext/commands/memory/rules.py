@@ -81,9 +81,9 @@ def _predictive(
 ) -> RuleBytes:
     """Kept: 1 / d_b of each block, and D. With Lion, the signs and means of m.
 
-    Temporaries of `Estimator.predict` by torch operations: the gradient in fp32 and, with D, also y in fp32, of one
-    chunk. With Lion one fp32 array more, and a byte for each sign. A kernel needs none, but whether it can run is not
-    known before the run.
+    Temporaries of `Estimator.predict` and `Estimator.move` by torch operations: fp32 arrays of one chunk, for 16-bit
+    weights three, or four with D, otherwise one or two. With Lion two, and a byte for each sign. A kernel needs none,
+    but whether it can run is not known before the run.
     """
     if not rule.overlapped:
         return RuleBytes()
@@ -95,7 +95,8 @@ def _predictive(
     if rule.layout.with_signs:
         step = chunk * (2 * _FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)
-    step = (2 if rule.drifts else 1) * _FLOAT_BYTES * chunk + max(arrived, factor)
+    arrays = (2 if rule.drifts else 1) + (2 if weights_bytes < _FLOAT_BYTES else 0)
+    step = arrays * _FLOAT_BYTES * chunk + max(arrived, factor)
     return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 
 

@@ -5,6 +5,15 @@ also stay in a core's L2 cache. Each operation rounds once in fp32: no `lerp`, `
 division by a number, which round differently on different devices. A 16-bit result is rounded once, when it is stored.
 So results depend neither on the chunks nor on the number of threads, and equal those of the kernels bitwise. Symbols
 are those of `deepspeed_ext.zenflow.optimizers.adam_estimator`.
+
+Estimates are *dithered* where they are stored in 16 bits: rounded up or down at random, so that the mean is right
+(Gupta et al., 2015, arXiv 1502.02551). A gradient's effect on one step is mostly less than half a step of bfloat16, and
+rounding to the nearest value would lose it. The random number is a hash of the value's own bits, so it needs no state,
+and does not depend on where an element lies::
+
+    x dithered = the upper bits of (bits of x) + (the lower k bits of hash(bits of x))      k: 16 (bf16), 13 (fp16)
+
+A NaN stays a NaN. The hash is that of `deepspeed_ext.zenflow.worker.kernel.rounding`.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 from deepspeed_ext.zenflow.worker.sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["CLAMP", "Chunks", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
@@ -25,7 +35,12 @@ CLAMP = 4.5
 """Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element that dominates
 it."""
 
-_CHUNK_NUMEL = {"cpu": 1 << 17}
+_CHUNK_NUMEL = {"cpu": 1 << 16}
+
+_SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
+"""As numbers of int32, whose products are cut to 32 bits."""
+_CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""Bits of an fp32 number that a dtype has no room for."""
 
 
 def chunk_numel(device: torch.device, block_size: int) -> int:
@@ -65,6 +80,23 @@ class _Part:
     def temporary(self, number: int) -> torch.Tensor:
         return self.temporaries[number, : self.end - self.begin].view(-1, self.row)
 
+    def dithered(self, x: torch.Tensor, dtype: torch.dtype, *free: int) -> torch.Tensor:
+        """`x`, one of the temporaries, with values that `dtype` can hold; `free` are two others to work with."""
+        if dtype not in _CUT_BITS:
+            return x
+        mask, bits = (1 << _CUT_BITS[dtype]) - 1, x.view(torch.int32)
+        random, shifted = (self.temporary(number).view(torch.int32) for number in free)
+        random.copy_(bits)
+        for shift, factor in zip(HASH_SHIFTS, (*_SIGNED_FACTORS, None), strict=True):
+            torch.bitwise_right_shift(random, shift, out=shifted).bitwise_and_((1 << (32 - shift)) - 1)
+            random.bitwise_xor_(shifted)
+            if factor is not None:
+                random.mul_(factor)
+        is_nan = shifted.view(-1).view(torch.bool)[: x.numel()].view_as(x)
+        torch.ne(x, x, out=is_nan)
+        bits.add_(random.bitwise_and_(mask)).bitwise_and_(~mask)
+        return x.masked_fill_(is_nan, math.nan)
+
     def normalized(self, grad: torch.Tensor, inverse: torch.Tensor, grad_scale: float) -> torch.Tensor:
         """q, in temporary 0."""
         factor = inverse[self.begin // self.block_size : -(-self.end // self.block_size)] * grad_scale
@@ -81,7 +113,7 @@ def predict(
     coefficient: float,
     block_size: int,
 ) -> None:
-    """Compute ``weights = published - drift - coefficient q``, in place; drift counts as zero if it is None.
+    """Compute ``weights = published - drift - coefficient q``, dithered, in place; drift counts as zero if it is None.
 
     Args:
         weights, published: 1-D [n], any float dtype, any device.
@@ -92,12 +124,13 @@ def predict(
         coefficient: multiplier of q.
         block_size: elements per block.
     """
-    for part in Chunks(grad.numel(), block_size, grad.device, 1 if drift is None else 2):
+    temporaries = 3 if weights.dtype in _CUT_BITS else 1 if drift is None else 2
+    for part in Chunks(grad.numel(), block_size, grad.device, temporaries):
         moved = part.normalized(grad, inverse, grad_scale).mul_(-coefficient)
         arrived = part.of(published).to(grad.device, non_blocking=True)
         if drift is not None:
             arrived = part.temporary(1).copy_(arrived).sub_(part.of(drift))
-        part.of(weights).copy_(moved.add_(arrived))
+        part.of(weights).copy_(part.dithered(moved.add_(arrived), weights.dtype, 1, 2))
 
 
 def move(
@@ -110,15 +143,17 @@ def move(
     drift_coefficient: float,
     block_size: int,
 ) -> None:
-    """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``, in place.
+    """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``, dithered, in place.
 
     Args: as for `predict`.
     """
-    for part in Chunks(grad.numel(), block_size, grad.device, 2):
+    temporaries = 4 if {weights.dtype, drift.dtype} & _CUT_BITS.keys() else 2
+    for part in Chunks(grad.numel(), block_size, grad.device, temporaries):
         q = part.normalized(grad, inverse, grad_scale)
-        moved = torch.mul(q, -weights_coefficient, out=part.temporary(1))
-        part.of(weights).copy_(moved.add_(part.of(weights).to(q.device)))
-        part.of(drift).copy_(q.mul_(drift_coefficient).add_(part.of(drift)))
+        moved = torch.mul(q, -weights_coefficient, out=part.temporary(1)).add_(part.of(weights).to(q.device))
+        part.of(weights).copy_(part.dithered(moved, weights.dtype, 2, 3))
+        drifted = q.mul_(drift_coefficient).add_(part.of(drift))
+        part.of(drift).copy_(part.dithered(drifted, drift.dtype, 2, 3))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The Triton kernels. Only this module imports Triton.
 
 Each gives bitwise the results of its namesake in `definition`: products and sums are rounded one by one (no fused
-multiply-add), division and square root are correctly rounded, and a 16-bit result is rounded once, when it is stored.
+multiply-add), division and square root are correctly rounded, and a 16-bit result is rounded once, when it is stored:
+estimates at random, others to the nearest value.
 
 A kernel works on rows of `BLOCK` contiguous elements, `ROWS` of them at once. Rows are masked as a whole, so memory
 accesses are wide for any length; the first program handles a short last block. No argument is specialized: not the
@@ -18,10 +19,13 @@ import triton
 import triton.language as tl
 
 from deepspeed_ext.zenflow.kernels.definition import CLAMP
+from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 
 __all__ = ["hot_step", "move", "norms", "predict", "predict_lion", "sums_of_squares"]
 
 _CLAMP = tl.constexpr(CLAMP)
+_FACTOR_1, _FACTOR_2 = map(tl.constexpr, HASH_FACTORS)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = map(tl.constexpr, HASH_SHIFTS)
 
 
 @triton.jit
@@ -41,6 +45,22 @@ def _normalized(grad, offsets, inside, factor, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _dithered(x, like):
+    """`x`, fp32, rounded at random to what `like` points to."""
+    if like.dtype.element_ty == tl.float32:
+        return x
+    else:  # noqa: RET505 - Triton compiles only one of two branches, but all that follows them
+        mask: tl.constexpr = 0xFFFF if like.dtype.element_ty == tl.bfloat16 else 0x1FFF
+        kept: tl.constexpr = 0xFFFF0000 if like.dtype.element_ty == tl.bfloat16 else 0xFFFFE000
+        bits = x.to(tl.uint32, bitcast=True)
+        random = (bits ^ (bits >> _SHIFT_1)) * _FACTOR_1
+        random = (random ^ (random >> _SHIFT_2)) * _FACTOR_2
+        random = random ^ (random >> _SHIFT_3)
+        rounded = ((bits + (random & mask)) & kept).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x).to(like.dtype.element_ty)
+
+
+@triton.jit
 def _predict(
     weights, published, drift, grad, offsets, inside, factor, coefficient, DRIFTS: tl.constexpr, ALIGNED: tl.constexpr
 ):
@@ -49,7 +69,7 @@ def _predict(
     if DRIFTS:
         arrived -= tl.load(_at(drift, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     predicted = q * -coefficient + arrived
-    tl.store(_at(weights, offsets, ALIGNED), predicted.to(weights.dtype.element_ty), mask=inside)
+    tl.store(_at(weights, offsets, ALIGNED), _dithered(predicted, weights), mask=inside)
 
 
 @triton.jit(
@@ -95,10 +115,10 @@ def _move(weights, drift, grad, offsets, inside, factor, weights_coefficient, dr
     q = _normalized(grad, offsets, inside, factor, ALIGNED)
     at = _at(weights, offsets, ALIGNED)
     moved = q * -weights_coefficient + tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, moved.to(weights.dtype.element_ty), mask=inside)
+    tl.store(at, _dithered(moved, weights), mask=inside)
     at = _at(drift, offsets, ALIGNED)
     drifted = q * drift_coefficient + tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, drifted.to(drift.dtype.element_ty), mask=inside)
+    tl.store(at, _dithered(drifted, drift), mask=inside)
 
 
 @triton.jit(

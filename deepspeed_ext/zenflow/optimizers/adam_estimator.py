@@ -26,21 +26,24 @@ k = 0 .. S - 1::
 
     A = sum_j a_j        a_j = lr (1 - b1) mean_k E(t_j, S - j + 1 + k)
     D = sum_j a_j q_j
-    W = round(y - D)
+    W = dither(y - D)
 
 Without bias correction, update t divides m by ``sqrt(v) + eps``, which is s_t d with s_t = sqrt(1 - b2^t). So every
 1 / (1 - b1^(t+l)) above is 1 / s_(t+l), and d, which stays about constant while v grows from zero, is as above but for
 epsilon, which is eps / s_t. The worker knows only s_t d; its coefficients of 1 / d are therefore times s_t.
 
-round() converts to the dtype of the weights. The L2 term: under Adam with L2 regularization each of the S gradients in
-flight gets the addend wd p, which is known beforehand. It is estimated like a gradient, with d_b and clamped, because
-gradient and L2 term may cancel; the element's own d is then close to zero, and dividing by it would blow the term up.
+dither() rounds to the dtype of the weights, up or down at random so that the mean is right (`kernels.definition`): the
+part of one gradient is mostly less than half a step of bfloat16, and rounding to the nearest value would lose it.
+
+The L2 term: under Adam with L2 regularization each of the S gradients in flight gets the addend wd p, which is known
+beforehand. It is estimated like a gradient, with d_b and clamped, because gradient and L2 term may cancel; the
+element's own d is then close to zero, and dividing by it would blow the term up.
 
 The worker computes y in the same pass as the update. D is accumulated on the accelerator as the gradients arrive.
 Within an interval, after step j < S, the weights also move at once, by ``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``.
-For S = 1 and AdamW, y = (1 - lr wd) p - lr b1/(1 - b1^(t+1)) m / d and W = round(y - lr (1 - b1)/(1 - b1^(t+1)) q): the
-exact update, except for the block mean of v, its age of one update, and the clamp. None of this ever enters p, m or v,
-so errors do not accumulate.
+For S = 1 and AdamW, y = (1 - lr wd) p - lr b1/(1 - b1^(t+1)) m / d and W = dither(y - lr (1 - b1)/(1 - b1^(t+1)) q):
+the exact update, except for the block mean of v, its age of one update, the clamp and two roundings. None of this ever
+enters p, m or v, so errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -188,7 +191,7 @@ class Estimator:
     ) -> None:
         """Compute ``weights -= move_coefficient q(grad)`` and ``drift += drift_coefficient q(grad)``, in place.
 
-        Computed in fp32 on grad's device and rounded once.
+        Computed in fp32 on grad's device, and dithered.
 
         Args:
             weights: 1-D [n], any float dtype, any device.
@@ -211,7 +214,7 @@ class Estimator:
         grad_scale: float,
         coefficient: float,
     ) -> None:
-        """Compute ``weights = round(published - drift - coefficient q(grad))``, in fp32 on grad's device.
+        """Compute ``weights = dither(published - drift - coefficient q(grad))``, in fp32 on grad's device.
 
         Args:
             weights, published: 1-D [n], any float dtype, any device; `published` is copied to grad's device in parts.

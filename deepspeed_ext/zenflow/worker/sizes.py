@@ -53,7 +53,7 @@ CONVERTED_NUMEL = 1 << 24
 UPLOAD_NUMEL = 1 << 23
 """Elements that the host computes at once if their weights are on an accelerator, before rounding to blocks."""
 
-ACCELERATOR_CHUNK_NUMEL = 1 << 24
+ACCELERATOR_CHUNK_NUMEL = 1 << 23
 """Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
 
 CHUNK_NUMEL = 1 << 24

@@ -36,6 +36,20 @@ struct Estimate {
 
 namespace {
 
+// x rounded to W at random, by a hash of its own bits (kernels/definition.py).
+template <Dtype W>
+INLINE typename Element<W>::type dithered(float x) {
+    constexpr uint32_t cut = W == kBFloat16 ? 0xffffu : W == kFloat16 ? 0x1fffu : 0u;
+    const uint32_t bits = to_bits(x), rounded = (bits + (hash(bits) & cut)) & ~cut;
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return Element<W>::store(from_bits(is_nan ? 0x7fc00000u : rounded));
+}
+
+template <>
+INLINE float dithered<kFloat32>(float x) {
+    return x;
+}
+
 // q of elements first .. last for `use(element, q)`, where q = clamp(g / d_b); a NaN stays a NaN.
 template <Dtype G, class Use>
 INLINE void for_each_normalized(const Estimate &e, int64_t first, int64_t last, const Use &use) {
@@ -64,12 +78,12 @@ INLINE void predict(const Estimate &e, int64_t first, int64_t last) {
     if (drift == nullptr)
         for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
             const float product = q * factor;
-            weights[i] = Element<W>::store(product + Element<W>::load(published[i]));
+            weights[i] = dithered<W>(product + Element<W>::load(published[i]));
         });
     else
         for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
             const float moved = Element<W>::load(published[i]) - Element<W>::load(drift[i]), product = q * factor;
-            weights[i] = Element<W>::store(product + moved);
+            weights[i] = dithered<W>(product + moved);
         });
 }
 
@@ -80,8 +94,8 @@ INLINE void move(const Estimate &e, int64_t first, int64_t last) {
     const float of_weights = -e.coefficient, of_drift = e.drift_coefficient;
     for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
         const float product = q * of_weights, drifted = q * of_drift;
-        weights[i] = Element<W>::store(product + Element<W>::load(weights[i]));
-        drift[i] = Element<W>::store(drifted + Element<W>::load(drift[i]));
+        weights[i] = dithered<W>(product + Element<W>::load(weights[i]));
+        drift[i] = dithered<W>(drifted + Element<W>::load(drift[i]));
     });
 }
 

@@ -11,7 +11,7 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 

@@ -88,13 +88,14 @@ struct Element<kFloat16> {
     }
 };
 
-// The random bits of element i of a partition (rounding.py): the lower 16 for m, the upper 16 for v.
-INLINE uint32_t random_bits(const AdamStep &s, uint32_t i) {
-    uint32_t x = i + s.rounding_key;
+INLINE uint32_t hash(uint32_t x) {
     x = (x ^ x >> 16) * 0x7feb352du;
     x = (x ^ x >> 15) * 0x846ca68bu;
     return x ^ x >> 16;
 }
+
+// The random bits of element i of a partition (rounding.py): the lower 16 for m, the upper 16 for v.
+INLINE uint32_t random_bits(const AdamStep &s, uint32_t i) { return hash(i + s.rounding_key); }
 
 // The moments of one element in memory: how they are rounded (rounding.py), loaded and stored.
 template <Dtype D>
