@@ -254,6 +254,16 @@ GROUPS: tuple[Group, ...] = (
         seeds=LATER_SEEDS[:1],
     ),
     Group(
+        "dithered",
+        "Dithered estimates, an amendment",
+        (
+            ("bytes-1m", "base", ("ours-1-dithered", "ours-2-dithered", "ours-4-dithered")),
+            ("bytes-1m", "batch-4x", ("ours-1-dithered", "ours-4-dithered")),
+            ("bytes-5m", "base", ("ours-1-dithered", "ours-4-dithered")),
+        ),
+        seeds=LATER_SEEDS,
+    ),
+    Group(
         "beta1",
         "A delay at larger beta1, an amendment",
         (("bytes-1m", "base", ("delay-beta1-0.95", "delay-beta1-0.975")),),

@@ -23,6 +23,7 @@ def _with_beta1(rule: Callable[[Start], Rule], beta1: float, start: Start) -> Ru
     return rule(replace(start, hyper=replace(start.hyper, beta1=beta1)))
 
 
+# Estimates are dithered since amendment 12. The stored rows of rules whose names do not say so rounded to the nearest.
 RULES: dict[str, Callable[[Start], Rule]] = {
     REFERENCE: AdamW,
     CONTROL: Disturbed,
@@ -43,6 +44,9 @@ RULES: dict[str, Callable[[Start], Rule]] = {
     "ours-1-bf16-from-40": partial(Ours, interval=1, warm_up_steps=40, moments=torch.bfloat16),
     "adamw-int8": partial(AdamW, moments=torch.int8, block_size=32),
     "ours-1-int8-from-40": partial(Ours, interval=1, warm_up_steps=40, moments=torch.int8),
+    "ours-1-dithered": partial(Ours, interval=1, warm_up_steps=40),
+    "ours-2-dithered": partial(Ours, interval=2, warm_up_steps=40),
+    "ours-4-dithered": partial(Ours, interval=4, warm_up_steps=40),
     "delay": Delay,
     "feedback": Feedback,
     "momentum": Momentum,
