@@ -39,15 +39,13 @@ namespace {
 // x rounded to W at random, by a hash of its own bits (kernels/definition.py).
 template <Dtype W>
 INLINE typename Element<W>::type dithered(float x) {
-    constexpr uint32_t cut = W == kBFloat16 ? 0xffffu : W == kFloat16 ? 0x1fffu : 0u;
+    if constexpr (W == kFloat32) return x;
+    constexpr uint32_t cut = W == kBFloat16 ? 0xffffu : 0x1fffu;
     const uint32_t bits = to_bits(x), rounded = (bits + (hash(bits) & cut)) & ~cut;
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return Element<W>::store(from_bits(is_nan ? 0x7fc00000u : rounded));
-}
-
-template <>
-INLINE float dithered<kFloat32>(float x) {
-    return x;
+    const uint32_t fits = is_nan ? 0x7fc00000u : rounded;
+    if constexpr (W == kBFloat16) return static_cast<uint16_t>(fits >> 16);
+    return Element<W>::store(from_bits(fits));
 }
 
 // q of elements first .. last for `use(element, q)`, where q = clamp(g / d_b); a NaN stays a NaN.
