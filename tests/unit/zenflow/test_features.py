@@ -1,6 +1,7 @@
 """ZenFlow's own settings and figures, step by step: schedules, overflows, variants, exact weights, monitor, cores."""
 
 import os
+import math
 import re
 from typing import Any
 
@@ -111,8 +112,9 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
     assert found["losses"][-1] < found["losses"][0]
     assert found["published"] == published
     figures = found["figures"]
-    # At this lr the rounding of W to bf16 is larger than a step; the prediction may not add much to it.
-    assert 0 < figures["zenflow_prediction_error"] < figures["zenflow_rounding_error"] + 0.5
+    # At this lr the rounding of W to bf16 is larger than a step. Dithering has the root of two of its error, and the
+    # prediction may not add much to it.
+    assert 0 < figures["zenflow_prediction_error"] < math.sqrt(2.0) * figures["zenflow_rounding_error"] + 0.5
     assert figures["zenflow_bytes_down"] > 0
     assert figures["zenflow_worker_ms"] > 0
     assert figures["zenflow_wait_ms"] >= 0

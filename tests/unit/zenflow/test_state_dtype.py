@@ -98,8 +98,9 @@ def trained(config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, 
 @of_both
 @pytest.mark.parametrize("interval", [1, 2])
 def test_weights_on_the_host_change_nothing(states: str, interval: int) -> None:
-    config = rounded(states, 3, update_interval=interval)
-    there_config = on_host(rounded(states, 3, update_interval=interval))
+    """Without clipping: the two add up the norm in another order, and dithering shows the last bit of a product."""
+    config = rounded(states, 3, update_interval=interval) | {"gradient_clipping": 0.0}
+    there_config = on_host(rounded(states, 3, update_interval=interval)) | {"gradient_clipping": 0.0}
     there, here = (run_ranks(2, trained, each, 6) for each in (there_config, config))
     assert_same(there, here)
 
