@@ -1,7 +1,7 @@
 """ZenFlow's own settings and figures, step by step: schedules, overflows, variants, exact weights, monitor, cores."""
 
-import os
 import math
+import os
 import re
 from typing import Any
 

@@ -102,7 +102,7 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             "zenflow": {"update_rule": "predictive", "update_interval": 2},
         },
         {
-            "accelerator": (111280, 128560, 150560, 140688, 128560),
+            "accelerator": (111280, 128560, 150560, 148688, 128560),
             "host of the first rank": (331680, 327680, 327680, 327680, 329680),
             "host of the others": (331680, 327680, 327680, 327680, 329680),
             "page-locked": (208800, 204800, 204800, 204800, 206800),
@@ -157,7 +157,7 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             "zenflow": {"update_rule": "predictive", "hide_transfers": False, "publish_dtype": "float32"},
         },
         {
-            "accelerator": (40008, 27092, 1000047092, 73768, 27092),
+            "accelerator": (40008, 27092, 1000047092, 100440, 27092),
             "host of the first rank": (91160, 94208, 94208, 94208, 100876),
             "host of the others": (91160, 94208, 94208, 94208, 100876),
             "page-locked": (42008, 45056, 45056, 45056, 51724),
