@@ -34,7 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
 
 
-@pytest.hookimpl
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A part of `make test-gpu` may be ended by its time limit, before pytest prints why tests have failed."""
     if report.failed and _ONLY_PART:

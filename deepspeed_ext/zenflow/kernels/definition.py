@@ -13,7 +13,8 @@ and does not depend on where an element lies::
 
     x dithered = the upper bits of (bits of x) + (the lower k bits of hash(bits of x))      k: 16 (bf16), 13 (fp16)
 
-A NaN stays a NaN. The hash is that of `deepspeed_ext.zenflow.worker.kernel.rounding`.
+A NaN stays a NaN. Numbers below the normal range of fp16 are rounded to the nearest value. The hash is that of
+`deepspeed_ext.zenflow.worker.kernel.rounding`.
 """
 
 from __future__ import annotations
