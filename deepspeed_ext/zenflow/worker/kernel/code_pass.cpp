@@ -76,51 +76,65 @@ INLINE void decode(const typename Codes::type *codes, uint32_t stored, int64_t n
     decode_run<Codes, kAnyNumber>(codes + i, scale, numel - i, x + i);
 }
 
-template <class Codes, int64_t N>
-INLINE void encode_run(float *__restrict x, const int32_t *__restrict up, float scale, float inverse, int64_t numel,
-                       typename Codes::type *__restrict codes) {
-    for (int64_t i = 0; i < (N ? N : numel); ++i) {
-        const float k = std::copysign(magnitude<Codes>(x[i], inverse, up[i]), x[i]);
-        codes[i] = static_cast<typename Codes::type>(static_cast<int32_t>(k));
-        x[i] = k * std::fabs(k) * scale;
+// What the codes of a block's moment are multiplied by, and its inverse. If the unit is a NaN, all values become NaN.
+struct Scale {
+    float unit, inverse;
+    INLINE Scale of(uint32_t stored) {
+        return {scale_of(stored), stored == kNotFinite ? 0.0f : from_bits((254u - stored) << 23)};
     }
+};
+
+// Rounds x to what its code stands for. `up` is below 2^16.
+template <class Codes>
+INLINE float round(float x, const Scale &scale, uint32_t up, int32_t &code) {
+    const float k = std::copysign(magnitude<Codes>(x, scale.inverse, static_cast<int32_t>(up)), x);
+    code = static_cast<int32_t>(k);
+    return k * std::fabs(k) * scale.unit;
 }
 
-// Encodes a block of x, and replaces x by what the codes stand for. `up`: numbers below 2^16.
-template <class Codes>
-INLINE void encode(float *x, const int32_t *up, int64_t numel, typename Codes::type *codes, uint8_t &scale) {
-    const uint32_t stored = scale_for<Codes>(x, numel);
-    scale = static_cast<uint8_t>(stored);
-    if (stored == kNotFinite) {
-        std::memset(codes, 0, static_cast<size_t>(numel));
-        return decode<Codes>(codes, stored, numel, x);
-    }
-    const float unit = scale_of(stored), inverse = from_bits((254u - stored) << 23);
-    int64_t i = 0;
-    for (; i + kRun <= numel; i += kRun) encode_run<Codes, kRun>(x + i, up + i, unit, inverse, kRun, codes + i);
-    encode_run<Codes, kAnyNumber>(x + i, up + i, unit, inverse, numel - i, codes + i);
+// Stores the codes of a run: a loop of its own, so that gcc gives the loop that makes them the longest vectors.
+template <int64_t N, class Code>
+INLINE void store(const int32_t *codes, uint32_t scale, int64_t numel, Code *__restrict stored) {
+    for (int64_t i = 0; i < (N ? N : numel); ++i) stored[i] = static_cast<Code>(codes[i]);
+    if (scale == kNotFinite) std::memset(stored, 0, static_cast<size_t>(N ? N : numel));
 }
 
 // The moments of a tile in fp32.
 struct Moments {
     float m[kMostTile], v[kMostTile];
-    int32_t up_m[kMostTile], up_v[kMostTile];
 };
 
-INLINE void round(const AdamPass &a, const AdamStep &s, int64_t first, int64_t last, Moments &t) {
+// Rounds the moments of a run within a block, and takes the rest of the step with what their codes stand for.
+template <int64_t N, bool kPublishes, Dtype Y>
+INLINE void end_step(const AdamPass &a, const AdamStep &s, int64_t block, int64_t first, int64_t numel,
+                     float *__restrict m, float *__restrict v) {
+    const Scale m_scale = Scale::of(a.m_scales[block]), v_scale = Scale::of(a.v_scales[block]);
     const uint32_t number = a.first + static_cast<uint32_t>(first);
-    for (int64_t i = 0; i < last - first; ++i) {
+    float *__restrict p = a.p + first;
+    auto *__restrict published = static_cast<typename Element<Y>::type *>(a.published) + first;
+    int32_t m_codes[kMostBlock], v_codes[kMostBlock];
+    for (int64_t i = 0; i < (N ? N : numel); ++i) {
         const uint32_t random = random_bits(s, number + static_cast<uint32_t>(i));
-        t.up_m[i] = static_cast<int32_t>(random & 0xffffu);
-        t.up_v[i] = static_cast<int32_t>(random >> 16);
+        m[i] = round<CodesOfM>(m[i], m_scale, random & 0xffffu, m_codes[i]);
+        v[i] = round<CodesOfV>(v[i], v_scale, random >> 16, v_codes[i]);
+        float pi = p[i];
+        const float inverse = update(s, pi, m[i], v[i]);
+        p[i] = pi;
+        if (kPublishes) published[i] = Element<Y>::store(extrapolate(a, pi, m[i], inverse));
     }
-    int8_t *m = static_cast<int8_t *>(a.m) + first;
-    uint8_t *v = static_cast<uint8_t *>(a.v) + first;
-    for (int64_t begin = first; begin < last; begin += a.block_size) {
-        const int64_t i = begin - first, block = begin / a.block_size;
-        const int64_t numel = begin + a.block_size < last ? a.block_size : last - begin;
-        encode<CodesOfM>(t.m + i, t.up_m + i, numel, m + i, a.m_scales[block]);
-        encode<CodesOfV>(t.v + i, t.up_v + i, numel, v + i, a.v_scales[block]);
+    store<N>(m_codes, a.m_scales[block], numel, static_cast<int8_t *>(a.m) + first);
+    store<N>(v_codes, a.v_scales[block], numel, static_cast<uint8_t *>(a.v) + first);
+}
+
+template <bool kPublishes, Dtype Y>
+INLINE void end_step_of_tile(const AdamPass &a, const AdamStep &s, int64_t first, int64_t last, Moments &t) {
+    int64_t block = first / a.block_size;
+    for (int64_t i = first; i < last; ++block) {
+        const int64_t end = i + a.block_size < last ? i + a.block_size : last;
+        for (; i + kRun <= end; i += kRun)
+            end_step<kRun, kPublishes, Y>(a, s, block, i, kRun, t.m + i - first, t.v + i - first);
+        if (i < end) end_step<kAnyNumber, kPublishes, Y>(a, s, block, i, end - i, t.m + i - first, t.v + i - first);
+        i = end;
     }
 }
 
@@ -129,24 +143,21 @@ INLINE void round(const AdamPass &a, const AdamStep &s, int64_t first, int64_t l
 template <Dtype G, Dtype Y>
 INLINE void step(const AdamPass &a, int32_t k, int64_t first, int64_t last, Moments &t) {
     using Gradient = typename Element<G>::type;
-    using Published = typename Element<Y>::type;
     const AdamStep s = a.steps[k];
     const int64_t numel = last - first;
     const Gradient *gradient = static_cast<const Gradient *>(a.grads[k]) + first;
-    Published *published = static_cast<Published *>(a.published) + first;
-    float *__restrict p = a.p + first;
+    const float *__restrict p = a.p + first;
     for (int64_t i = 0; i < numel; ++i) advance_moments(s, Element<G>::load(gradient[i]), p[i], t.m[i], t.v[i]);
-    round(a, s, first, last, t);
-    if (k + 1 < a.steps_count || a.l2_factor != 0.0f) {
-        for (int64_t i = 0; i < numel; ++i) update(s, p[i], t.m[i], t.v[i]);
-        return;
+    int64_t block = first / a.block_size;
+    for (int64_t i = 0; i < numel; i += a.block_size, ++block) {
+        const int64_t count = i + a.block_size < numel ? a.block_size : numel - i;
+        a.m_scales[block] = static_cast<uint8_t>(scale_for<CodesOfM>(t.m + i, count));
+        a.v_scales[block] = static_cast<uint8_t>(scale_for<CodesOfV>(t.v + i, count));
     }
-    for (int64_t i = 0; i < numel; ++i) {
-        float pi = p[i];
-        const float inverse = update(s, pi, t.m[i], t.v[i]);
-        p[i] = pi;
-        published[i] = Element<Y>::store(extrapolate(a, pi, t.m[i], inverse));
-    }
+    if (k + 1 < a.steps_count || a.l2_factor != 0.0f)
+        end_step_of_tile<false, Y>(a, s, first, last, t);
+    else
+        end_step_of_tile<true, Y>(a, s, first, last, t);
 }
 
 template <Dtype G, Dtype Y>
