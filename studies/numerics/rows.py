@@ -264,6 +264,12 @@ GROUPS: tuple[Group, ...] = (
         seeds=LATER_SEEDS,
     ),
     Group(
+        "fine-tune",
+        "A fine-tune with compressed moments and with dithered estimates, an amendment",
+        (("reactions", "steps-100", ("adamw-bf16", "adamw-int8", "ours-1-dithered")),),
+        seeds=LATER_SEEDS,
+    ),
+    Group(
         "beta1",
         "A delay at larger beta1, an amendment",
         (("bytes-1m", "base", ("delay-beta1-0.95", "delay-beta1-0.975")),),
