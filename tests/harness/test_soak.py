@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.soak.operations import WRITING_FRACTION
-from tests.soak.plan import Kind, plan_round
+from tests.soak.plan import FORMS, Kind, plan_round
 from tests.soak.report import RoundRecord, Settings, as_markdown
 from tests.soak.run import run_round
 from tests.support.paths import ROOT
@@ -35,6 +35,11 @@ def test_faults_are_a_function_of_the_seed(seed: int, number: int) -> None:
 def test_twelve_rounds_see_every_stage_with_every_interval_and_number_of_ranks() -> None:
     rounds = [plan_round(1, number, LONGEST) for number in range(12)]
     assert len({(plan.stage, plan.interval, plan.ranks) for plan in rounds}) == 3 * 2 * 2
+
+
+def test_every_stage_sees_every_form() -> None:
+    rounds = [plan_round(1, number, LONGEST) for number in range(3 * len(FORMS))]
+    assert {(plan.stage, plan.form) for plan in rounds} == {(stage, form) for stage in (1, 2, 3) for form in FORMS}
 
 
 REPLACE = """
@@ -77,9 +82,9 @@ def test_a_process_is_killed_at_the_chosen_moment(
 def test_report_of_rounds_without_faults() -> None:
     """A round that fails at once has nothing to take a median of."""
     settings = Settings(seed=1, without=(Kind.SUSPEND.value,))
-    text = as_markdown([RoundRecord(0, 2, 4, 3, failure="it broke")], settings, 60.0)
+    text = as_markdown([RoundRecord(0, 2, 4, 3, "plain", failure="it broke")], settings, 60.0)
     assert "FAILED in 1 of 1 rounds" in text
-    assert "| 0 | 2 | 4 | 3 | 0 | 0 | 0 | no |" in text
+    assert "| 0 | 2 | 4 | 3 | plain | 0 | 0 | 0 | no |" in text
     assert all(f"| {kind.value} | 0 | 0 | - | - | - |" in text for kind in Kind)
 
 

@@ -6,7 +6,10 @@ import enum
 import random
 from dataclasses import dataclass
 
-__all__ = ["Fault", "Kind", "Round", "plan_round"]
+__all__ = ["FORMS", "Fault", "Kind", "Round", "plan_round"]
+
+FORMS = ("8-bit moments", "on the host", "half on the host", "Lion", "plain", "bf16 moments", "selective")
+"""What is trained, by name (`trainer.settings_of`), in the order in which a stage takes them."""
 
 
 class Kind(str, enum.Enum):
@@ -56,6 +59,8 @@ class Round:
     stage: int
     interval: int
     ranks: int
+    form: str
+    """One of `FORMS`."""
     faults: tuple[Fault, ...]
 
 
@@ -66,7 +71,8 @@ _START_SECONDS = 5.0
 def plan_round(seed: int, number: int, longest_delay_seconds: float) -> Round:
     """Round `number` (from 0): every kind once, in random order, on random ranks, at random times.
 
-    Stages, intervals and numbers of ranks take turns: twelve rounds see each combination.
+    Stages, intervals and numbers of ranks take turns: twelve rounds see each combination. Each stage sees another form
+    with each of its rounds, from one on that the seed chooses.
     """
     draw = random.Random(seed * 1_000_003 + number)
     kinds = list(Kind)
@@ -79,4 +85,5 @@ def plan_round(seed: int, number: int, longest_delay_seconds: float) -> Round:
         starting = draw.random() < _STARTING_FRACTION and can_start
         delay = draw.uniform(0.0, _START_SECONDS if starting else longest_delay_seconds)
         faults.append(Fault(kind, draw.randrange(ranks), starting, delay, draw.random()))
-    return Round(number, 1 + (number + 1) % 3, (4, 1)[number % 2], ranks, tuple(faults))
+    form = FORMS[(number // 3 + seed) % len(FORMS)]
+    return Round(number, 1 + (number + 1) % 3, (4, 1)[number % 2], ranks, form, tuple(faults))

@@ -18,7 +18,8 @@ class Settings:
     """What a soak is made of."""
 
     seed: int
-    rule: str = "predictive"
+    form: str | None = None
+    """Of every round; None: the forms take turns."""
     save_every: int = 20
     pace_seconds: float = 0.05
     """Sleep in every step, in place of a device."""
@@ -77,6 +78,7 @@ class RoundRecord:
     stage: int
     interval: int
     ranks: int
+    form: str
     steps: int = 0
     losses_compared: int = 0
     """On all ranks, those of steps done again after a resume included."""
@@ -113,7 +115,7 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         "order, on a random rank, after a random time, some of them while the ranks start; all drawn from the seed.",
         "Ranks that ended are started again and resume from the newest checkpoint that can be read. Every recorded",
         "loss, including replayed steps, and the final weights and masters must match an uninterrupted run without",
-        f"checkpoints bitwise. Rule: {settings.rule}. Every {settings.save_every} steps the run saves twice: a",
+        f"checkpoints bitwise. Every {settings.save_every} steps the run saves twice: a",
         "checkpoint with a number as its tag, and half-way to the next one a checkpoint with the tag `rolling`, which",
         f"replaces the one before. A pause of {1e3 * settings.pace_seconds:.0f} ms per step stands in for a device",
         "(a simulation).",
@@ -135,13 +137,16 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         "",
         *_notes(faults, settings),
         "",
-        "| round | stage | interval | ranks | steps | faults | losses compared | equal to the bit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| round | stage | interval | ranks | form | steps | faults | losses compared | equal to the bit |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(
-            f"| {r.number} | {r.stage} | {r.interval} | {r.ranks} | {r.steps:,} | {len(r.faults)} | "
+            f"| {r.number} | {r.stage} | {r.interval} | {r.ranks} | {r.form} | {r.steps:,} | {len(r.faults)} | "
             f"{r.losses_compared:,} | {'no' if r.failure else 'yes'} |"
             for r in records
         ),
+        "",
+        "*On the host*: parameters at stage 3, sums of gradients at stage 2, transfers inside of the step at stage 1.",
+        "*Half on the host*: `offload_optimizer.ratio` 0.5.",
         *(f"\nRound {record.number}: {record.failure}" for record in failed),
     ]
     return "\n".join(lines) + "\n"

@@ -3,9 +3,9 @@
     python -m tests.soak.run --minutes 30 --seed 1
 
 A round is a training run of two or three ranks: one fault of each kind, then it goes on for a while to its end; after
-it the same steps are trained undisturbed. Stages, intervals and numbers of ranks take turns from round to round until
-the time is up. After each fault: do all ranks end in time, with the error that they should have, and does no process
-stay? Or, if the run must survive the fault: does it?
+it the same steps are trained undisturbed. Stages, intervals, numbers of ranks and forms (moments of 8 bits, Lion, ...)
+take turns from round to round until the time is up. After each fault: do all ranks end in time, with the error that
+they should have, and does no process stay? Or, if the run must survive the fault: does it?
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 
-from tests.soak.plan import Kind, Round, plan_round
+from tests.soak.plan import FORMS, Kind, Round, plan_round
 from tests.soak.ranks import ROOT, Ranks, SoakError, read_lines
 from tests.soak.report import RoundRecord, Settings, write_report
 from tests.soak.suffer import note_resume, suffer, truncate_newest
@@ -67,7 +67,7 @@ def undisturbed_run(plan: Round, settings: Settings, folder: Path, steps: int) -
 
 def common_flags(plan: Round, settings: Settings) -> list[str]:
     """What both runs are given."""
-    flags = [f"--stage={plan.stage}", f"--interval={plan.interval}", f"--rule={settings.rule}"]
+    flags = [f"--stage={plan.stage}", f"--interval={plan.interval}", f"--form={settings.form or plan.form}"]
     return [*flags, f"--group-timeout-seconds={settings.group_timeout_seconds}"]
 
 
@@ -92,7 +92,7 @@ def compare(disturbed: Path, undisturbed: Path, record: RoundRecord) -> None:
 
 def run_round(plan: Round, settings: Settings, folder: Path) -> RoundRecord:
     """One round; what goes wrong is in the record."""
-    record = RoundRecord(plan.number, plan.stage, plan.interval, plan.ranks)
+    record = RoundRecord(plan.number, plan.stage, plan.interval, plan.ranks, settings.form or plan.form)
     disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
     try:
         disturbed_run(plan, settings, disturbed, record)
@@ -126,7 +126,7 @@ def parse_args() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
     parser.add_argument("--write-docs", action="store_true", help="write docs/lab/soak.md too")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="default: any")
-    parser.add_argument("--rule", default=Settings.rule, help="one of tests.soak.trainer.RULES")
+    parser.add_argument("--form", choices=FORMS, help="of every round; default: each in turn")
     parser.add_argument("--without", nargs="*", default=(), choices=[kind.value for kind in Kind], help="left out")
     parser.add_argument("--save-every", type=int, default=Settings.save_every, help="steps")
     for name in (field.name for field in fields(Settings) if field.name.endswith("_seconds")):

@@ -40,6 +40,7 @@ import deepspeed_ext
 from deepspeed_ext import shared_buffers
 from deepspeed_ext.errors import CheckpointError
 from tests.soak.operations import FileOperations
+from tests.soak.plan import FORMS
 from tests.support.models import OddModel, two_groups
 from tests.support.zenflow import full_masters_of, weights_of, zenflow_config
 
@@ -47,10 +48,6 @@ PR_SET_PDEATHSIG = 1
 DISK_BYTES = 16 * 2**10
 CHECKPOINTS_KEPT = 4
 ROLLING = "rolling"
-RULES: dict[str, dict[str, Any]] = {
-    "predictive": {"update_rule": "predictive"},
-    "selective": {"topk_ratio": 0.1, "select_block_size": 32, "select_interval": 16, "overlap_step": True},
-}
 
 
 def parse_args() -> argparse.Namespace:
@@ -58,12 +55,31 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--interval", type=int, required=True)
-    parser.add_argument("--rule", choices=RULES, default="predictive")
+    parser.add_argument("--form", choices=FORMS, default="plain")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--pace-seconds", type=float, default=0.0, help="sleep in each step, in place of a device")
     parser.add_argument("--worker-timeout-seconds", type=float, default=15.0)
     parser.add_argument("--group-timeout-seconds", type=float, default=20.0)
     return parser.parse_args()
+
+
+def settings_of(form: str, stage: int) -> dict[str, dict[str, Any]]:
+    """What one of `FORMS` adds to sections of the config; "on the host" is what the stage can keep there."""
+    selective = {"topk_ratio": 0.1, "select_block_size": 32, "select_interval": 16, "overlap_step": True}
+    on_host: dict[int, dict[str, dict[str, Any]]] = {
+        1: {"zenflow": {"hide_transfers": False}},
+        2: {"zenflow": {"gradients_on_host": True}},
+        3: {"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": False}}},
+    }
+    return {
+        "plain": {},
+        "bf16 moments": {"zenflow": {"state_dtype": "bfloat16"}},
+        "8-bit moments": {"zenflow": {"state_dtype": "int8"}},
+        "on the host": on_host[stage],
+        "half on the host": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "Lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}},
+        "selective": {"zenflow": selective},
+    }[form]
 
 
 @contextmanager
@@ -107,12 +123,15 @@ class Trainer:
     def build(self) -> Any:
         """A new engine, the same each time."""
         torch.manual_seed(0)
-        settings = {
-            "update_interval": self.args.interval,
-            "worker_timeout_seconds": self.args.worker_timeout_seconds,
-            **RULES[self.args.rule],
-        }
-        config = zenflow_config(self.args.stage, **settings)
+        form = settings_of(self.args.form, self.args.stage)
+        config = zenflow_config(
+            self.args.stage,
+            update_interval=self.args.interval,
+            worker_timeout_seconds=self.args.worker_timeout_seconds,
+            **form.get("zenflow", {}),
+        )
+        config["zero_optimization"] |= form.get("zero_optimization", {})
+        config["optimizer"] = form.get("optimizer", config["optimizer"])
         config["scheduler"] = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10**5, "warmup_num_steps": 50}}
         model = OddModel(width=299)
         engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=two_groups(model), config=config)
