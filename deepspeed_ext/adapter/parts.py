@@ -16,7 +16,6 @@ from deepspeed_ext.adapter.offloading import Offloader
 from deepspeed_ext.adapter.resharding import Resharder
 from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.step_report import report_step
 from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
 from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
@@ -195,14 +194,21 @@ class Parts:
         """Report a step; after the first one, bind the threads that backends and autograd started in it.
 
         Args:
-            monitor, samples, logs: see `report_step`; without a monitor, nothing is reported.
+            monitor: DeepSpeed's monitor: TensorBoard, CSV files and others, as configured. None: nothing is reported.
+            samples: samples trained on so far.
+            logs: whether to write the metrics to the log as well.
         """
         with nullcontext() if self.adam is None else self.adam.link.keeping():
             if self.binding is not None and not self._cores_refreshed:
                 self._cores_refreshed = True
                 self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
-            if self.adam is not None and monitor is not None:
-                report_step(self.adam.measurements(), monitor, samples, logs=logs)
+            if self.adam is None or monitor is None:
+                return
+            figures = self.adam.measurements()
+            if monitor.enabled:
+                monitor.write_events([(f"Train/{name}", value, samples) for name, value in figures.items()])
+            if logs:
+                logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A

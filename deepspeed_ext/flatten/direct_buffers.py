@@ -95,7 +95,7 @@ class DirectBuffers(TorchFunctionMode):
             if device.type == partition.device.type:
                 return torch.empty_like(partition, dtype=dtype).copy_(partition)
             master = allocation.host_empty(partition.numel(), dtype, self._pin)
-            Staging(partition.dtype, pin=True).to_host(partition, master)
+            Staging(partition.dtype).to_host(partition, master)
             return master
 
     def _page_locked(self, like: torch.Tensor, value: float) -> torch.Tensor:

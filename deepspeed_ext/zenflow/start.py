@@ -107,9 +107,7 @@ def start_adam(
     undo.callback(link.abandon)
     share = None
     if any(heads):
-        share = AcceleratorShare.on_all_ranks(
-            parts, heads, link.arena, settings.block_size, parts[0].device, ranks, kind
-        )
+        share = AcceleratorShare.on_all_ranks(parts, heads, link.arena, settings.block_size, kind, ranks)
     states = [_state(kind, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
     partitions = [
         _partition(i, state, holders[i], settings, link.arena, heads[i], dtypes) for i, state in enumerate(states)
@@ -156,12 +154,13 @@ def _settings(
     ranks: RankGroup,
 ) -> PredictiveSettings | SelectiveSettings:
     """The rule's settings. A collective if it is measured where gradients go."""
-    places = {"weights_on_host": weights_on_host, "fills_early": True, "fills_before_y": parts[0].device.type == "cpu"}
     settings: PredictiveSettings | SelectiveSettings
     if run.config.rule == "selective":
-        settings = SelectiveSettings.of(run.config, run.steps_per_epoch, **places)
+        settings = SelectiveSettings.of(run.config, run.steps_per_epoch)
     else:
-        settings = PredictiveSettings.of(run.config, layout=kind.layout, **places)
+        settings = PredictiveSettings.of(run.config, layout=kind.layout)
+    on_cpu = parts[0].device.type == "cpu"
+    settings = replace(settings, weights_on_host=weights_on_host, fills_early=True, fills_before_y=on_cpu)
     fills_early = weights_on_host
     if gradients is not None and not weights_on_host:
         arena = bytes_at_start(arena_specs(settings, [part.numel() for part in parts], *dtypes.names))
@@ -204,7 +203,7 @@ def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
     if weights.device == master.device:
         master.copy_(weights)
     else:
-        Staging(weights.dtype, pin=True).to_host(weights, master)
+        Staging(weights.dtype).to_host(weights, master)
 
 
 def _heads(run: ZenFlowRun, numels: Sequence[int], settings: RuleSettings, ranks: RankGroup) -> list[int]:

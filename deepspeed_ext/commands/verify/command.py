@@ -95,10 +95,6 @@ def _signals_noted() -> Iterator[Callable[[], None]]:
     leave()
 
 
-def _stay() -> None:
-    """Do not leave: the default of `verify`."""
-
-
 def verify(
     config: dict[str, Any],
     ranks: int,
@@ -108,7 +104,7 @@ def verify(
     limit_seconds: float = 600.0,
     start: str = START_RANK,
     kind: type[Ranks] = Ranks,
-    leave: Callable[[], None] = _stay,
+    leave: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Check a config.
 

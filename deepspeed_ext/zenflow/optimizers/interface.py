@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.messages import LionPartitionPass, PartitionPass
 
 __all__ = ["Estimate", "HostedOptimizer"]
 
@@ -38,6 +38,7 @@ class HostedOptimizer(ABC):
 
     Attributes:
         layout: its state.
+        task: builds the worker's task: one step per gradient, then publish as `exact` or `ahead` say.
 
     Args:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
@@ -48,6 +49,7 @@ class HostedOptimizer(ABC):
     """
 
     layout: StateLayout
+    task: ClassVar[type[PartitionPass | LionPartitionPass]]
 
     def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
         self._optimizer = optimizer
@@ -84,13 +86,6 @@ class HostedOptimizer(ABC):
     @abstractmethod
     def ahead(self, last: Any, interval: int) -> Any:
         """How to publish y when the next result is `interval` steps away; `last` is the newest update."""
-
-    @abstractmethod
-    def task(
-        self, partition: int, slots: tuple[int, ...], steps: Sequence[Any], publish: Any, *, again: int | None = None
-    ) -> WorkerTask:
-        """The worker's task: one step per gradient, then publish as `exact` or `ahead` say; `again` as in
-        `PartitionPass`."""
 
     @abstractmethod
     def publish(

@@ -51,11 +51,10 @@ class AcceleratorShare:
     """The share of all partitions of this rank.
 
     Args:
-        weights: of each partition, 1-D [n]; the initial values of p.
+        weights: of each partition, 1-D [n], on the accelerator; the initial values of p.
         numels: elements of each partition, from its start, that step on the accelerator.
         arena: shows them.
         block_size: elements per block.
-        device: of p and the moments.
         kind: the optimizer.
     """
 
@@ -65,9 +64,9 @@ class AcceleratorShare:
         numels: Sequence[int],
         arena: Arena,
         block_size: int,
-        device: torch.device,
         kind: HostedOptimizer,
     ) -> None:
+        device = weights[0].device
         self.numels = tuple(numels)
         self._kind = kind
         self._arena = arena
@@ -90,9 +89,8 @@ class AcceleratorShare:
         numels: Sequence[int],
         arena: Arena,
         block_size: int,
-        device: torch.device,
-        ranks: RankGroup,
         kind: HostedOptimizer,
+        ranks: RankGroup,
     ) -> AcceleratorShare:
         """Allocate it on every rank. A collective.
 
@@ -100,7 +98,7 @@ class AcceleratorShare:
             OutOfMemoryError: on every rank, if the accelerator of any has no memory for it.
         """
         share = allocation.try_on_all_ranks(
-            "zenflow.accelerator_share", lambda: cls(weights, numels, arena, block_size, device, kind), ranks
+            "zenflow.accelerator_share", lambda: cls(weights, numels, arena, block_size, kind), ranks
         )
         if share is None:
             needed = sum(accelerator_share_bytes(numel, block_size, kind.layout) for numel in numels)

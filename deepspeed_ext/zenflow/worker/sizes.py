@@ -7,9 +7,10 @@ Sizes are per rank; partitions are given by their numbers of elements.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from deepspeed_ext.zenflow.worker.arena import OF_CHUNKS, ArraySpec, partition_specs
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
@@ -72,53 +73,55 @@ behind it, and one on its way in each direction. At least 2: the courier hands a
 before."""
 
 
-class RuleSettings(Protocol):
-    """Settings of a rule that are needed before the arena exists."""
+@dataclass(frozen=True)
+class RuleSettings(ABC):
+    """Settings of a rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
+
+    update_interval: int | None
+    """Optimizer steps handed over together; None: chosen by measurement."""
+    block_size: int = field(kw_only=True)
+    """Elements per block; the worker splits its work at block boundaries."""
+    weights_on_host: bool = field(default=False, kw_only=True)
+    """Weights are on the host (``offload_param``), so y stays there."""
+    fills_early: bool = field(default=False, kw_only=True)
+    """Gradients are in the ring before their step begins, and the host computes the weights (``gradients_on_host``, and
+    with weights on the host)."""
+    fills_before_y: bool = field(default=False, kw_only=True)
+    """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
+    accelerator)."""
+    layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
+    """The optimizer's state."""
 
     @property
-    def update_interval(self) -> int | None:
-        """Optimizer steps handed over together; None: chosen by measurement."""
-
-    @property
+    @abstractmethod
     def longest_interval(self) -> int:
-        """`update_interval`, or the longest interval that measurement may choose; the ring has slots for it."""
+        """`update_interval`, or the longest interval that may be chosen; the ring has slots for it."""
 
     @property
-    def block_size(self) -> int:
-        """Elements per block; the worker splits its work at block boundaries."""
-
-    @property
+    @abstractmethod
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
 
     @property
+    @abstractmethod
     def least_slots(self) -> int:
         """Slots in use while the interval is open: as many as interval 1 needs, so that it always fits."""
 
     @property
+    @abstractmethod
     def passes_chunks(self) -> bool:
         """Whether nobody reads a gradient or y on the host after its chunk has been stepped and sent back, at least
         while the interval is open."""
 
     @property
+    @abstractmethod
     def per_block(self) -> tuple[str, str, bool]:
         """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
 
     @property
     def per_block_width(self) -> int:
         """Elements of that array for one block."""
-
-    @property
-    def layout(self) -> StateLayout:
-        """The optimizer's state."""
-
-    @property
-    def weights_on_host(self) -> bool:
-        """Whether weights are on the host, so y stays there."""
-
-    @property
-    def fills_early(self) -> bool:
-        """Whether gradients are in the ring before their step, and the host computes the weights."""
+        return self.layout.per_block_width(self.block_size)
 
 
 def accelerator_numel(numel: int, host_share: float, block_size: int) -> int:
