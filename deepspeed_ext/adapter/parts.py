@@ -108,7 +108,6 @@ class Parts:
 
         Args:
             settings, zenflow: see `switches`.
-            world: all ranks.
             local: this rank's number on its host.
         """
         if self.switches(settings, zenflow)["core_binding.enabled"]:
@@ -127,9 +126,7 @@ class Parts:
         """Return swaps for DeepSpeed's optimizer classes.
 
         Args:
-            settings: the section with our fields.
             run: the ``zenflow`` section of this run; None: the optimizer runs in this process.
-            builders: the ranks that build the engine together.
             check_replicas: verify before flattening that all ranks have equal parameters.
         """
         if run is None:
@@ -157,7 +154,6 @@ class Parts:
             kind: DeepSpeed's checkpoint engine; None: pipeline stages have different numbers of files.
             config: DeepSpeed's, for the checkpoint engine.
             world, leads: see `JointCheckpointEngine`.
-            async_save: whether saves go on beside training.
         """
         if kind is TorchCheckpointEngine:
             self.saver = Saver.of(config, world, leads=leads, adam=self.adam, async_save=async_save)
@@ -195,7 +191,6 @@ class Parts:
 
         Args:
             monitor: DeepSpeed's monitor: TensorBoard, CSV files and others, as configured. None: nothing is reported.
-            samples: samples trained on so far.
             logs: whether to write the metrics to the log as well.
         """
         with nullcontext() if self.adam is None else self.adam.link.keeping():

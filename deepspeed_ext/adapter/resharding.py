@@ -51,13 +51,9 @@ class Resharding:
     """A checkpoint and the partitions that it is loaded into.
 
     Args:
-        saved: the checkpoint.
-        target: this rank's partitions.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
-        config_params: for DeepSpeed's checkpoint engine.
 
     Attributes:
-        saved, target: the arguments.
         whole_weights: whether the checkpoint and this rank both have all weights, which DeepSpeed can then load.
         model_path, files: the model's file, and the checkpoint engine that reads it.
     """
@@ -76,10 +72,7 @@ class LoadingRun:
 
     Attributes:
         optimizer: DeepSpeed's ZeRO optimizer.
-        module: the model.
         config: DeepSpeed's parsed config.
-        ranks: the ranks that load together.
-        stage: the ZeRO stage.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
         can_reshard: whether another layout can be loaded; equal on all ranks.
         has_experts: whether some parameters belong to fewer ranks than others.
@@ -108,8 +101,8 @@ class LoadingRun:
 
 class Resharder:
     """Loads checkpoints for one engine. The engine's overrides of DeepSpeed's methods call its methods in this order:
-    `loading` around all, `plan`, `with_optimizer`, `model_names`, `load_model`, `load_partitions` around
-    `optimizer_states` and `loads_fp32`, `finish`."""
+    `loading` around all, `plan`, `model_names`, `load_model`, `load_partitions` around `optimizer_states` and
+    `loads_fp32`, `finish`."""
 
     def __init__(self) -> None:
         self._run: LoadingRun | None = None
@@ -136,7 +129,6 @@ class Resharder:
         """Compare the layout of the checkpoint in `folder` with the run's. A collective.
 
         Args:
-            folder: the folder of the tag.
             how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
 
         Returns:
@@ -215,11 +207,6 @@ class Resharder:
             )
 
     # -- while DeepSpeed reads ----------------------------------------------------------------------------------------
-
-    def with_optimizer(self, how: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `how`, changed so that DeepSpeed loads the optimizer's state; without it, stage 3 would gather a whole
-        fp32 model."""
-        return {**how, "load_optimizer_states": True}
 
     def loads_fp32(self, wanted: bool) -> bool:
         """Whether p is loaded: if `wanted`, or if p cannot be taken from the weights. While resharding these may not be
@@ -326,11 +313,7 @@ class Resharder:
 
 
 def _require_same_ranks(folder: str, ranks: int) -> None:
-    """Refuse a checkpoint of experts that another number of ranks saved.
-
-    Raises:
-        CheckpointError: another number did.
-    """
+    """Refuse a checkpoint of experts that another number of ranks saved."""
     if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
         raise CheckpointError(
             f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, resume on the same "

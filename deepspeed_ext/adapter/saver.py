@@ -34,7 +34,6 @@ class Saver:
 
         Args:
             adam: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
-            async_save: whether saves go on beside training.
         """
         if adam is not None and async_save:
             files: JointCheckpointEngine = AsyncCheckpointEngine(config_params, world, leads, adam.link, adam.coded)

@@ -17,7 +17,6 @@ from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
     Swap,
     gather_stream,
-    pins_offload_buffers,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
@@ -53,7 +52,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         start: ZenFlowStart,
         **kwargs: Any,
     ) -> None:
-        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
         self._prepare(start, kwargs)
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
@@ -179,8 +177,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def reset_cpu_buffers(self) -> None:
         super().reset_cpu_buffers()
         if self._host_gradients is not None:
-            with self.zenflow_adam.link.keeping():
-                self._host_gradients.forget()
             self.norm_for_param_grads = self._host_gradients.norms
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -243,8 +239,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
-        with self.zenflow_adam.link.keeping():
-            self._finish_gradients()
+        self._finish_gradients()
         super().step(closure)
         with self.zenflow_adam.link.keeping():
             self._order_gathers()

@@ -23,6 +23,7 @@ from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
     host_offload_config,
+    pins_offload_buffers,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
@@ -46,7 +47,6 @@ class ZenFlowStart:
     """Arguments of a ZenFlow optimizer besides DeepSpeed's.
 
     Attributes:
-        run: the ``zenflow`` section of this run.
         builders: the ranks that build the engine together.
         placement: the worker's cores and memory node from the core plan; None: unbound.
         undo: receives what stops the worker if the engine's constructor fails later.
@@ -73,6 +73,7 @@ class ZenFlowStepping(GradientsOnHost):
     def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
         self._start = start
+        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
         kwargs["offload_optimizer_config"] = host_offload_config()
         if kwargs["gradient_accumulation_steps"] > 1:
             kwargs["gradient_accumulation_dtype"] = torch.float32
@@ -298,24 +299,13 @@ class ZenFlowStepping(GradientsOnHost):
             self._exchange_weights(saved if exact else None)
 
     def _drain_together(self, *, shows_moments: bool = True) -> None:
-        """Wait on all ranks until p, m, v hold every gradient that was handed over. A collective.
-
-        Args:
-            shows_moments: as in `OffloadedAdam.drain`.
-
-        Raises:
-            WorkerError: on every rank, if the worker of any has failed.
-        """
+        """Call `OffloadedAdam.drain` on all ranks; raise on all if any rank's worker has failed. A collective."""
         self.zenflow_adam.link.wait_together()
         with together(self.zenflow_adam.ranks, WorkerError):
             self.zenflow_adam.drain(shows_moments=shows_moments)
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
-        """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none."""
         if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
             return None
         state = state_dict_list[self.zenflow_adam.ranks.rank]
@@ -359,11 +349,7 @@ class ZenFlowStepping(GradientsOnHost):
 
 
 def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
-    """Refuse saved states of different runs or steps, with which the ranks would diverge later.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
+    """Refuse, on every rank, saved states of different runs or steps: the ranks would diverge later."""
     position = (
         None if saved is None else (saved.rule, saved.block_size, saved.updates, saved.position, dict(saved.schedule))
     )

@@ -83,9 +83,6 @@ class CoreBinding:
         """Agree on a plan with the other ranks and confine this process to it. A collective.
 
         Args:
-            config: the ``core_binding`` section.
-            ranks: the group of all ranks of the job.
-            local_rank: this rank's number on its host.
             separate: True if the optimizer runs in its own process, which gets part of the rank's cores. False if it
                 runs in this process, which then keeps the rank's whole share of the host.
             pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's cores, or None.

@@ -120,9 +120,7 @@ def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agre
     """Exchange reports, plan this host, and compare the plans. A collective: every rank of `ranks` calls it.
 
     Args:
-        mine: this rank's report.
         topology: this rank's host; None if it cannot be read.
-        ranks: the group of all ranks.
 
     Raises:
         PlanMismatchError: on every rank, if ranks asked for different things or computed different plans.
@@ -174,11 +172,7 @@ def _with_tuning(topology: Topology, facts: Sequence[RankFacts], leader: RankRep
 
 
 def _require_same_host_plan(boot_id: str, digest: str, ranks: RankGroup) -> None:
-    """Compare the plans' digests among the ranks of each host.
-
-    Raises:
-        PlanMismatchError: on every rank, if they differ on any host.
-    """
+    """Compare the plans' digests among the ranks of each host; raise on every rank if they differ on any host."""
     holders: dict[str, list[int]] = {}
     for rank, plan in ranks.gather_among(boot_id, digest).items():
         holders.setdefault(plan, []).append(rank)

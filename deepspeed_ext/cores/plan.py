@@ -104,7 +104,6 @@ def plan_host(topology: Topology, ranks: Sequence[RankFacts], request: PlanReque
     The result does not depend on the order of ``ranks`` or of the topology's cores.
 
     Args:
-        topology: the host.
         ranks: its ranks; their local ranks must differ.
         request: the request; by default half of each rank's cores go to the optimizer.
 

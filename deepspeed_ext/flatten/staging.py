@@ -19,11 +19,7 @@ __all__ = ["Staging"]
 
 
 class Staging:
-    """Two chunks of host memory that transfers use alternately, page-locked if the accelerator can.
-
-    Args:
-        dtype: dtype of the transferred elements.
-    """
+    """Two chunks of host memory that transfers use alternately, page-locked if the accelerator can."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.numel = max(1, STAGING_CHUNK_BYTES // dtype.itemsize)

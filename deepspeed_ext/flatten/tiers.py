@@ -51,8 +51,6 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
 
     Args:
         layout: the group; its parameters must be equal on all ranks.
-        ranks: the data-parallel group.
-        bucket_numel: most elements per broadcast.
 
     Returns:
         The flat buffer, 1-D on the parameters' device; None if a slice does not fit. The parameters are then unchanged.
@@ -91,8 +89,6 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
 
     Args:
         layout: the group; its parameters must be equal on all ranks.
-        ranks: the data-parallel group.
-        bucket_numel: most elements per broadcast.
 
     Returns:
         The flat buffer, 1-D on the parameters' device.

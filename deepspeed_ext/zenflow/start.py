@@ -63,7 +63,6 @@ def start_adam(
     """Start this rank's worker. A collective.
 
     Args:
-        run: the settings of this run.
         optimizer: the user's Adam, AdamW or Lion.
         groups: index of the parameter group of each partition.
         weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p. They are written in

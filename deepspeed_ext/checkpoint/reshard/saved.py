@@ -42,10 +42,8 @@ class SavedPartitions:
 
     Args:
         state: the optimizer's state dict of its file.
-        path: the file, for messages.
 
     Attributes:
-        state: the argument.
         tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped from the file. p
             may lack padding at its end.
         scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.

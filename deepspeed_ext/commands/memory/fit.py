@@ -76,10 +76,8 @@ def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, activ
     """Every way on this machine.
 
     Args:
-        model: the model.
         ranks: GPUs, and how many share a host.
         capacity: memory of a GPU and of a host, as far as it is known.
-        machine: speeds.
         active: parameters that a token uses; None: all.
     """
     found = []

@@ -55,12 +55,9 @@ def bytes_of(
     """The bytes that `rule` takes for a partition.
 
     Args:
-        rule: the rule's settings.
-        numel: elements of the partition, n.
         weights_bytes: bytes of an element of the weights.
         arrived_bytes: bytes of an element of y.
         in_place: whether y is in a landing buffer on the accelerator, so that it is not copied there in parts.
-        ranks: number of ranks.
     """
     if isinstance(rule, SelectiveSettings):
         return _selective(rule, numel, weights_bytes, ranks)

@@ -76,7 +76,6 @@ class Setup:
     """A run's settings. The defaults are DeepSpeed's; sizes are in elements.
 
     Attributes:
-        stage: ZeRO stage.
         offload: ``offload_optimizer`` on the CPU, without ZenFlow.
         zenflow: the ``zenflow`` section; None: plain ZeRO.
         accumulation: micro-steps per optimizer step.
@@ -87,7 +86,6 @@ class Setup:
             page-locked as it is.
         offload_param: ``offload_param`` on the CPU.
         host_share: ``offload_optimizer.ratio``, with ZenFlow.
-        layout: the optimizer's state.
         others: fields of ``zero_optimization`` of the same names.
     """
 

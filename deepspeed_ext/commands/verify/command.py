@@ -109,8 +109,6 @@ def verify(
     """Check a config.
 
     Args:
-        config: the content of the config file.
-        ranks: number of processes.
         steps: optimizer steps; None: enough for the config.
         upstream: train with stock DeepSpeed.
         limit_seconds: time limit for each of the two phases.

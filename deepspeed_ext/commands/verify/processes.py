@@ -56,9 +56,7 @@ class Ranks:
     """The processes of one phase; a context manager that ends them and all processes that they have started.
 
     Args:
-        folder: the check's folder.
         phase: ``train`` or ``resume``.
-        count: number of ranks.
         start: module whose `main` runs a rank.
     """
 

@@ -57,7 +57,6 @@ class TuneSettings:
         """Choose buffers of eight times the cache size (quick: four times), but at most a quarter of free host memory.
 
         Args:
-            ranks: number of local ranks.
             quick: measure less, in under 20 seconds.
             elements: parameters per rank; None: chosen from the cache size.
 
@@ -108,8 +107,6 @@ class Tuner:
     """Measures one host; a context manager that ends its processes.
 
     Args:
-        host: the host and its ranks.
-        settings: how much to measure.
         report: called with a line of text before each measurement.
     """
 
@@ -295,7 +292,6 @@ class _Outputs:
         Args:
             output: ``--output``; None: the cache.
             plot: ``--plot``; None: no picture.
-            key: the fingerprint's key.
 
         Raises:
             ConfigError: a file cannot be written, or two names mean the same file.
@@ -326,9 +322,6 @@ class _Outputs:
 
 def run_from_cli(arguments: Any) -> Iterator[str]:
     """Tune as the command line asks, and yield the text to print: the result, before it is written, and its path.
-
-    Args:
-        arguments: as `deepspeed_ext.commands.main` parses them.
 
     Raises:
         ConfigError: the arguments contradict each other or the host, or the result cannot be written.

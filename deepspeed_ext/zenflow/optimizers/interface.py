@@ -96,7 +96,6 @@ class HostedOptimizer(ABC):
         Args:
             publish: from `exact` or `ahead`.
             state: p and the moments, in their own dtypes; 1-D [n], host.
-            block_size: elements per block.
             published: receives y; 1-D [n], host.
 
         Returns:
@@ -112,7 +111,6 @@ class HostedOptimizer(ABC):
         Args:
             last: the newest update's constants.
             per_block: the per-block array, 1-D, on the device of the gradients; may be kept.
-            block_size: elements per block.
         """
 
     @abstractmethod

@@ -36,7 +36,6 @@ class SignsAndMeans:
 
     Attributes:
         kept: `known` of `worker.kernel.lion_pass`, 1-D int32, on the device of the gradients.
-        block_size: elements per block.
     """
 
     kept: torch.Tensor

@@ -53,9 +53,6 @@ class AcceleratorShare:
     Args:
         weights: of each partition, 1-D [n], on the accelerator; the initial values of p.
         numels: elements of each partition, from its start, that step on the accelerator.
-        arena: shows them.
-        block_size: elements per block.
-        kind: the optimizer.
     """
 
     def __init__(
@@ -113,9 +110,7 @@ class AcceleratorShare:
         """Take one step of a partition's share, and write its weights.
 
         Args:
-            index: number of the partition.
             grad: the share's gradient, 1-D [d], any float dtype, accelerator; neither unscaled nor clipped.
-            step: its constants.
             weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in place.
         """
         state = self._parts[index].state
@@ -173,10 +168,7 @@ def host_share_that_fits(
 
     Args:
         numels: elements of this rank's partitions.
-        block_size: elements per block.
         reserve_fraction: of the accelerator's total memory, which stays free.
-        ranks: the data-parallel ranks.
-        layout: the optimizer's state.
 
     Returns:
         The same on every rank, from 0 to 1; 1 if the accelerator is the CPU.

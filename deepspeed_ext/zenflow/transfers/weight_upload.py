@@ -27,7 +27,6 @@ class WeightUpload:
 
     Args:
         most: elements of the largest partition.
-        block_size: elements per block.
         waiting: runs while the accelerator waits for the weights.
     """
 

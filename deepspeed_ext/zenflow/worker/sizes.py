@@ -149,10 +149,6 @@ def arena_specs(
     """The arrays of all partitions. While the interval is open, only `least_slots` slots are touched at start.
 
     Args:
-        settings: settings of the rule.
-        numels: elements of each partition.
-        publish_dtype: dtype of y.
-        grad_dtype: dtype in which gradients are handed over.
         on_accelerator: how many of them step on the accelerator; empty: none.
         in_chunks: whether gradients pass through in chunks, for which `slot_specs` has places. Then only an open
             interval has a ring, which is used if it becomes longer than 1.
@@ -204,11 +200,8 @@ def chunk_slots(
     whole gradients, because somebody reads them there, y does not fit into their place, or they take no more memory.
 
     Args:
-        settings: settings of the rule.
         numel: elements of all partitions that step on the host.
         largest: elements of the largest of them.
-        publish_dtype: dtype of y.
-        grad_dtype: dtype in which gradients are handed over.
     """
     if not settings.passes_chunks or DTYPE_BYTES[publish_dtype] != DTYPE_BYTES[grad_dtype]:
         return None
@@ -275,9 +268,6 @@ def landing_bytes(numel: int, grad_dtype: str, publish_dtype: str, means_bytes: 
     """Bytes of a partition's landing buffer: 2 per element if gradients and y have 16 bits, plus the block means.
 
     Args:
-        numel: elements of the partition.
-        grad_dtype: dtype in which gradients are handed over.
-        publish_dtype: dtype of y.
         means_bytes: bytes of the block means; 0: the rule does not use them.
     """
     return numel * max(DTYPE_BYTES[grad_dtype], DTYPE_BYTES[publish_dtype]) + means_bytes

@@ -58,7 +58,6 @@ class SelectiveSettings(RuleSettings):
         """Read the settings from a section.
 
         Args:
-            config: the section.
             steps_per_epoch: optimizer steps per epoch; None: unknown.
 
         Raises:
