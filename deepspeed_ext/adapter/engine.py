@@ -334,7 +334,7 @@ class Engine(EngineSettings):
             has_experts=bool(self.has_moe_layers),
             partitions_weights=bool(self.zero_optimization_partition_weights()),
             bf16=bool(self.bfloat16_enabled()),
-            reads_section=self._zenflow is not None,
+            continues_zenflow=self._zenflow is not None,
             open_masters=self._parts.open_masters,
             leads=self.global_rank == 0,
         )

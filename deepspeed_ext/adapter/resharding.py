@@ -78,8 +78,8 @@ class LoadingRun:
         has_experts: whether some parameters belong to fewer ranks than others.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
         bf16: whether the run trains in bf16.
-        reads_section: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are applied
-            to p, m, v, and the weights are p and not predictions, even if the layout is the run's.
+        continues_zenflow: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are
+            applied to p, m, v, and the weights are p and not predictions, even if the layout is the run's.
         open_masters: called before p and the optimizer's state are written from outside.
         leads: whether this rank logs.
     """
@@ -94,7 +94,7 @@ class LoadingRun:
     has_experts: bool
     partitions_weights: bool
     bf16: bool
-    reads_section: bool
+    continues_zenflow: bool
     open_masters: Callable[[], None]
     leads: bool
 
@@ -143,7 +143,7 @@ class Resharder:
 
     def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
         run = self._loading
-        if run.has_experts and run.reads_section and not without_state:
+        if run.has_experts and run.continues_zenflow and not without_state:
             with together(run.ranks, CheckpointError):
                 _require_same_ranks(folder, run.ranks.size)
         if not run.can_reshard:
@@ -187,12 +187,12 @@ class Resharder:
             self._require_newer(saved)
         try:
             fits = same_kind and target.layout.fits(saved.layout)
-            is_same = fits and (run.reads_section or not saved.has_section)
+            is_same = fits and (run.continues_zenflow or not saved.has_zenflow_state)
         except Exception:
             if same_kind:  # DeepSpeed loads it, and reports damage
                 return None
             raise
-        if is_same and run.reads_section and not without_state:
+        if is_same and run.continues_zenflow and not without_state:
             require_same_groups(saved, target)
         return None if is_same else Resharding(saved, target, run.partitions_weights, run.config)
 
@@ -267,7 +267,7 @@ class Resharder:
 
     def load_partitions(self, theirs: Callable[[], Any]) -> Any:
         """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A collective."""
-        if self._resharding is None and not self._loading.reads_section:
+        if self._resharding is None and not self._loading.continues_zenflow:
             return theirs()
         with self._at_once():
             loaded = theirs()

@@ -70,8 +70,8 @@ class Saver:
     @contextmanager
     def writing(self, optimizer: Any) -> Iterator[None]:
         """`keeping`, around what writes the state of `optimizer` at once, or copies it first."""
-        has_section = self.files is not None and isinstance(optimizer, ZenFlowStepping)
-        with self.keeping(), optimizer.state_uncopied() if has_section else nullcontext():
+        has_zenflow_state = self.files is not None and isinstance(optimizer, ZenFlowStepping)
+        with self.keeping(), optimizer.state_uncopied() if has_zenflow_state else nullcontext():
             yield
 
     def copied_without(self, error: OSError, save_path: str) -> None:

@@ -284,10 +284,10 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _section(self) -> dict[str, Any]:
+    def _zenflow_state(self) -> dict[str, Any]:
         weights = [flat.detach() for flat in self.fp16_partitioned_groups_flat]
         return {
-            **super()._section(),
+            **super()._zenflow_state(),
             _WEIGHTS: list(map(checkpoint.host_copy, weights)) if self._copies_state else weights,
         }
 
@@ -300,12 +300,12 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
                 shown.take()
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
-        section = super()._read_saved_state(state_dict_list)
-        if section is not None and section.weights is None:
+        saved = super()._read_saved_state(state_dict_list)
+        if saved is not None and saved.weights is None:
             raise CheckpointError(
                 "the saved ZenFlow state has no weights, which stage 3 needs: load another checkpoint by its tag"
             )
-        return section
+        return saved
 
     def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with together(self.zenflow_adam.ranks, CheckpointError):

@@ -252,9 +252,9 @@ class ZenFlowStepping(GradientsOnHost):
         self.zenflow_adam.drain(shows_moments=self._copies_state)
         self.zenflow_adam.bind_state()
         scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
-        return {**super().state_dict(), checkpoint.STATE_KEY: self._section(), **scale}
+        return {**super().state_dict(), checkpoint.STATE_KEY: self._zenflow_state(), **scale}
 
-    def _section(self) -> dict[str, Any]:
+    def _zenflow_state(self) -> dict[str, Any]:
         """ZenFlow's part of the state dict."""
         return checkpoint.state_of(self.zenflow_adam, copied=self._copies_state)
 

@@ -3,7 +3,7 @@
 DeepSpeed makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``. With CPU offload, this
 clones the partition, makes an fp32 copy of it on the accelerator, transfers that to pageable memory, and copies it on
 the host for page-locking. The constructor offers no method to override, so `DirectBuffers` intercepts the torch calls
-while it runs. Nor does stage 3, where `NoMasters` leaves out the masters.
+while it runs. The constructor of stage 3 offers none either; there `NoMasters` leaves out the masters.
 """
 
 from __future__ import annotations

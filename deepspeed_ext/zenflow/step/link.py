@@ -327,9 +327,9 @@ def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:
         host = host_id()
         mine = nbytes, memory.available_by_limit()
     found = ranks.gather_among(host, mine).values()
-    for limit in {limit for _, rooms in found for limit in rooms}:
-        sharers = [(needed, rooms[limit]) for needed, rooms in found if limit in rooms]
-        needed, available = sum(needed for needed, _ in sharers), max(0, min(room for _, room in sharers))
+    for limit in {limit for _, free in found for limit in free}:
+        sharers = [(needed, free[limit]) for needed, free in found if limit in free]
+        needed, available = sum(needed for needed, _ in sharers), max(0, min(left for _, left in sharers))
         if needed > available:
             return (
                 f"{needed:,} bytes of host memory for {len(sharers)} rank(s) on one host, but {available:,} are "

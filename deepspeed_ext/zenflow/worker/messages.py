@@ -161,7 +161,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Done:
-    """Sent once the arena holds the result of submission `number`, and files hold what they were to get."""
+    """Sent once the arena holds the result of submission `number`, and its files are written."""
 
     number: int
     seconds: float

@@ -252,8 +252,8 @@ def gradient_bytes(
 
 
 def may_choose_host(hide_transfers: bool | None, host_share: float | None) -> bool:
-    """Whether gradients may go to the host without being asked to: not if copies beside the step are wanted, nor if a
-    share of the optimizer steps on the accelerator, because both need gradients there."""
+    """Whether gradients may go to the host if the config does not say: not if copies beside the step are wanted, nor if
+    a share of the optimizer steps on the accelerator, because both need gradients there."""
     return not hide_transfers and host_share == 1.0
 
 

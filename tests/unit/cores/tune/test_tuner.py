@@ -114,7 +114,7 @@ def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypa
         assert len(processes.pids) == 1
 
 
-def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
+def test_measuring_processes_run_on_their_cores_and_none_is_left() -> None:
     place = WorkerPlacement(frozenset(CPUS[:1]))
     with MeasuringProcesses("optimizer", [place, place], 1 << 16) as processes:
         answers = processes.ask(Steps(3))
