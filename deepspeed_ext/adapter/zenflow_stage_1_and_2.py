@@ -22,7 +22,7 @@ from deepspeed_ext.adapter.upstream import (
     exchange_instead,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
@@ -30,6 +30,7 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
+from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizer"]
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,35 +26,16 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
-from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
-from deepspeed_ext.zenflow.start import start_adam
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
 from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
 
-__all__ = ["ZenFlowStart", "ZenFlowStepping"]
+__all__ = ["ZenFlowStepping"]
 
 _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 """Key of the loss scale of ``torch_autocast`` in an optimizer's state dict."""
-
-
-@dataclass(frozen=True)
-class ZenFlowStart:
-    """Arguments of a ZenFlow optimizer besides DeepSpeed's.
-
-    Attributes:
-        builders: the ranks that build the engine together.
-        placement: the worker's cores and memory node from the core plan; None: unbound.
-        undo: receives what stops the worker if the engine's constructor fails later.
-    """
-
-    run: ZenFlowRun
-    builders: RankGroup
-    placement: WorkerPlacement | None
-    undo: ExitStack
 
 
 class ZenFlowStepping(GradientsOnHost):
@@ -85,16 +65,13 @@ class ZenFlowStepping(GradientsOnHost):
         weights_dtype, ranks = self._weights(0).dtype, RankGroup.of(self.dp_process_group, keeps_scratch=True)
         require_publishable(self._start.run.config, dtype_name(weights_dtype))
         self.zenflow_adam = start_adam(
-            self._start.run,
+            self._start,
             self.optimizer,
             groups,
             self._weights,
             grad_dtype=grad_dtype,
             ranks=ranks,
             holders=[self._holders(index, ranks) for index in range(len(groups))],
-            placement=self._start.placement,
-            local_ranks=local_world_size(),
-            undo=self._start.undo,
             weights_on_host=self._weights_on_host,
             gradients=self._gradient_bytes(len(groups), grad_dtype),
         )
