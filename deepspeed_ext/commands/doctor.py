@@ -360,5 +360,27 @@ def check_tuning() -> Check:
     return _ok("tuning", f"{number} result(s) in {cache_folder()}")
 
 
-CHECKS: tuple[Callable[[], Check], ...] = tuple(each for name, each in globals().items() if name.startswith("check_"))
-"""In the order of the report, which is that of this file."""
+CHECKS: tuple[Callable[[], Check], ...] = (
+    check_platform,
+    check_torch,
+    check_deepspeed,
+    check_accelerator,
+    check_device_kernels,
+    check_backends,
+    check_compiler,
+    check_adam_kernel,
+    check_operator_cache,
+    check_host_memory,
+    check_locked_memory,
+    check_shared_memory,
+    check_shared_buffers,
+    check_memfd,
+    check_file_descriptors,
+    check_cpu_quota,
+    check_cores,
+    check_binding,
+    check_openmp,
+    check_autoload,
+    check_launcher,
+    check_tuning,
+)
