@@ -80,9 +80,8 @@ class GradientsOnHost(ZeROOptimizer, ABC):
     def _finish_gradients(self) -> None:
         """Complete gradients that are on the host, before a step."""
         if self._host_gradients is not None:
-            with self.zenflow_adam.link.keeping():
-                self._place_gradients()
-                self._host_gradients.finish()
+            self._place_gradients()
+            self._host_gradients.finish()
 
     def reset_cpu_buffers(self) -> None:
         super().reset_cpu_buffers()

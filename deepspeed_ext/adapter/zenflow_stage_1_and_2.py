@@ -191,7 +191,8 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        self._finish_gradients()
+        with self.zenflow_adam.link.keeping():
+            self._finish_gradients()
         # DeepSpeed's CPU offload copies weights through these buffers to where they are already.
         with swapped(Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", self._step.receivers)):
             super().step(closure)

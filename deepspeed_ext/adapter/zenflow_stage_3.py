@@ -240,7 +240,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
-        self._finish_gradients()
+        with self.zenflow_adam.link.keeping():
+            self._finish_gradients()
         super().step(closure)
         with self.zenflow_adam.link.keeping():
             self._order_gathers()

@@ -114,6 +114,7 @@ CANNOT_BE_AGREED_ON = {
     ),
     "only keeps what fails inside of it": (
         "adapter/async_checkpoint_engine.py:_failure_of",
+        "adapter/gradients_on_host.py:GradientsOnHost.reset_cpu_buffers",
         "adapter/parts.py:Parts.after_model_step",
         "adapter/zenflow_stepping.py:ZenFlowStepping._find_factor",
         "zenflow/step/link.py:WorkerLink.start_copies",
