@@ -192,6 +192,7 @@ class Parts:
 
         Args:
             monitor: DeepSpeed's monitor: TensorBoard, CSV files and others, as configured. None: nothing is reported.
+            samples: number of training samples so far, the monitor's x axis.
             logs: whether to write the metrics to the log as well.
         """
         with nullcontext() if self.adam is None else self.adam.link.keeping():
