@@ -171,7 +171,7 @@ offline-wheels: $(VENV)/.stamp-python  ## collect what a machine without network
 	@$(PIP) packaging
 	python -m tools.wheels --python-version $(PYTHON_VERSION) $(ARGS)
 
-docs: $(VENV)/.stamp-dev  ## write the config reference, the tables of what fits and of rooms, and the pictures
+docs: $(VENV)/.stamp-dev  ## write the config reference, the tables of what fits and of folders, and the pictures
 	python -m tools.config_reference
 	python -m tools.drop_in
 	python -m tools.fits

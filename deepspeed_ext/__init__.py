@@ -12,7 +12,7 @@ Glossary. For one parameter group of P elements on N data-parallel ranks:
     master partition   1-D, fp32 (or the configured master dtype), where the optimizer steps: accelerator, or host with
                        CPU offload, then page-locked if asked for.
     staging chunks     two page-locked host buffers of 32 MiB through which pageable memory is copied to and from the
-    accelerator.
+                       accelerator.
 
 Importing this package imports neither torch nor DeepSpeed; the functions below do.
 """

@@ -1,8 +1,8 @@
 """Enables the extension when DeepSpeed is imported, for command lines that cannot be changed: ``DSEXT_AUTOLOAD=1``.
 
 torch calls `autoload` at the end of its own import, as an entry point of the group ``torch.backends``, unless
-TORCH_DEVICE_BACKEND_AUTOLOAD=0. DeepSpeed may be imported later, or it may be what imports torch, and is half imported.
-Either way the extension is enabled at the end of DeepSpeed's import, before anything can use it.
+TORCH_DEVICE_BACKEND_AUTOLOAD=0. DeepSpeed may be imported later; or DeepSpeed itself imports torch, and is half
+imported then. Either way, the extension is enabled at the end of DeepSpeed's import, before anything can use it.
 
 Importing this module imports nothing that torch has not imported.
 """
@@ -53,7 +53,7 @@ class _Watch:
 class _EndOfImport(ModuleSpec):
     """The spec of a module that is being imported; it enables the extension when that ends.
 
-    Python tells nobody of the end of an import that has begun, but its import system sets `_initializing` of the spec.
+    Python has no hook for the end of an import that has begun, but it sets `_initializing` of the spec then.
     """
 
     @property

@@ -297,11 +297,7 @@ def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, number
 
 
 def _require_all(staging: str, size: int) -> None:
-    """Wait until `size` ranks have reported that their files are written.
-
-    Raises:
-        CheckpointError: a rank could not write, or has not reported.
-    """
+    """Wait until `size` ranks have reported that their files are written; raise if a rank could not, or is silent."""
     wanted = {f"{_WRITTEN}{rank}" for rank in range(size)}
     last, silent_since = None, time.monotonic()
     while missing := wanted - set(names := os.listdir(staging)):

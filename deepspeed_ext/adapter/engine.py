@@ -76,9 +76,6 @@ class Engine(EngineSettings):
         """This rank's placement on the host's cores; None: unbound."""
         return self._parts.binding
 
-    def _world(self) -> RankGroup:
-        return RankGroup.of(None)  # all ranks
-
     # -- construction, in DeepSpeed's order -----------------------------------------------------------------------
 
     def _do_sanity_check(self) -> None:
@@ -129,7 +126,7 @@ class Engine(EngineSettings):
         if settings is None:
             return super()._configure_zero_optimizer(optimizer)
         ranks = builders(self.mpu)
-        parts.bind_cores(settings, zenflow, self._world(), local_rank())
+        parts.bind_cores(settings, zenflow, RankGroup.of(None), local_rank())
         with together(ranks, otherwise=None):
             run = None if zenflow is None else self._zenflow_run(zenflow, settings.host_share)
             swaps = parts.optimizer_classes(settings, run, ranks, self.is_sanity_checks_enabled())
@@ -153,7 +150,7 @@ class Engine(EngineSettings):
         if (zenflow := self._zenflow) is not None:
             leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
             kind = None if isinstance(self, PipelineEngine) else type(self.checkpoint_engine)
-            if self._parts.save_together(kind, self._config, self._world(), leads, zenflow.async_save):
+            if self._parts.save_together(kind, self._config, RankGroup.of(None), leads, zenflow.async_save):
                 self.checkpoint_engine = self._parts.saver.files
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -234,7 +231,7 @@ class Engine(EngineSettings):
             theirs()
             return
         try:
-            self._parts.offloader.offload(theirs, self.module, self.optimizer, self._world())
+            self._parts.offloader.offload(theirs, self.module, self.optimizer, RankGroup.of(None))
         except Exception:
             self.reload_states()
             raise
@@ -254,7 +251,7 @@ class Engine(EngineSettings):
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
-        self._parts.offloader.reload(theirs, self._world())
+        self._parts.offloader.reload(theirs, RankGroup.of(None))
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -330,14 +327,14 @@ class Engine(EngineSettings):
             module=self.module,
             config=self._config,
             # with an `mpu`, the ranks of this engine
-            ranks=self._world() if self.mpu is None else RankGroup.of(self.seq_data_parallel_group),
+            ranks=RankGroup.of(None if self.mpu is None else self.seq_data_parallel_group),
             stage=int(self.zero_optimization_stage()),
             shapes=self._get_zero_param_shapes,
             can_reshard=can_reshard,
             has_experts=bool(self.has_moe_layers),
             partitions_weights=bool(self.zero_optimization_partition_weights()),
             bf16=bool(self.bfloat16_enabled()),
-            reads_section=self._zenflow is not None,
+            continues_zenflow=self._zenflow is not None,
             open_masters=self._parts.open_masters,
             leads=self.global_rank == 0,
         )
@@ -349,8 +346,9 @@ class Engine(EngineSettings):
             self._require(ZenFlowStepping.load_begins)
         if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
+        with_states = {**how, "load_optimizer_states": True}  # without, stage 3 would gather a whole fp32 model
         with swapped(Swap(self, "checkpoint_engine", opened)):
-            result = super()._load_checkpoint(load_dir, tag, **self._parts.resharder.with_optimizer(how))
+            result = super()._load_checkpoint(load_dir, tag, **with_states)
         self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
         return self._parts.resharder.finish(result, how)
 

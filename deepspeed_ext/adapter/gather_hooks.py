@@ -46,11 +46,7 @@ UNGROUPED_MIN_NUMEL = 262144
 
 @dataclass
 class FetchedParameter(PendingParameter):
-    """A partitioned parameter of DeepSpeed that is being gathered.
-
-    Attributes:
-        parameter: the parameter.
-    """
+    """A partitioned parameter of DeepSpeed that is being gathered."""
 
     parameter: PartitionedParameter = None
 
@@ -194,7 +190,6 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
 
     Args:
         module: the model; all its parameters must be partitioned.
-        settings: the config fields of deepspeed_ext.
         group: the process group of all ranks that hold a part of the model.
 
     Returns:
@@ -231,7 +226,6 @@ def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -
     """Restore DeepSpeed's all-gather on the parameters of `module`; parameters that still have it are unchanged.
 
     Args:
-        module: the model.
         only: remove this gather and no other, because a later engine of the same model may have its own. None: any.
     """
     served = [

@@ -55,12 +55,8 @@ class GradientsOnHost(ZeROOptimizer, ABC):
         return False
 
     def _gradient_bytes(self, partitions: int, handed_over: torch.dtype) -> GradientBytes | None:
-        """What gradients take on the accelerator or on the host; None: they cannot go to the host during backward.
-
-        Args:
-            partitions: number of partitions.
-            handed_over: dtype of a gradient in its slot.
-        """
+        """What the gradients of so many partitions take on the accelerator or on the host, if they are `handed_over` in
+        that dtype; None: they cannot go to the host during backward."""
         if not self._can_take_gradients:
             return None
         weights, summed = [self._weights(index) for index in range(partitions)], self.gradient_accumulation_dtype
@@ -70,13 +66,8 @@ class GradientsOnHost(ZeROOptimizer, ABC):
         return GradientBytes(there, 0 if summed is handed_over else summed.itemsize * sum(numels))
 
     def _take_gradient(self, number: int, gradient: torch.Tensor) -> None:
-        """Start the copy of a parameter's reduced gradient to the host. Keep its error: backward goes on to the next
-        collective.
-
-        Args:
-            number: the parameter's id.
-            gradient: this rank's part of it, in this micro-step.
-        """
+        """Start the copy of this rank's part of a reduced gradient of this micro-step to the host; `number` is the
+        parameter's id."""
         assert self._host_gradients is not None, "called only if gradients are on the host"
         completes = self.is_gradient_accumulation_boundary()
         self._host_gradients.take(number, gradient, adds=self.micro_step_id > 0, completes=completes)
@@ -92,14 +83,15 @@ class GradientsOnHost(ZeROOptimizer, ABC):
             self._place_gradients()
             self._host_gradients.finish()
 
-    def _norm_of_known(self, gradients: HostGradients, numbers: Sequence[int], params: Sequence[Any]) -> Any:
-        """DeepSpeed's norm of gradients on the accelerator, to the bit, from what was found during backward.
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        if self._host_gradients is not None:
+            with self.zenflow_adam.link.keeping():
+                self._host_gradients.forget()
 
-        Args:
-            gradients: hold the norm of each.
-            numbers: their parameters' ids.
-            params: their parameters, in order.
-        """
+    def _norm_of_known(self, gradients: HostGradients, numbers: Sequence[int], params: Sequence[Any]) -> Any:
+        """DeepSpeed's norm of gradients on the accelerator, to the bit, from what was found during backward; `numbers`
+        are the ids of `params`."""
         device = get_accelerator().current_device_name()
         exact = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
         # If this rank has kept an error, NaN makes every rank skip the step as an overflow.

@@ -24,7 +24,6 @@ class Place:
     """Where a parameter's gradient lies.
 
     Attributes:
-        partition: number of its partition.
         begin, end: its elements in that partition.
         offset: first of its elements in the buffer of sums, which holds all partitions.
     """
@@ -70,7 +69,6 @@ class HostGradients:
         """Start the copy of a micro-step's gradient to the host, on the current stream.
 
         Args:
-            number: the parameter's id.
             gradient: this rank's part of it, at most as long as its place; padding may be missing.
             adds: whether gradients of earlier micro-steps are kept.
             completes: whether this is the step's last micro-step.

@@ -57,7 +57,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         ranks: all ranks that save and load; each calls `load` equally often.
         leads: whether this rank creates and renames folders. One rank does, or one per node if checkpoints are on
             node-local storage.
-        coded: decodes moments on their way to a file; None: they are no codes.
+        coded: decodes moments on their way to a file; None: they are not coded.
 
     Attributes:
         kept: the first error of this rank since `begin_save`.
@@ -289,11 +289,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         expected = self._loaded_id or found[0][0]
         if any(each != expected for each, _ in found):
             listing = ", ".join(f"{each} on {rank_list(members, self._ranks)}" for each, members in found)
-            message = f"{os.path.dirname(path)} holds files of different saves: {path} and the files that other ranks "
-            message += (
-                f"read with it have the save ids {listing}, expected {expected}. Load another checkpoint by its tag"
+            error = CheckpointError(
+                f"{os.path.dirname(path)} holds files of different saves: {path} and the files that other ranks read "
+                f"with it have the save ids {listing}, expected {expected}. Load another checkpoint by its tag"
             )
-            raise agreed(CheckpointError(message), self._ranks)
+            raise agreed(error, self._ranks)
         self._loaded_id = expected
         return content
 

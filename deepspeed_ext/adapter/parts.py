@@ -16,17 +16,17 @@ from deepspeed_ext.adapter.offloading import Offloader
 from deepspeed_ext.adapter.resharding import Resharder
 from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.step_report import report_step
 from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
 from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, within
+from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder
@@ -109,7 +109,6 @@ class Parts:
 
         Args:
             settings, zenflow: see `switches`.
-            world: all ranks.
             local: this rank's number on its host.
         """
         if self.switches(settings, zenflow)["core_binding.enabled"]:
@@ -128,9 +127,7 @@ class Parts:
         """Return swaps for DeepSpeed's optimizer classes.
 
         Args:
-            settings: the section with our fields.
             run: the ``zenflow`` section of this run; None: the optimizer runs in this process.
-            builders: the ranks that build the engine together.
             check_replicas: verify before flattening that all ranks have equal parameters.
         """
         if run is None:
@@ -158,7 +155,6 @@ class Parts:
             kind: DeepSpeed's checkpoint engine; None: pipeline stages have different numbers of files.
             config: DeepSpeed's, for the checkpoint engine.
             world, leads: see `JointCheckpointEngine`.
-            async_save: whether saves go on beside training.
         """
         if kind is TorchCheckpointEngine:
             self.saver = Saver.of(config, world, leads=leads, adam=self.adam, async_save=async_save)
@@ -195,14 +191,21 @@ class Parts:
         """Report a step; after the first one, bind the threads that backends and autograd started in it.
 
         Args:
-            monitor, samples, logs: see `report_step`; without a monitor, nothing is reported.
+            monitor: DeepSpeed's monitor: TensorBoard, CSV files and others, as configured. None: nothing is reported.
+            samples: number of training samples so far, the monitor's x axis.
+            logs: whether to write the metrics to the log as well.
         """
         with nullcontext() if self.adam is None else self.adam.link.keeping():
             if self.binding is not None and not self._cores_refreshed:
                 self._cores_refreshed = True
                 self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
-            if self.adam is not None and monitor is not None:
-                report_step(self.adam.measurements(), monitor, samples, logs=logs)
+            if self.adam is None or monitor is None:
+                return
+            figures = self.adam.measurements()
+            if monitor.enabled:
+                monitor.write_events([(f"Train/{name}", value, samples) for name, value in figures.items()])
+            if logs:
+                logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A

@@ -51,13 +51,9 @@ class Resharding:
     """A checkpoint and the partitions that it is loaded into.
 
     Args:
-        saved: the checkpoint.
-        target: this rank's partitions.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
-        config_params: for DeepSpeed's checkpoint engine.
 
     Attributes:
-        saved, target: the arguments.
         whole_weights: whether the checkpoint and this rank both have all weights, which DeepSpeed can then load.
         model_path, files: the model's file, and the checkpoint engine that reads it.
     """
@@ -76,17 +72,14 @@ class LoadingRun:
 
     Attributes:
         optimizer: DeepSpeed's ZeRO optimizer.
-        module: the model.
         config: DeepSpeed's parsed config.
-        ranks: the ranks that load together.
-        stage: the ZeRO stage.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
         can_reshard: whether another layout can be loaded; equal on all ranks.
         has_experts: whether some parameters belong to fewer ranks than others.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
         bf16: whether the run trains in bf16.
-        reads_section: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are applied
-            to p, m, v, and the weights are p and not predictions, even if the layout is the run's.
+        continues_zenflow: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are
+            applied to p, m, v, and the weights are p and not predictions, even if the layout is the run's.
         open_masters: called before p and the optimizer's state are written from outside.
         leads: whether this rank logs.
     """
@@ -101,15 +94,15 @@ class LoadingRun:
     has_experts: bool
     partitions_weights: bool
     bf16: bool
-    reads_section: bool
+    continues_zenflow: bool
     open_masters: Callable[[], None]
     leads: bool
 
 
 class Resharder:
     """Loads checkpoints for one engine. The engine's overrides of DeepSpeed's methods call its methods in this order:
-    `loading` around all, `plan`, `with_optimizer`, `model_names`, `load_model`, `load_partitions` around
-    `optimizer_states` and `loads_fp32`, `finish`."""
+    `loading` around all, `plan`, `model_names`, `load_model`, `load_partitions` around `optimizer_states` and
+    `loads_fp32`, `finish`."""
 
     def __init__(self) -> None:
         self._run: LoadingRun | None = None
@@ -136,7 +129,6 @@ class Resharder:
         """Compare the layout of the checkpoint in `folder` with the run's. A collective.
 
         Args:
-            folder: the folder of the tag.
             how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
 
         Returns:
@@ -151,7 +143,7 @@ class Resharder:
 
     def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
         run = self._loading
-        if run.has_experts and run.reads_section and not without_state:
+        if run.has_experts and run.continues_zenflow and not without_state:
             with together(run.ranks, CheckpointError):
                 _require_same_ranks(folder, run.ranks.size)
         if not run.can_reshard:
@@ -195,12 +187,12 @@ class Resharder:
             self._require_newer(saved)
         try:
             fits = same_kind and target.layout.fits(saved.layout)
-            is_same = fits and (run.reads_section or not saved.has_section)
+            is_same = fits and (run.continues_zenflow or not saved.has_zenflow_state)
         except Exception:
             if same_kind:  # DeepSpeed loads it, and reports damage
                 return None
             raise
-        if is_same and run.reads_section and not without_state:
+        if is_same and run.continues_zenflow and not without_state:
             require_same_groups(saved, target)
         return None if is_same else Resharding(saved, target, run.partitions_weights, run.config)
 
@@ -215,11 +207,6 @@ class Resharder:
             )
 
     # -- while DeepSpeed reads ----------------------------------------------------------------------------------------
-
-    def with_optimizer(self, how: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `how`, changed so that DeepSpeed loads the optimizer's state; without it, stage 3 would gather a whole
-        fp32 model."""
-        return {**how, "load_optimizer_states": True}
 
     def loads_fp32(self, wanted: bool) -> bool:
         """Whether p is loaded: if `wanted`, or if p cannot be taken from the weights. While resharding these may not be
@@ -280,7 +267,7 @@ class Resharder:
 
     def load_partitions(self, theirs: Callable[[], Any]) -> Any:
         """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A collective."""
-        if self._resharding is None and not self._loading.reads_section:
+        if self._resharding is None and not self._loading.continues_zenflow:
             return theirs()
         with self._at_once():
             loaded = theirs()
@@ -326,11 +313,7 @@ class Resharder:
 
 
 def _require_same_ranks(folder: str, ranks: int) -> None:
-    """Refuse a checkpoint of experts that another number of ranks saved.
-
-    Raises:
-        CheckpointError: another number did.
-    """
+    """Refuse a checkpoint of experts that another number of ranks saved."""
     if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
         raise CheckpointError(
             f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, resume on the same "

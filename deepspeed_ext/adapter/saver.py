@@ -34,7 +34,6 @@ class Saver:
 
         Args:
             adam: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
-            async_save: whether saves go on beside training.
         """
         if adam is not None and async_save:
             files: JointCheckpointEngine = AsyncCheckpointEngine(config_params, world, leads, adam.link, adam.coded)
@@ -71,8 +70,8 @@ class Saver:
     @contextmanager
     def writing(self, optimizer: Any) -> Iterator[None]:
         """`keeping`, around what writes the state of `optimizer` at once, or copies it first."""
-        has_section = self.files is not None and isinstance(optimizer, ZenFlowStepping)
-        with self.keeping(), optimizer.state_uncopied() if has_section else nullcontext():
+        has_zenflow_state = self.files is not None and isinstance(optimizer, ZenFlowStepping)
+        with self.keeping(), optimizer.state_uncopied() if has_zenflow_state else nullcontext():
             yield
 
     def copied_without(self, error: OSError, save_path: str) -> None:

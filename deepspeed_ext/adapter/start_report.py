@@ -29,7 +29,6 @@ def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | Non
 
     Args:
         settings: the engine's ``zero_optimization``.
-        optimizer: the engine's optimizer, of any class.
         gather: the gather of single parameters; None: DeepSpeed's.
         binding: this rank's core binding; None: unbound.
     """

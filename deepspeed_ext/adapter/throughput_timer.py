@@ -17,7 +17,6 @@ class StreamThroughputTimer(ThroughputTimer):
 
     Args:
         config: ``timers.throughput``; the timer waits if ``synchronized`` is set.
-        args, kwargs: as for DeepSpeed's timer.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -295,13 +295,9 @@ def accelerator_branch_only() -> Swap:
     return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
 
 
-_all_gather_dp_groups = stage_1_and_2_module.all_gather_dp_groups
+all_gather_of_partitions: Callable[..., None] = stage_1_and_2_module.all_gather_dp_groups
+"""The function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
 _exchanging: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def all_gather_of_partitions() -> Callable[..., None]:
-    """Return the function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
-    return _all_gather_dp_groups
 
 
 def exchange_instead(optimizer: Any) -> None:
@@ -317,7 +313,7 @@ def exchange_instead(optimizer: Any) -> None:
 
 def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
     mine = [optimizer for optimizer in list(_exchanging) if optimizer.bit16_groups_flat is groups_flat]
-    (mine[0].exchange_partitions if mine else _all_gather_dp_groups)(groups_flat, *args, **kwargs)
+    (mine[0].exchange_partitions if mine else all_gather_of_partitions)(groups_flat, *args, **kwargs)
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:

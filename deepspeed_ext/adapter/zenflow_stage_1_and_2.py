@@ -20,10 +20,9 @@ from deepspeed_ext.adapter.upstream import (
     TensorFragment,
     all_gather_of_partitions,
     exchange_instead,
-    pins_offload_buffers,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
@@ -31,6 +30,7 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
+from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizer"]
 
@@ -84,7 +84,6 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         check_replicas: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
         self._prepare(start, kwargs)
         super().__init__(*args, settings=settings, builders=start.builders, check_replicas=check_replicas, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
@@ -97,7 +96,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         with self.startup.phase("optimizer process"), self._direct_buffers.resting():
             self._start_adam(range(len(self.single_partition_of_fp32_groups)))
         if self._start.run.config.rule == "selective":
-            self.hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions())
+            self.hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions)
             exchange_instead(self)
         self.single_partition_of_fp32_groups = [state.master for state in self.zenflow_adam.states]
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
@@ -189,12 +188,6 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         assert self._host_gradients is not None, "called only if gradients are on the host"
         return self._norm_of_known(self._host_gradients, list(map(self.get_param_id, params)), params)
 
-    def reset_cpu_buffers(self) -> None:
-        super().reset_cpu_buffers()
-        if self._host_gradients is not None:
-            with self.zenflow_adam.link.keeping():
-                self._host_gradients.forget()
-
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
@@ -208,7 +201,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         """Called in place of DeepSpeed's all-gather of weights, under the selective rule. Inside a step only changed
         blocks may need exchanging; outside, all weights do."""
         exchange = self.hot_exchange if self._step.takes_gradients else None
-        (exchange or all_gather_of_partitions())(*args, **kwargs)
+        (exchange or all_gather_of_partitions)(*args, **kwargs)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and then counts as an

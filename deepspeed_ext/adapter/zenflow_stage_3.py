@@ -17,16 +17,16 @@ from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
     Swap,
     gather_stream,
-    pins_offload_buffers,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStart, ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -53,7 +53,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         start: ZenFlowStart,
         **kwargs: Any,
     ) -> None:
-        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
         self._prepare(start, kwargs)
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
@@ -179,8 +178,6 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def reset_cpu_buffers(self) -> None:
         super().reset_cpu_buffers()
         if self._host_gradients is not None:
-            with self.zenflow_adam.link.keeping():
-                self._host_gradients.forget()
             self.norm_for_param_grads = self._host_gradients.norms
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -289,10 +286,10 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _section(self) -> dict[str, Any]:
+    def _zenflow_state(self) -> dict[str, Any]:
         weights = [flat.detach() for flat in self.fp16_partitioned_groups_flat]
         return {
-            **super()._section(),
+            **super()._zenflow_state(),
             _WEIGHTS: list(map(checkpoint.host_copy, weights)) if self._copies_state else weights,
         }
 
@@ -305,12 +302,12 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
                 shown.take()
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
-        section = super()._read_saved_state(state_dict_list)
-        if section is not None and section.weights is None:
+        saved = super()._read_saved_state(state_dict_list)
+        if saved is not None and saved.weights is None:
             raise CheckpointError(
                 "the saved ZenFlow state has no weights, which stage 3 needs: load another checkpoint by its tag"
             )
-        return section
+        return saved
 
     def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with together(self.zenflow_adam.ranks, CheckpointError):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,39 +22,20 @@ from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
     host_offload_config,
+    pins_offload_buffers,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
-from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
-from deepspeed_ext.zenflow.start import start_adam
-from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
 from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
 
-__all__ = ["ZenFlowStart", "ZenFlowStepping"]
+__all__ = ["ZenFlowStepping"]
 
 _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 """Key of the loss scale of ``torch_autocast`` in an optimizer's state dict."""
-
-
-@dataclass(frozen=True)
-class ZenFlowStart:
-    """Arguments of a ZenFlow optimizer besides DeepSpeed's.
-
-    Attributes:
-        run: the ``zenflow`` section of this run.
-        builders: the ranks that build the engine together.
-        placement: the worker's cores and memory node from the core plan; None: unbound.
-        undo: receives what stops the worker if the engine's constructor fails later.
-    """
-
-    run: ZenFlowRun
-    builders: RankGroup
-    placement: WorkerPlacement | None
-    undo: ExitStack
 
 
 class ZenFlowStepping(GradientsOnHost):
@@ -73,6 +53,7 @@ class ZenFlowStepping(GradientsOnHost):
     def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
         self._start = start
+        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
         kwargs["offload_optimizer_config"] = host_offload_config()
         if kwargs["gradient_accumulation_steps"] > 1:
             kwargs["gradient_accumulation_dtype"] = torch.float32
@@ -84,16 +65,13 @@ class ZenFlowStepping(GradientsOnHost):
         weights_dtype, ranks = self._weights(0).dtype, RankGroup.of(self.dp_process_group, keeps_scratch=True)
         require_publishable(self._start.run.config, dtype_name(weights_dtype))
         self.zenflow_adam = start_adam(
-            self._start.run,
+            self._start,
             self.optimizer,
             groups,
             self._weights,
             grad_dtype=grad_dtype,
             ranks=ranks,
             holders=[self._holders(index, ranks) for index in range(len(groups))],
-            placement=self._start.placement,
-            local_ranks=local_world_size(),
-            undo=self._start.undo,
             weights_on_host=self._weights_on_host,
             gradients=self._gradient_bytes(len(groups), grad_dtype),
         )
@@ -251,9 +229,9 @@ class ZenFlowStepping(GradientsOnHost):
         self.zenflow_adam.drain(shows_moments=self._copies_state)
         self.zenflow_adam.bind_state()
         scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
-        return {**super().state_dict(), checkpoint.STATE_KEY: self._section(), **scale}
+        return {**super().state_dict(), checkpoint.STATE_KEY: self._zenflow_state(), **scale}
 
-    def _section(self) -> dict[str, Any]:
+    def _zenflow_state(self) -> dict[str, Any]:
         """ZenFlow's part of the state dict."""
         return checkpoint.state_of(self.zenflow_adam, copied=self._copies_state)
 
@@ -298,24 +276,13 @@ class ZenFlowStepping(GradientsOnHost):
             self._exchange_weights(saved if exact else None)
 
     def _drain_together(self, *, shows_moments: bool = True) -> None:
-        """Wait on all ranks until p, m, v hold every gradient that was handed over. A collective.
-
-        Args:
-            shows_moments: as in `OffloadedAdam.drain`.
-
-        Raises:
-            WorkerError: on every rank, if the worker of any has failed.
-        """
+        """Call `OffloadedAdam.drain` on all ranks; raise on all if any rank's worker has failed. A collective."""
         self.zenflow_adam.link.wait_together()
         with together(self.zenflow_adam.ranks, WorkerError):
             self.zenflow_adam.drain(shows_moments=shows_moments)
 
     def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
-        """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none."""
         if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
             return None
         state = state_dict_list[self.zenflow_adam.ranks.rank]
@@ -359,11 +326,7 @@ class ZenFlowStepping(GradientsOnHost):
 
 
 def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
-    """Refuse saved states of different runs or steps, with which the ranks would diverge later.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
+    """Refuse, on every rank, saved states of different runs or steps: the ranks would diverge later."""
     position = (
         None if saved is None else (saved.rule, saved.block_size, saved.updates, saved.position, dict(saved.schedule))
     )

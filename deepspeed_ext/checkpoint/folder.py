@@ -99,11 +99,9 @@ class CheckpointFolder:
 
     Args:
         save_dir: the folder of all tags.
-        tag: name of the checkpoint.
         save_id: unique id of the save that this object makes; None: it only reads.
 
     Attributes:
-        save_dir: the argument.
         path: where DeepSpeed and its tools look for the checkpoint.
         staging: where files are written; valid with a `save_id`.
     """
@@ -209,11 +207,7 @@ class CheckpointFolder:
             ) from None
 
     def _require_unchanged(self) -> None:
-        """Refuse to replace a save that another job has put in place since `begin`.
-
-        Raises:
-            CheckpointError: there is one.
-        """
+        """Refuse to replace a save that another job has put in place since `begin`."""
         now = _save_id(self.path)
         if now in (None, self._found) or (now == UNKNOWN and not _holds_save(self.path)):
             return
@@ -367,11 +361,7 @@ def _is_of_model(name: str) -> bool:
 
 
 def _marker(folder: str) -> dict[str, Any]:
-    """The content of a save's marker; empty: plain DeepSpeed wrote the save.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """The content of a save's marker; empty: plain DeepSpeed wrote the save."""
     try:
         with open(os.path.join(folder, _MARKER), encoding="utf-8") as file:
             marker: dict[str, Any] = json.loads(file.read(1000))

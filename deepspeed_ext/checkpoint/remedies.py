@@ -69,7 +69,6 @@ def remedy_for(said: str, otherwise: str = OTHERWISE) -> str:
     """The remedy for an error of a save, given its type and text; the error may come from another process.
 
     Args:
-        said: type and text.
         otherwise: the remedy for unknown errors.
     """
     if (found := _ERRNO.search(said)) is not None:

@@ -100,60 +100,60 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
             "load it with the deepspeed_ext that wrote it, or convert it with DeepSpeed's ds_to_universal.py"
         )
     try:
-        section = _READER.validate_python(dict(saved))
+        state = _READER.validate_python(dict(saved))
     except ValidationError as error:
         raise CheckpointError(f"the saved ZenFlow state is damaged: {_told(error)}: {_ANOTHER}") from None
-    sizes = [partition.numel for partition in section.partitions]
+    sizes = [partition.numel for partition in state.partitions]
     if sizes != list(numels):
         raise CheckpointError(
             f"the checkpoint's partitions have {sizes} elements, this rank's have {list(numels)}: resume with the same "
             "model, stage and number of ranks, or convert to a universal checkpoint"
         )
-    if found := _mistakes(section):
+    if found := _mistakes(state):
         raise CheckpointError(f"the saved ZenFlow state is damaged: {'; '.join(found[:_MISTAKES_TOLD])}: {_ANOTHER}")
-    return section
+    return state
 
 
 _ANOTHER = "load another checkpoint by its tag"
 
 
-def _mistakes(section: SavedState) -> list[str]:
+def _mistakes(state: SavedState) -> list[str]:
     found = []
-    position, interval = section.position, section.schedule.interval
+    position, interval = state.position, state.schedule.interval
     if position >= (interval or 1):
         found.append(f"{position} collected gradients in an interval of {interval}")
-    for index, partition in enumerate(section.partitions):
-        blocks = -(-partition.on_host // section.block_size)
-        if partition.on_accelerator % section.block_size or partition.on_host < 0:
+    for index, partition in enumerate(state.partitions):
+        blocks = -(-partition.on_host // state.block_size)
+        if partition.on_accelerator % state.block_size or partition.on_host < 0:
             found.append(
                 f"partition {index}: {partition.on_accelerator} of {partition.numel} elements on the accelerator"
             )
             continue
         found += [
-            f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, section.schedule.steps) if mistake
+            f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, state.schedule.steps) if mistake
         ]
-        if isinstance(section, PredictiveSavedState):
-            found += [f"partition {index}: {mistake}" for mistake in _estimate_mistakes(section, index) if mistake]
+        if isinstance(state, PredictiveSavedState):
+            found += [f"partition {index}: {mistake}" for mistake in _estimate_mistakes(state, index) if mistake]
         if len(partition.collected) != position:
             found.append(f"partition {index}: {len(partition.collected)} collected gradients, expected {position}")
-    if section.weights is not None and len(section.weights) != len(section.partitions):
-        found.append(f"{len(section.weights)} weights for {len(section.partitions)} partitions")
-    for index, (weights, partition) in enumerate(zip(section.weights or (), section.partitions, strict=False)):
+    if state.weights is not None and len(state.weights) != len(state.partitions):
+        found.append(f"{len(state.weights)} weights for {len(state.partitions)} partitions")
+    for index, (weights, partition) in enumerate(zip(state.weights or (), state.partitions, strict=False)):
         found.append(misfit(weights, partition.numel, GRADIENT_DTYPES, f"weights {index}"))
     return [mistake for mistake in found if mistake]
 
 
-def _estimate_mistakes(section: PredictiveSavedState, index: int) -> Iterator[str]:
+def _estimate_mistakes(state: PredictiveSavedState, index: int) -> Iterator[str]:
     """What is wrong with a partition's estimate and the newest constants; empty strings for checks that passed."""
-    layout, partition = section.layout, section.partitions[index]
+    layout, partition = state.layout, state.partitions[index]
     if partition.inverse is not None:
-        numel = -(-partition.on_host // section.block_size) * layout.per_block_width(section.block_size)
+        numel = -(-partition.on_host // state.block_size) * layout.per_block_width(state.block_size)
         yield misfit(partition.inverse, numel, (getattr(torch, layout.per_block[1]),), "inverse")
-    elif section.schedule.is_ahead:
+    elif state.schedule.is_ahead:
         yield "no block means, which the coming step needs"
-    kind = LionStepValues if section.optimizer == "lion" else StepValues
+    kind = LionStepValues if state.optimizer == "lion" else StepValues
     if not all(isinstance(step, kind) for step in (partition.last, *partition.collected) if step is not None):
-        yield f"constants of another optimizer than {section.optimizer}"
+        yield f"constants of another optimizer than {state.optimizer}"
 
 
 def _told(error: ValidationError) -> str:

@@ -67,7 +67,6 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
     only equal ones, such as tied weights, share one.
 
     Args:
-        content: what `torch.save` can save.
         path: the file; an existing one is replaced.
 
     Returns:

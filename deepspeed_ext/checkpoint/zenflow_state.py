@@ -32,7 +32,6 @@ def state_of(adam: OffloadedAdam, *, copied: bool) -> dict[str, Any]:
     """This rank's state. Call `OffloadedAdam.drain` first.
 
     Args:
-        adam: the optimizer.
         copied: whether its tensors are copies on the host. Otherwise they are the run's own, and the next step or load
             changes them.
     """

@@ -25,7 +25,7 @@ def _factor_or_off(factor: float) -> float:
 
 
 ErrorFactor = Annotated[float, Field(ge=0.0, le=1e6), AfterValidator(_factor_or_off)]
-"""How many times as large as harmless an error may be; 0: any."""
+"""Allowed error, as a multiple of a harmless one; 0: any."""
 
 Interval = Annotated[int, Field(ge=1, le=1024)]
 """Optimizer steps per hand-over. The predictive rule keeps a gradient for each of them."""
@@ -68,9 +68,9 @@ class ZenFlowConfig(ConfigSection):
     """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes per parameter."""
 
     prediction_error_factor: ErrorFactor = 3.0
-    """``predictive``: steps wait for their own update while predicted weights are further off than this many times the
-    error of rounding them, or a third of an update if that is larger. Measured on a sample, every 20 steps. At least
-    1; or 0: steps never wait for this reason."""
+    """``predictive``: allowed error of predicted weights, as a multiple of the error of rounding them, or of a third of
+    an update if that is larger. While the error is above it, steps wait for their own update. Measured on a sample,
+    every 20 steps. At least 1; or 0, which turns this guard off."""
 
     publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more than float32 but

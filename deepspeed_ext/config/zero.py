@@ -52,7 +52,6 @@ def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[
     """Names of the fields that the user set but that have no effect in this run.
 
     Args:
-        settings: the config.
         flattens: whether the optimizer builds flat buffers (ours for ZeRO-1/2).
         gathers: whether parameters are gathered (ZeRO-3).
     """

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepspeed_ext.cores import initial_mask
@@ -70,7 +70,7 @@ def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[st
             f"none of the allowed CPUs {format_cpulist(found.cpus)} ({found.source}) is online "
             f"(online: {format_cpulist(topology.cpus)})"
         )
-    return Allowed(found.cpus & topology.cpus, found.source, found.warnings)
+    return replace(found, cpus=found.cpus & topology.cpus)
 
 
 def _thread_masks(root: Path) -> list[frozenset[int]]:
@@ -101,14 +101,10 @@ def _see_through_omp(found: Allowed, topology: Topology, root: Path, environ: Ma
         return found
     cpuset = (read_cpuset(root) or topology.cpus) & topology.cpus
     if found.cpus < cpuset < topology.cpus:
-        return Allowed(
-            cpuset, "cpuset of the control group", (f"{setting} narrowed the mask; using the cpuset instead",)
-        )
-    return Allowed(
-        found.cpus,
-        found.source,
-        (
-            f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, import "
-            f"deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}",
-        ),
+        warning = f"{setting} narrowed the mask; using the cpuset instead"
+        return Allowed(cpuset, "cpuset of the control group", (warning,))
+    warning = (
+        f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, import "
+        f"deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}"
     )
+    return replace(found, warnings=(warning,))

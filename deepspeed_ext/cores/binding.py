@@ -78,19 +78,14 @@ class CoreBinding:
         local_rank: int,
         separate: bool = True,
         pt_reserved_cores: int | float | None = None,
-        kernel: str = tuning_results.DEFAULT_KERNEL,
         undo: ExitStack | None = None,
     ) -> "CoreBinding":
         """Agree on a plan with the other ranks and confine this process to it. A collective.
 
         Args:
-            config: the ``core_binding`` section.
-            ranks: the group of all ranks of the job.
-            local_rank: this rank's number on its host.
             separate: True if the optimizer runs in its own process, which gets part of the rank's cores. False if it
                 runs in this process, which then keeps the rank's whole share of the host.
             pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's cores, or None.
-            kernel: name of the optimizer kernel, to find its tuning result.
             undo: receives `restore`, in case the caller fails later.
 
         Raises:
@@ -105,7 +100,6 @@ class CoreBinding:
                 local_rank,
                 PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
                 pci_address=None if off else accelerators.pci_address(),
-                kernel=kernel,
                 tuned=tuning_results.load_all() if config.use_tuning_result and not off else {},
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
@@ -144,11 +138,7 @@ class CoreBinding:
         )
 
     def refresh(self, worker_pid: int | None = None) -> Verification:
-        """Confine threads that started outside the plan since `start`, then `verify` and warn about what remains.
-
-        Args:
-            worker_pid: process id of the optimizer process; None if there is none.
-        """
+        """Confine threads that started outside the plan since `start`, then `verify` and warn about what remains."""
         if self.plan is not None:
             try:
                 process_threads.confine_again(self.plan)

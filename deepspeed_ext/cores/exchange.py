@@ -14,7 +14,7 @@ from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.cores.allowed import find_allowed
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.cores.topology import Topology, flat_topology, read_accelerator_node, read_topology
-from deepspeed_ext.cores.tuning_results import DEFAULT_KERNEL, Fingerprint
+from deepspeed_ext.cores.tuning_results import Fingerprint
 from deepspeed_ext.errors import PlanMismatchError, UnsupportedError
 from deepspeed_ext.runtime.cgroup import CpuQuota, read_cpu_quotas
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
@@ -39,8 +39,6 @@ class RankReport:
     request: PlanRequest
     accelerator_node: int | None = None
     quotas: tuple[CpuQuota, ...] = ()
-    kernel: str = DEFAULT_KERNEL
-    """Optimizer kernel whose tuning result applies."""
     tuned: Mapping[str, int] = field(default_factory=dict)
     """Optimizer cores per rank, by `Fingerprint.key`."""
     warnings: tuple[str, ...] = ()
@@ -72,7 +70,6 @@ def report_rank(
     request: PlanRequest,
     *,
     pci_address: str | None = None,
-    kernel: str = DEFAULT_KERNEL,
     tuned: Mapping[str, int] | None = None,
     disabled: str | None = None,
     root: Path | str = "/",
@@ -83,13 +80,8 @@ def report_rank(
     bound, the host is not read.
 
     Args:
-        rank: this rank's number in the group of all ranks.
-        local_rank: this rank's number on its host.
-        request: what the config asks for.
+        rank, local_rank, request, tuned, disabled: see `RankReport`.
         pci_address: PCI address of the rank's accelerator; None if unknown.
-        kernel: optimizer kernel whose tuning result applies.
-        tuned: optimizer cores per rank, by `Fingerprint.key`.
-        disabled: why this rank must not be bound; None if it may be.
         root: directory that holds ``sys`` and ``proc``.
 
     Raises:
@@ -117,7 +109,6 @@ def report_rank(
         request=request,
         accelerator_node=node,
         quotas=quotas,
-        kernel=kernel,
         tuned=tuned or {},
         warnings=warnings,
         disabled=disabled or (None if allowed else "this platform has no affinity interface"),
@@ -129,9 +120,7 @@ def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agre
     """Exchange reports, plan this host, and compare the plans. A collective: every rank of `ranks` calls it.
 
     Args:
-        mine: this rank's report.
         topology: this rank's host; None if it cannot be read.
-        ranks: the group of all ranks.
 
     Raises:
         PlanMismatchError: on every rank, if ranks asked for different things or computed different plans.
@@ -179,15 +168,11 @@ def _with_tuning(topology: Topology, facts: Sequence[RankFacts], leader: RankRep
     request = leader.request
     if request.pt_reserved_cores is not None or request.optimizer_cores is not None or not request.separate:
         return request
-    return replace(request, optimizer_cores=leader.tuned.get(Fingerprint.of(topology, facts, leader.kernel).key))
+    return replace(request, optimizer_cores=leader.tuned.get(Fingerprint.of(topology, facts).key))
 
 
 def _require_same_host_plan(boot_id: str, digest: str, ranks: RankGroup) -> None:
-    """Compare the plans' digests among the ranks of each host.
-
-    Raises:
-        PlanMismatchError: on every rank, if they differ on any host.
-    """
+    """Compare the plans' digests among the ranks of each host; raise on every rank if they differ on any host."""
     holders: dict[str, list[int]] = {}
     for rank, plan in ranks.gather_among(boot_id, digest).items():
         holders.setdefault(plan, []).append(rank)

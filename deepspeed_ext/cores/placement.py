@@ -49,8 +49,6 @@ def place_roles(topology: Topology, pool: Pool, demands: Mapping[int, CoreDemand
     """Assign cores to the roles of the pool's ranks.
 
     Args:
-        topology: the host.
-        pool: the cores.
         demands: rank -> its demand; for each kind, the sum must fit into the pool.
     """
     return _RolePlacer(topology, pool, demands).run()

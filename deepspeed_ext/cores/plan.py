@@ -90,19 +90,12 @@ class HostPlan:
     def as_json(self) -> dict[str, object]:
         """Return the plan as ``deepspeed-ext plan --json`` prints it."""
         names = ("local_rank", "pytorch", "optimizer", "numa_node", "flags")
-        return {
-            "ranks": [{name: _plain(getattr(rank, name)) for name in names} for rank in self.ranks],
-            "idle": list(self.idle),
-            "warnings": list(self.warnings),
-        }
+        ranks = [{name: getattr(rank, name) for name in names} for rank in self.ranks]
+        return {"ranks": ranks, "idle": self.idle, "warnings": self.warnings}
 
     def digest(self) -> str:
         """Return a hash with which ranks check that they hold the same plan."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def plan_host(topology: Topology, ranks: Sequence[RankFacts], request: PlanRequest | None = None) -> HostPlan:
@@ -111,7 +104,6 @@ def plan_host(topology: Topology, ranks: Sequence[RankFacts], request: PlanReque
     The result does not depend on the order of ``ranks`` or of the topology's cores.
 
     Args:
-        topology: the host.
         ranks: its ranks; their local ranks must differ.
         request: the request; by default half of each rank's cores go to the optimizer.
 

@@ -40,7 +40,6 @@ def bind(plan: RankPlan, allowed: frozenset[int]) -> None:
     raises.
 
     Args:
-        plan: this rank's plan.
         allowed: the CPUs from which it was made; while a binding is active, further plans are made from them, too.
 
     Raises:

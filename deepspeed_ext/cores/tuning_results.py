@@ -15,13 +15,13 @@ from deepspeed_ext.runtime.cpulist import MAX_CPU_ID, format_cpulist
 from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.procfs import read_text
 
-__all__ = ["DEFAULT_KERNEL", "SCHEMA", "Fingerprint", "as_bytes", "cached", "load_all"]
+__all__ = ["SCHEMA", "Fingerprint", "as_bytes", "cached", "load_all"]
 
 SCHEMA = 1
 # Enough for thousands of CPUs, at about 2 KB each.
 _CPUINFO_LIMIT_BYTES = 16 << 20
-DEFAULT_KERNEL = "zenflow-adam-pass"
-"""The kernel that is tuned by default: the Adam pass of ZenFlow's optimizer process."""
+_KERNEL = "zenflow-adam-pass"
+"""The kernel that is tuned: the Adam pass of ZenFlow's optimizer process."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Fingerprint:
     versions: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, topology: Topology, ranks: Sequence[RankFacts], kernel: str = DEFAULT_KERNEL) -> "Fingerprint":
+    def of(cls, topology: Topology, ranks: Sequence[RankFacts]) -> "Fingerprint":
         """Return the fingerprint of these ranks (in local-rank order) on this host with the installed software."""
         return cls(
             cpu_model=_cpu_model(),
@@ -47,7 +47,7 @@ class Fingerprint:
             accelerator_nodes=tuple(rank.accelerator_node for rank in ranks),
             quota_cores=min((quota.cores for rank in ranks for quota in rank.quotas), default=None),
             dtype="float32",
-            kernel=kernel,
+            kernel=_KERNEL,
             versions=(("deepspeed_ext", __version__), ("torch", _installed("torch"))),
         )
 

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,21 +70,18 @@ class WorkerPlacement:
             variables |= {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in sorted(self.cpus))}
         return variables
 
-    def bind_process(self, environ: MutableMapping[str, str] = os.environ) -> str | None:
+    def bind_process(self) -> str | None:
         """Bind every thread of the calling process to this placement.
 
         OpenMP reads the environment when torch is imported. If a start-up hook of this Python did that already, its
         threads are still bound to the CPUs, but not to one each.
 
-        Args:
-            environ: the environment to change.
-
         Returns:
             A message for the parent to log if binding failed; else None. The thread count is set in either case.
         """
         for name in OMP_BINDING_VARIABLES:
-            environ.pop(name, None)
-        environ.update(self.environment())
+            os.environ.pop(name, None)
+        os.environ.update(self.environment())
         try:
             for tid in (0, *(tid for tid, _ in numbered(Path("/proc/self/task"), ""))):
                 with contextlib.suppress(ProcessLookupError):

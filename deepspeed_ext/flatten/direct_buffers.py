@@ -3,7 +3,7 @@
 DeepSpeed makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``. With CPU offload, this
 clones the partition, makes an fp32 copy of it on the accelerator, transfers that to pageable memory, and copies it on
 the host for page-locking. The constructor offers no method to override, so `DirectBuffers` intercepts the torch calls
-while it runs. Nor does stage 3, where `NoMasters` leaves out the masters.
+while it runs. The constructor of stage 3 offers none either; there `NoMasters` leaves out the masters.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DirectBuffers(TorchFunctionMode):
             if device.type == partition.device.type:
                 return torch.empty_like(partition, dtype=dtype).copy_(partition)
             master = allocation.host_empty(partition.numel(), dtype, self._pin)
-            Staging(partition.dtype, pin=True).to_host(partition, master)
+            Staging(partition.dtype).to_host(partition, master)
             return master
 
     def _page_locked(self, like: torch.Tensor, value: float) -> torch.Tensor:

@@ -40,7 +40,6 @@ class Flattener:
 
         Args:
             layout: the group's parameters and their positions in the buffer.
-            ranks: the group's data-parallel ranks; all of them call this together.
             group_index: number of the group, for messages.
 
         Returns:

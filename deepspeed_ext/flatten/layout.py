@@ -29,10 +29,8 @@ class Piece:
     """The part of a segment within a given range of the flat buffer.
 
     Attributes:
-        segment: the whole segment.
         start: index of its first element in the parameter.
         flat_start: index of its first element in the flat buffer.
-        numel: number of elements.
     """
 
     segment: Segment

@@ -59,8 +59,6 @@ class FlattenPlan:
     Attributes:
         tier: where the flat buffer is built.
         required_bytes: accelerator memory that the tier needs in addition to the parameters.
-        facts: the facts behind the decision.
-        reason: explanation for the log.
     """
 
     tier: FlattenTier

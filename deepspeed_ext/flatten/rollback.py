@@ -23,7 +23,6 @@ def restore_parameters(layout: GroupLayout, ranks: RankGroup, values: torch.Tens
     memory, with a warning.
 
     Args:
-        layout: the parameters.
         ranks: the ranks, each of which holds a slice.
         values: this rank's slice of the flat buffer; 1-D, on the accelerator or the host.
 

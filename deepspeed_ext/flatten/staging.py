@@ -15,23 +15,15 @@ from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["CHUNK_BYTES", "Staging"]
-
-CHUNK_BYTES = STAGING_CHUNK_BYTES
-"""Size of each of the two chunks."""
+__all__ = ["Staging"]
 
 
 class Staging:
-    """Two chunks of host memory that transfers use alternately.
+    """Two chunks of host memory that transfers use alternately, page-locked if the accelerator can."""
 
-    Args:
-        dtype: dtype of the transferred elements.
-        pin: page-lock the chunks, if the accelerator can.
-    """
-
-    def __init__(self, dtype: torch.dtype, pin: bool) -> None:
-        self.numel = max(1, CHUNK_BYTES // dtype.itemsize)
-        self._dtype, self._pin = dtype, pin
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.numel = max(1, STAGING_CHUNK_BYTES // dtype.itemsize)
+        self._dtype = dtype
         self._chunks: list[torch.Tensor] = []
         self._events: list[Any] = [None, None]
 
@@ -39,7 +31,7 @@ class Staging:
         """Allocate the chunks for transfers of `numel` elements, so that a lack of memory shows here and not later."""
         if not self._chunks:
             size = min(self.numel, numel)
-            self._chunks = [allocation.host_empty(size, self._dtype, self._pin) for _ in range(2)]
+            self._chunks = [allocation.host_empty(size, self._dtype, pin=True) for _ in range(2)]
 
     def _parts(self, numel: int) -> list[tuple[int, int, torch.Tensor]]:
         """Divide a transfer into parts: (index of the chunk, first element, chunk cut to the part's length)."""

@@ -51,8 +51,6 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
 
     Args:
         layout: the group; its parameters must be equal on all ranks.
-        ranks: the data-parallel group.
-        bucket_numel: most elements per broadcast.
 
     Returns:
         The flat buffer, 1-D on the parameters' device; None if a slice does not fit. The parameters are then unchanged.
@@ -60,7 +58,7 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
     Raises:
         OutOfMemoryError: the flat buffer does not fit even with the parameters freed; they are restored.
     """
-    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype, pin=True), exchange_of(ranks)
+    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype), exchange_of(ranks)
 
     def packed() -> torch.Tensor:
         own = allocation.accelerator_empty(numel, layout.dtype, layout.device)
@@ -72,7 +70,7 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
     if own is None:
         return None
     with _restored_on_error(layout, ranks, own):
-        flat = _flat_with_own_slice(layout, ranks, own, _copy_slice)
+        flat = _flat_with_own_slice(layout, ranks, own, lambda values, part: part.copy_(values))
         stored = _slice_to_host(layout, ranks, own, staging) if flat is None else None
     if stored is not None:
         own.untyped_storage().resize_(0)  # free 1/N more memory for another try
@@ -91,8 +89,6 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
 
     Args:
         layout: the group; its parameters must be equal on all ranks.
-        ranks: the data-parallel group.
-        bucket_numel: most elements per broadcast.
 
     Returns:
         The flat buffer, 1-D on the parameters' device.
@@ -101,7 +97,7 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
         OutOfMemoryError: the slice does not fit on the host (the parameters are unchanged), or the flat buffer does not
             fit on the accelerator even with the parameters freed (they are restored).
     """
-    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype, pin=True), exchange_of(ranks)
+    numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype), exchange_of(ranks)
 
     def packed() -> torch.Tensor:
         stored = _host_slice(numel, layout.dtype, staging)
@@ -151,10 +147,6 @@ def _flat_with_own_slice(
         return flat
 
     return allocation.try_on_all_ranks("flatten.fill", filled, ranks)
-
-
-def _copy_slice(values: torch.Tensor, part: torch.Tensor) -> None:
-    part.copy_(values)
 
 
 def _flat_from_host(layout: GroupLayout, ranks: RankGroup, stored: torch.Tensor, staging: Staging) -> torch.Tensor:

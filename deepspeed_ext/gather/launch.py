@@ -54,7 +54,6 @@ def gather_singles(pending: Sequence[PendingParameter], ranks: RankGroup, groupe
 
     Args:
         pending: the parameters, in the same order on every rank.
-        ranks: the group that they are partitioned over.
         grouped: use one launch for all; requires `can_group`.
     """
     pairs = [_output_and_input(each, ranks) for each in pending]
@@ -90,7 +89,6 @@ def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Wo
 
     Args:
         pending: the parameters, in the same order on every rank; dtypes may differ.
-        ranks: the group that they are partitioned over.
     """
     offsets = [0]
     for each in pending:

@@ -128,7 +128,6 @@ def plan_gather(parameters: Iterable[ParameterFacts], min_numel: int) -> GatherP
     """Decide every parameter's mode.
 
     Args:
-        parameters: the facts of all parameters of the model.
         min_numel: parameters with fewer elements share buckets; 0: none does.
     """
     facts = sorted(parameters, key=lambda parameter: parameter.parameter_id)

@@ -15,7 +15,6 @@ def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs ``main()`` of a module of this copy of the package.
 
     Args:
-        module: its full name.
         arguments: the module's ``sys.argv[1:]``.
     """
     return [sys.executable, str(START_PROCESS), module, *arguments]

@@ -34,10 +34,10 @@ def available_by_limit(root: Path = Path("/")) -> dict[str, int]:
     The keys are equal in processes of one host that share the limit: ``machine``, and the result of `identify` for a
     group.
     """
-    return {"machine": psutil.virtual_memory().available, **dict(_rooms_in_groups(root))}
+    return {"machine": psutil.virtual_memory().available, **dict(_available_in_groups(root))}
 
 
-def _rooms_in_groups(root: Path) -> Iterator[tuple[str, int]]:
+def _available_in_groups(root: Path) -> Iterator[tuple[str, int]]:
     """Yield each group with a limit and the bytes still available under it, from this process's own group to the
     root."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))

@@ -124,7 +124,6 @@ def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T
     Args:
         name: the work in a profile, ``deepspeed_ext.<name>``.
         attempt: this rank's work.
-        ranks: the ranks; all of them call this.
 
     Returns:
         The result of `attempt`; None on all ranks if any rank ran out of memory.

@@ -30,7 +30,6 @@ class OutputFile:
         """Check that `path` can be written, and make its folder if that does not exist.
 
         Args:
-            path: the file.
             name: the user's name for it in messages, such as ``--output``.
 
         Raises:

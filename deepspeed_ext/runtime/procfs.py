@@ -29,10 +29,6 @@ def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str | None:
     """Return the stripped content of a regular file; None if it is absent, unreadable, too long or not regular.
 
     Some sysfs files fail with EIO; they count as unreadable. Bytes that are not UTF-8 become replacement characters.
-
-    Args:
-        path: the file.
-        limit_bytes: longest content that is accepted.
     """
     try:
         descriptor = os.open(path, _FLAGS)

@@ -203,7 +203,6 @@ def raise_together(
     """Raise one error on every rank if any rank has one. A collective, unless `error` was already raised on every rank.
 
     Args:
-        ranks: the ranks; all of them call this.
         error: this rank's error, of any type; None if it has none.
         otherwise: type to raise for an error that is not a `DeepSpeedExtError`. None: `RankError`, but if every rank
             has an error and all are of one type, each rank raises its own.
@@ -351,8 +350,6 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
 
     Args:
         what: purpose of the plan, for the message.
-        plan: this rank's plan.
-        ranks: the ranks; all of them call this.
 
     Raises:
         PlanMismatchError: on every rank, with differing plans and their ranks.

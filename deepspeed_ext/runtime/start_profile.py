@@ -18,11 +18,9 @@ class Phase:
     """One kind of work, summed over its occurrences, without nested phases.
 
     Attributes:
-        name: name of the work.
         seconds: wall-clock time.
         cpu_seconds: CPU time of all threads of this process.
         nbytes: bytes written into new buffers; 0 if unknown.
-        count: number of occurrences.
     """
 
     name: str
@@ -70,7 +68,6 @@ class StartupProfile:
         ``deepspeed_ext.startup.<name>`` of a running profiler.
 
         Args:
-            name: name of the phase.
             nbytes: bytes that the block writes into new buffers.
         """
         if self._finished:  # the measured methods also run in every step and when a checkpoint is loaded

@@ -32,7 +32,6 @@ def gradients_go_to_host(run: ZenFlowRun, needed: int, host_needed: int, ranks: 
     """Whether gradients that can go to the host during backward do. A collective, unless the config decides.
 
     Args:
-        run: the settings of this run.
         needed: bytes that gradients take at once if they stay on the accelerator.
         host_needed: bytes of this rank on the host, with gradients there.
         ranks: the data-parallel ranks; all of them call this once the weights are in their places.

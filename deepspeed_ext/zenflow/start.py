@@ -13,6 +13,7 @@ import torch
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.flatten.staging import Staging
+from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 from deepspeed_ext.zenflow.gradients_place import GradientBytes, gradients_go_to_host
 from deepspeed_ext.zenflow.kernels import launch, prepare
@@ -42,11 +43,28 @@ from deepspeed_ext.zenflow.worker.sizes import (
     slot_specs,
 )
 
-__all__ = ["start_adam"]
+__all__ = ["ZenFlowStart", "start_adam"]
+
+
+@dataclass(frozen=True)
+class ZenFlowStart:
+    """What an engine gives to its ZenFlow optimizer.
+
+    Attributes:
+        run: the ``zenflow`` section of this run.
+        builders: the ranks that build the engine together.
+        placement: the worker's cores and memory node from the core plan; None: unbound.
+        undo: receives what stops the worker and frees the arena, in case the engine's constructor fails later.
+    """
+
+    run: ZenFlowRun
+    builders: RankGroup
+    placement: WorkerPlacement | None
+    undo: ExitStack
 
 
 def start_adam(
-    run: ZenFlowRun,
+    start: ZenFlowStart,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[int],
     weights: Callable[[int], torch.Tensor],
@@ -54,16 +72,12 @@ def start_adam(
     grad_dtype: torch.dtype,
     ranks: RankGroup,
     holders: Sequence[RankGroup],
-    placement: WorkerPlacement | None,
-    local_ranks: int,
-    undo: ExitStack,
     weights_on_host: bool = False,
     gradients: GradientBytes | None = None,
 ) -> OffloadedAdam:
     """Start this rank's worker. A collective.
 
     Args:
-        run: the settings of this run.
         optimizer: the user's Adam, AdamW or Lion.
         groups: index of the parameter group of each partition.
         weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p. They are written in
@@ -71,19 +85,17 @@ def start_adam(
         grad_dtype: dtype in which gradients are handed over.
         ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
         holders: for each partition, the ranks among which its parameters are divided.
-        placement: the worker's cores and memory node from the core plan; None: unbound.
-        local_ranks: number of ranks on this host, which share its cores.
-        undo: receives what stops the worker and frees the arena, in case the caller fails later.
         weights_on_host: whether `weights` are on the host.
-        gradients: what they take; None: the caller cannot take them to the host during backward. Whether they go there
-            says the result's ``link.fills_early``.
+        gradients: what they take; None: the caller cannot take them to the host during backward. The result's
+            ``link.fills_early`` says whether they go there.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is another.
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the accelerator its share.
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
-    config, parts = run.config, [weights(index) for index in range(len(groups))]
+    run, config, placement = start.run, start.run.config, start.placement
+    parts = [weights(index) for index in range(len(groups))]
     _agree(run, groups, (weights_on_host, gradients is not None), ranks)
     kind, metrics = hosted(optimizer, config), Metrics()
     dtypes = _Dtypes(config.publish_dtype or dtype_name(parts[0].dtype), grad_dtype)
@@ -91,29 +103,27 @@ def start_adam(
     settings = _settings(run, kind, parts, dtypes, weights_on_host, gradients, ranks)
     heads = _heads(run, numels, settings, ranks)
     _prepare_kernels(kind, settings, parts, dtypes, any(heads), warns=ranks.rank == 0)
-    buffers = _landing_buffers(run, settings, numels, heads, dtypes, ranks)
+    shape = _Shape(settings, numels, heads, dtypes)
+    buffers = _landing_buffers(run, shape, ranks)
+    threads = unbound_threads(config.reserved_cores, local_world_size()) if placement is None else placement.threads
     link = WorkerLink(
-        _specs(settings, numels, heads, dtypes, hides_transfers=buffers is not None),
+        _specs(shape, hides_transfers=buffers is not None),
         buffers,
         block_size=settings.block_size,
         placement=placement,
-        threads=unbound_threads(config.reserved_cores, local_ranks) if placement is None else placement.threads,
+        threads=threads,
         weights_on_host=weights_on_host,
         fills_early=settings.fills_early,
         ranks=ranks,
         timeout_seconds=run.worker_timeout_seconds,
         metrics=metrics,
     )
-    undo.callback(link.abandon)
+    start.undo.callback(link.abandon)
     share = None
     if any(heads):
-        share = AcceleratorShare.on_all_ranks(
-            parts, heads, link.arena, settings.block_size, parts[0].device, ranks, kind
-        )
+        share = AcceleratorShare.on_all_ranks(parts, heads, link.arena, settings.block_size, kind, ranks)
     states = [_state(kind, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
-    partitions = [
-        _partition(i, state, holders[i], settings, link.arena, heads[i], dtypes) for i, state in enumerate(states)
-    ]
+    partitions = [_partition(i, state, holders[i], shape, link.arena) for i, state in enumerate(states)]
     for partition, part, head in zip(partitions, parts, heads, strict=True):
         _copy_to_host(part[head:], partition.master)
     of_rule = partitions, link, ranks, kind, metrics
@@ -139,6 +149,26 @@ class _Dtypes:
         return self.published, dtype_name(self.gradient)
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """What the arena and the landing buffers are made for.
+
+    Attributes:
+        numels: elements of each partition.
+        heads: how many of them, at its start, step on the accelerator.
+    """
+
+    settings: PredictiveSettings | SelectiveSettings
+    numels: Sequence[int]
+    heads: Sequence[int]
+    dtypes: _Dtypes
+
+    @property
+    def on_host(self) -> list[int]:
+        """How many elements of each partition step on the host."""
+        return [numel - head for numel, head in zip(self.numels, self.heads, strict=True)]
+
+
 def _agree(run: ZenFlowRun, groups: Sequence[int], places: tuple[bool, bool], ranks: RankGroup) -> None:
     """Raise on every rank if settings differ between ranks."""
     fields = run.config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
@@ -156,12 +186,13 @@ def _settings(
     ranks: RankGroup,
 ) -> PredictiveSettings | SelectiveSettings:
     """The rule's settings. A collective if it is measured where gradients go."""
-    places = {"weights_on_host": weights_on_host, "fills_early": True, "fills_before_y": parts[0].device.type == "cpu"}
     settings: PredictiveSettings | SelectiveSettings
     if run.config.rule == "selective":
-        settings = SelectiveSettings.of(run.config, run.steps_per_epoch, **places)
+        settings = SelectiveSettings.of(run.config, run.steps_per_epoch)
     else:
-        settings = PredictiveSettings.of(run.config, layout=kind.layout, **places)
+        settings = PredictiveSettings.of(run.config, layout=kind.layout)
+    on_cpu = parts[0].device.type == "cpu"
+    settings = replace(settings, weights_on_host=weights_on_host, fills_early=True, fills_before_y=on_cpu)
     fills_early = weights_on_host
     if gradients is not None and not weights_on_host:
         arena = bytes_at_start(arena_specs(settings, [part.numel() for part in parts], *dtypes.names))
@@ -169,34 +200,26 @@ def _settings(
     return replace(settings, fills_early=fills_early)
 
 
-def _landing_buffers(
-    run: ZenFlowRun,
-    settings: RuleSettings,
-    numels: Sequence[int],
-    heads: Sequence[int],
-    dtypes: _Dtypes,
-    ranks: RankGroup,
-) -> list[LandingBuffer] | None:
+def _landing_buffers(run: ZenFlowRun, shape: _Shape, ranks: RankGroup) -> list[LandingBuffer] | None:
     """Buffers of each partition for copies beside the step; None: copies run inside of it. A collective."""
-    like, (kind, dtype, _), width = partial(torch.empty, device="meta"), settings.per_block, settings.per_block_width
+    settings, like = shape.settings, partial(torch.empty, device="meta")
+    (kind, dtype, _), width = settings.per_block, settings.per_block_width
     described = []
-    for numel, head in zip(numels, heads, strict=True):
-        blocks = -(-(numel - head) // settings.block_size)
-        shape = (blocks,) if width == 1 else (blocks, width)
-        means = like(shape, dtype=getattr(torch, dtype)) if kind in ("block_means", "known") else None
-        described.append(Results(like(numel - head, dtype=getattr(torch, dtypes.published)), means))
+    for numel in shape.on_host:
+        blocks = -(-numel // settings.block_size)
+        size = (blocks,) if width == 1 else (blocks, width)
+        means = like(size, dtype=getattr(torch, dtype)) if kind in ("block_means", "known") else None
+        described.append(Results(like(numel, dtype=getattr(torch, shape.dtypes.published)), means))
     hides = False if settings.fills_early else run.config.hide_transfers
-    return allocate_landing_buffers(hides, described, dtypes.gradient, ranks)
+    return allocate_landing_buffers(hides, described, shape.dtypes.gradient, ranks)
 
 
-def _specs(
-    settings: RuleSettings, numels: Sequence[int], heads: Sequence[int], dtypes: _Dtypes, *, hides_transfers: bool
-) -> list[ArraySpec]:
+def _specs(shape: _Shape, *, hides_transfers: bool) -> list[ArraySpec]:
     """The arrays of the arena."""
-    on_host = [numel - head for numel, head in zip(numels, heads, strict=True)]
-    slots = chunk_slots(settings, sum(on_host), max(on_host, default=0), *dtypes.names) if hides_transfers else None
-    specs = arena_specs(settings, numels, *dtypes.names, heads, in_chunks=slots is not None)
-    return [*specs, *([] if slots is None else slot_specs(slots, *dtypes.names))]
+    settings, on_host, names = shape.settings, shape.on_host, shape.dtypes.names
+    slots = chunk_slots(settings, sum(on_host), max(on_host, default=0), *names) if hides_transfers else None
+    specs = arena_specs(settings, shape.numels, *names, shape.heads, in_chunks=slots is not None)
+    return [*specs, *([] if slots is None else slot_specs(slots, *names))]
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
@@ -204,7 +227,7 @@ def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
     if weights.device == master.device:
         master.copy_(weights)
     else:
-        Staging(weights.dtype, pin=True).to_host(weights, master)
+        Staging(weights.dtype).to_host(weights, master)
 
 
 def _heads(run: ZenFlowRun, numels: Sequence[int], settings: RuleSettings, ranks: RankGroup) -> list[int]:
@@ -249,16 +272,9 @@ def _state(
     return WholeState(group, weights, p.requires_grad_(), dict(zip(kind.layout.names, moments, strict=True)))
 
 
-def _partition(
-    index: int,
-    state: WholeState,
-    holders: RankGroup,
-    settings: RuleSettings,
-    arena: Arena,
-    head: int,
-    dtypes: _Dtypes,
-) -> Partition:
-    """What remains of a partition behind its first `head` elements, for the rule."""
+def _partition(index: int, state: WholeState, holders: RankGroup, shape: _Shape, arena: Arena) -> Partition:
+    """What remains of a partition behind its head, for the rule."""
+    settings, head = shape.settings, shape.heads[index]
     per_block, *_ = settings.per_block
     return Partition(
         index,
@@ -268,8 +284,8 @@ def _partition(
         master=arena.tensor("p", index),
         moments=tuple(arena.tensor(kind, index) for kind, _ in settings.layout.moments),
         scales=tuple(arena.tensor(kind, index) for kind in settings.layout.scales),
-        publish_dtype=getattr(torch, dtypes.published),
-        grad_dtype=dtypes.gradient,
+        publish_dtype=getattr(torch, shape.dtypes.published),
+        grad_dtype=shape.dtypes.gradient,
         per_block=arena.tensor(per_block, index),
         ring=[arena.tensor(*key) for key in arena.keys("g", index)],
         on_host=settings.fills_early,

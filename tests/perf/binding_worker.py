@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from deepspeed_ext.cores import initial_mask
-from deepspeed_ext.cores.tune.measuring_process import optimizer_step, training_step
+from deepspeed_ext.cores.tune.measuring_process import training_step
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime.cpulist import parse_cpulist
 from tests.perf import threads
@@ -80,6 +80,15 @@ def confine_by_package(rank: int, *, separate: bool) -> Callable[[], None]:
     return refresh
 
 
+def torch_step(elements: int) -> Callable[[], object]:
+    """A step of torch's fused AdamW over this many fp32 parameters."""
+    import torch
+
+    parameter = torch.zeros(elements, requires_grad=True)
+    parameter.grad = torch.full((elements,), 1e-3)
+    return torch.optim.AdamW([parameter], fused=True).step
+
+
 def single(task: Task, rank: int) -> Subject:
     """An optimizer or a launch-bound training step in a process of its own, without an engine."""
     way, at = task.way, task.places[rank]
@@ -89,7 +98,7 @@ def single(task: Task, rank: int) -> Subject:
             WorkerPlacement(cpus).bind_process()
         elif way.early:
             place(way, at.optimizer, len(cpus))
-        return Subject(partial(optimizer_step("torch-fused-adamw", task.elements), len(cpus)))
+        return Subject(torch_step(task.elements))
     if way.early:
         place(way, at.training, at.training_cores)
     step = partial(training_step(rank), at.training_cores)

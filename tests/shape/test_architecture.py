@@ -37,7 +37,7 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
                 yield f"{architecture.module_name(path)}.{node.name}", node
 
 
-def test_no_rooms_import_each_other_in_a_circle() -> None:
+def test_no_folders_import_each_other_in_a_circle() -> None:
     assert architecture.circles(architecture.folders()) == []
 
 
@@ -94,12 +94,12 @@ def test_only_the_adapter_names_what_is_private_to_deepspeed_and_only_one_file_m
     assert of_parameters == [], "DeepSpeed sets these attributes on parameters"
 
 
-def test_the_table_is_current_and_says_what_each_room_holds() -> None:
+def test_the_table_is_current_and_says_what_each_folder_holds() -> None:
     assert architecture.PAGE.read_text() == architecture.page(), "run `make docs`"
     assert not re.search(r"\| *\|$", architecture.table(), re.MULTILINE), "a folder has no docstring"
 
 
-def test_walks_are_short_and_enter_real_rooms_once() -> None:
+def test_walks_are_short_and_enter_real_folders_once() -> None:
     folders = architecture.folders()
     walks = [part for part in architecture.PAGE.read_text().split("\n## ")[1:] if part.startswith("From ")]
     assert len(walks) == len(STEPS)

@@ -24,7 +24,6 @@ class Fragment:
     """Successive elements of a parameter, in a flat tensor of one rank.
 
     Attributes:
-        rank: the rank.
         flat: number of the flat tensor: of the parameter group at stages 1 and 2, of the sub-group at stage 3.
         begin, end: the elements, numbered in the parameter.
         offset: place of element `begin` in the flat tensor.
@@ -42,7 +41,6 @@ class Placement:
     """Where the elements of a parameter lie; see the module's docstring.
 
     Attributes:
-        numel: elements of the parameter.
         flat: number of the flat tensor.
         start, stride, base: the constants of the formula.
     """
@@ -78,7 +76,6 @@ class Layout:
     """Where all parameters lie.
 
     Attributes:
-        ranks: number of ranks.
         placements: by name of the parameter.
     """
 
@@ -96,7 +93,6 @@ class Layout:
                 tensor.
             paddings: for each group, the number of padding elements behind each parameter.
             parts: for each group, the number of elements of one rank's part, with padding.
-            ranks: number of ranks.
         """
         placements = {}
         for flat, (group, behind, part) in enumerate(zip(groups, paddings, parts, strict=True)):
@@ -112,7 +108,6 @@ class Layout:
 
         Args:
             sub_groups: for each sub-group, the number of elements of each parameter by name, in order.
-            ranks: number of ranks.
         """
         placements = {}
         for flat, sub_group in enumerate(sub_groups):

@@ -42,10 +42,8 @@ class SavedPartitions:
 
     Args:
         state: the optimizer's state dict of its file.
-        path: the file, for messages.
 
     Attributes:
-        state: the argument.
         tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped from the file. p
             may lack padding at its end.
         scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.
@@ -93,13 +91,13 @@ class SavedPartitions:
                 f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least {end}: its "
                 "parameters were cut in a way that is not that of ZeRO's stages 1, 2 and 3. Load another checkpoint"
             )
-        section = self._saved
-        if section is None or not section.position:
+        saved = self._saved
+        if saved is None or not saved.position:
             return {name: tensor[begin:end] for name, tensor in whole.items()}
-        size = section.block_size
+        size = saved.block_size
         first, last = begin // size * size, min(-(-end // size) * size, whole[MASTER].numel())
         p, m, v = (whole[name][first:last].clone() for name in (MASTER, "exp_avg", "exp_avg_sq"))
-        section.partitions[flat].catch_up((p, m, v), section.block_size, first, section.moment_dtype)
+        saved.partitions[flat].catch_up((p, m, v), saved.block_size, first, saved.moment_dtype)
         inside = slice(begin - first, end - first)
         return {MASTER: p[inside], "exp_avg": m[inside], "exp_avg_sq": v[inside]}
 
@@ -225,7 +223,7 @@ class SavedCheckpoint:
         return int(self.partitions(min(self._files)).state[keys.ZERO_STAGE])
 
     @property
-    def has_section(self) -> bool:
+    def has_zenflow_state(self) -> bool:
         """Whether ZenFlow saved it."""
         return STATE_KEY in self.partitions(min(self._files)).state
 

@@ -27,7 +27,6 @@ class FileSettings:
     """Settings read from a config file.
 
     Attributes:
-        setup: the run.
         dtype: dtype of the weights.
         notes: fields that are "auto", for which the defaults are assumed.
     """
@@ -39,10 +38,6 @@ class FileSettings:
 
 def read_config(path: str, ranks: int) -> FileSettings:
     """Read a config file with the pydantic model that a run uses. The value "auto" means the default.
-
-    Args:
-        path: the JSON file.
-        ranks: number of data-parallel ranks.
 
     Raises:
         ConfigError: the file cannot be read, or asks for a feature of unknown memory.

@@ -15,7 +15,6 @@ from deepspeed_ext.config import ZenFlowConfig
 __all__ = ["Fit", "config_of", "fits", "suggested", "ways"]
 
 STAGES: tuple[Stage, ...] = (2, 3)
-PARTITIONS_WEIGHTS = 3
 INTERVAL = 4
 """Of the selective rule, as published."""
 ROOM_FOR_ACTIVATIONS = 0.2
@@ -57,9 +56,8 @@ class Fit:
 
 def ways(base: Setup | None = None) -> Iterator[tuple[str, Setup]]:
     """Each way to train, at stages 2 and 3, by name: plain ZeRO, ZeRO-Offload, and ZenFlow with each option."""
-    base = Setup() if base is None else base
     for stage in STAGES:
-        at_stage = replace(base, stage=stage, offload=False, zenflow=None)
+        at_stage = replace(base or Setup(), stage=stage, offload=False, zenflow=None)
         yield "ZeRO", at_stage
         offload = replace(at_stage, offload=True, pins=True)
         yield "ZeRO-Offload", offload
@@ -67,7 +65,7 @@ def ways(base: Setup | None = None) -> Iterator[tuple[str, Setup]]:
             yield f"ZenFlow {name}", replace(at_stage, zenflow=ZenFlowConfig(**section))
         exact = replace(at_stage, zenflow=ZenFlowConfig(**_SECTIONS["exact"]))
         yield "ZenFlow half on the GPU", replace(exact, host_share=0.5, pins=True)
-        if stage == PARTITIONS_WEIGHTS:
+        if at_stage.partitions_weights:
             yield "ZeRO-Offload, weights on host", replace(offload, offload_param=True)
             yield "ZenFlow weights on host", replace(exact, offload_param=True, pins=True)
             rounded = replace(at_stage, zenflow=ZenFlowConfig(**_SECTIONS["bf16 moments"]))
@@ -78,10 +76,8 @@ def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, activ
     """Every way on this machine.
 
     Args:
-        model: the model.
         ranks: GPUs, and how many share a host.
         capacity: memory of a GPU and of a host, as far as it is known.
-        machine: speeds.
         active: parameters that a token uses; None: all.
     """
     found = []

@@ -21,9 +21,6 @@ def as_text(name: str, found: Sequence[Fit], capacity: Capacity, machine: Machin
 
     Args:
         name: the model, in a few words.
-        found: every way.
-        capacity: the machine's memory.
-        machine: the machine's speeds.
         notes: what a reader must know of the model.
     """
     first = found[0].plan

@@ -73,12 +73,13 @@ class _Host:
 
     def phases(self) -> Mapping[Phase, Parts]:
         between = self.between()
+        saving = HostSave(self.model, self.setup, self.on_host(), self.numel, self.most, self.first)
         return {
             Phase.START: self.start(between),
             Phase.BETWEEN: largest(between),
             Phase.BACKWARD: largest(between),
             Phase.STEP: largest([*between, self.temporaries()]),
-            Phase.SAVE: largest(*([*between, *moment] for moment in self.saving().moments())),
+            Phase.SAVE: largest(*([*between, *moment] for moment in saving.moments())),
         }
 
     def between(self) -> list[Part]:
@@ -223,6 +224,3 @@ class _Host:
             return Part("temporaries", max(rule.moved, rule.step if steps_here else 0))
         uses_torch = self.setup.offload and not self.setup.fused_adam
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)
-
-    def saving(self) -> HostSave:
-        return HostSave(self.model, self.setup, self.on_host(), self.numel, self.most, self.first)

@@ -22,7 +22,7 @@ from deepspeed_ext.runtime.log import quoted
 __all__ = ["ModelFile", "read_model"]
 
 MOST_BYTES = 1 << 24
-"""A config.json is smaller, also one that names the 21,000 classes of images; anything larger holds weights."""
+"""No config.json is larger, even if it names 21,000 classes of images; a larger file holds weights."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 _TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")

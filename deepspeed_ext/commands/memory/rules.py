@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from deepspeed_ext.commands.memory.setup import FLOAT_BYTES
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -12,8 +13,7 @@ from deepspeed_ext.zenflow.worker.sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["RuleBytes", "bytes_of", "share_step_bytes"]
 
-_FLOAT_BYTES = 4
-_STATE_BYTES = 3 * _FLOAT_BYTES
+_STATE_BYTES = 3 * FLOAT_BYTES
 """Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES, _ID_BYTES, _SIGN_BYTES = 4, 8, 1
 
@@ -55,12 +55,9 @@ def bytes_of(
     """The bytes that `rule` takes for a partition.
 
     Args:
-        rule: the rule's settings.
-        numel: elements of the partition, n.
         weights_bytes: bytes of an element of the weights.
         arrived_bytes: bytes of an element of y.
         in_place: whether y is in a landing buffer on the accelerator, so that it is not copied there in parts.
-        ranks: number of ranks.
     """
     if isinstance(rule, SelectiveSettings):
         return _selective(rule, numel, weights_bytes, ranks)
@@ -72,8 +69,8 @@ def share_step_bytes(numel: int, block_size: int, layout: StateLayout = ADAM_STA
     chunk, and three numbers per block. Lion has no kernel for it, and three fp32 arrays."""
     chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, block_size))
     if not layout.counts_updates:
-        return 3 * _FLOAT_BYTES * chunk
-    return 2 * _FLOAT_BYTES * chunk + 3 * _FLOAT_BYTES * (chunk // block_size)
+        return 3 * FLOAT_BYTES * chunk
+    return 2 * FLOAT_BYTES * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
 
 
 def _predictive(
@@ -89,14 +86,14 @@ def _predictive(
         return RuleBytes()
     drift = {"drift": numel * weights_bytes} if rule.drifts else {}
     remembered = "signs and means" if rule.layout.with_signs else "derived denominators"
-    kept = {remembered: _FLOAT_BYTES * -(-numel // rule.block_size) * rule.per_block_width, **drift}
+    kept = {remembered: FLOAT_BYTES * -(-numel // rule.block_size) * rule.per_block_width, **drift}
     chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, rule.block_size))
-    arrived, factor = 0 if in_place else chunk * arrived_bytes, _FLOAT_BYTES * -(-chunk // rule.block_size)
+    arrived, factor = 0 if in_place else chunk * arrived_bytes, FLOAT_BYTES * -(-chunk // rule.block_size)
     if rule.layout.with_signs:
-        step = chunk * (2 * _FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
+        step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)
-    arrays = (2 if rule.drifts else 1) + (2 if weights_bytes < _FLOAT_BYTES else 0)
-    step = arrays * _FLOAT_BYTES * chunk + max(arrived, factor)
+    arrays = (2 if rule.drifts else 1) + (2 if weights_bytes < FLOAT_BYTES else 0)
+    step = arrays * FLOAT_BYTES * chunk + max(arrived, factor)
     return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 
 
@@ -113,7 +110,7 @@ def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: i
     return RuleBytes(
         kept={"hot state": (0 if on_host else state) + blocks * _ID_BYTES},
         kept_on_host=state if on_host else 0,
-        moved=hot * _FLOAT_BYTES,
+        moved=hot * FLOAT_BYTES,
         saved=(_ID_BYTES * blocks,),
         copied=_COUNT_BYTES * -(-numel // rule.block_size),
         step=hot * (weights_bytes + (_STATE_BYTES if on_host else 0)) + temporaries,

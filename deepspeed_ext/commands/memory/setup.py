@@ -76,7 +76,6 @@ class Setup:
     """A run's settings. The defaults are DeepSpeed's; sizes are in elements.
 
     Attributes:
-        stage: ZeRO stage.
         offload: ``offload_optimizer`` on the CPU, without ZenFlow.
         zenflow: the ``zenflow`` section; None: plain ZeRO.
         accumulation: micro-steps per optimizer step.
@@ -87,7 +86,6 @@ class Setup:
             page-locked as it is.
         offload_param: ``offload_param`` on the CPU.
         host_share: ``offload_optimizer.ratio``, with ZenFlow.
-        layout: the optimizer's state.
         others: fields of ``zero_optimization`` of the same names.
     """
 
@@ -159,15 +157,18 @@ class Setup:
         """Settings of ZenFlow's rule. If the interval is not set, the longest that measurement may choose is
         assumed."""
         assert self.zenflow is not None
-        places = {"weights_on_host": self.weights_on_host, "fills_early": self.fills_early}
+        settings: PredictiveSettings | SelectiveSettings
         if self.zenflow.rule == "selective":
-            longest = SelectiveSettings.of(self.zenflow).longest_interval
-            section = self.zenflow.model_copy(update={"update_interval": longest})
-            return SelectiveSettings.of(section, **places)
-        layout = replace(self.layout, moment_dtype=self.zenflow.state_dtype)
-        longest = PredictiveSettings.of(self.zenflow, layout=layout).longest_interval
-        section = self.zenflow.model_copy(update={"update_interval": longest})
-        return PredictiveSettings.of(section, layout=layout, **places)
+            settings = SelectiveSettings.of(self.zenflow)
+        else:
+            layout = replace(self.layout, moment_dtype=self.zenflow.state_dtype)
+            settings = PredictiveSettings.of(self.zenflow, layout=layout)
+        return replace(
+            settings,
+            update_interval=settings.longest_interval,
+            weights_on_host=self.weights_on_host,
+            fills_early=self.fills_early,
+        )
 
     def stepped_there(self, numel: int) -> int:
         """How many of a partition's `numel` elements step on the accelerator, with ZenFlow."""

@@ -76,7 +76,6 @@ class StepTime:
 
         Args:
             active: parameters that a token uses.
-            machine: speeds.
         """
         return round(self.beside * machine.flops / (_FLOPS_PER_TOKEN * active))
 

@@ -58,8 +58,6 @@ class Check:
     """One verdict.
 
     Attributes:
-        name: name of the check.
-        detail: the finding.
         figures: the numbers behind it, for JSON.
     """
 
@@ -75,7 +73,6 @@ def check_all(
     """Every check, in the order of a run.
 
     Args:
-        plan: the check's plan.
         found: measurements of the first phase.
         resumed: measurements of the second phase; None: it was not run.
         why_ended: why the first phase's processes were killed, or which ended with an error; empty if none.

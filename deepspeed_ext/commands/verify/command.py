@@ -95,10 +95,6 @@ def _signals_noted() -> Iterator[Callable[[], None]]:
     leave()
 
 
-def _stay() -> None:
-    """Do not leave: the default of `verify`."""
-
-
 def verify(
     config: dict[str, Any],
     ranks: int,
@@ -108,13 +104,11 @@ def verify(
     limit_seconds: float = 600.0,
     start: str = START_RANK,
     kind: type[Ranks] = Ranks,
-    leave: Callable[[], None] = _stay,
+    leave: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Check a config.
 
     Args:
-        config: the content of the config file.
-        ranks: number of processes.
         steps: optimizer steps; None: enough for the config.
         upstream: train with stock DeepSpeed.
         limit_seconds: time limit for each of the two phases.

@@ -49,7 +49,6 @@ class Plan:
     Attributes:
         config: the config for ``deepspeed.initialize``.
         upstream: train with stock DeepSpeed, without this package.
-        steps: optimizer steps.
         save_after: the step after which the checkpoint is saved.
         batches: the batches of a rank in a step.
         dtype: dtype of the weights.
@@ -108,8 +107,6 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
     """Plan the check of a config.
 
     Args:
-        user: the content of the config file.
-        ranks: number of ranks to train on.
         steps: optimizer steps; None: enough for the rule.
         upstream: plan the check without this package.
         scratch: folder for files that DeepSpeed writes because of the config.

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import psutil
@@ -57,9 +56,7 @@ class Ranks:
     """The processes of one phase; a context manager that ends them and all processes that they have started.
 
     Args:
-        folder: the check's folder.
         phase: ``train`` or ``resume``.
-        count: number of ranks.
         start: module whose `main` runs a rank.
     """
 
@@ -96,9 +93,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -62,8 +62,6 @@ def train_plainly(plan: Plan, device: torch.device, noise: float = 0.0) -> Plain
     """Train as `plan` says, on all ranks together.
 
     Args:
-        plan: the check.
-        device: of this rank.
         noise: every element of a gradient is multiplied by 1 plus a random number of at most this size.
     """
     training = PlainTraining(plan, device, noise)
@@ -78,8 +76,6 @@ class PlainTraining:
     """A model, its masters and torch's optimizer. All ranks step together.
 
     Args:
-        plan: the check.
-        device: of this rank.
         noise: as for `train_plainly`.
     """
 

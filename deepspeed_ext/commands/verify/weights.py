@@ -46,7 +46,6 @@ def compare_weights(
     """Find errors in this rank's weights; all ranks call this together.
 
     Args:
-        plan: the check.
         weights: all weights of this rank's module.
         masters: all masters, or the weights if there are none.
         earlier: earlier weights and masters, each at least one update ago.

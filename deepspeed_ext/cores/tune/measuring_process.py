@@ -16,13 +16,13 @@ from deepspeed_ext.cores.thread_masks import thread_masks
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime.child_process import end_with_parent
 
-__all__ = ["BYTES_PER_ELEMENT", "Move", "Steps"]
+__all__ = ["BYTES_PER_ELEMENT", "Move", "Steps", "training_step"]
 
 TRAINING_LAYERS, TRAINING_WIDTH, TRAINING_BATCH = 24, 128, 8
 
-BYTES_PER_ELEMENT = {"zenflow-adam-pass": 28, "torch-fused-adamw": 28}
-"""Memory traffic per element, by kernel. The Adam pass reads fp32 p, m, v and a 16-bit gradient; it writes fp32 p, m, v
-and 16-bit weights. Torch's AdamW reads fp32 p, g, m, v and writes fp32 p, m, v."""
+BYTES_PER_ELEMENT = 28
+"""Memory traffic of the Adam pass: it reads fp32 p, m, v and a 16-bit gradient, and writes fp32 p, m, v and 16-bit
+weights."""
 PASS_BLOCK_SIZE = 32
 
 Step = Callable[[int], None]
@@ -46,26 +46,9 @@ class Steps:
     seconds: float = 0.0
 
 
-def optimizer_step(kernel: str, elements: int) -> Step:
-    """Return an optimizer step over ``elements`` fp32 parameters, as the optimizer process runs it.
-
-    Raises:
-        ValueError: the kernel is unknown.
-    """
-    import torch
-
-    if kernel == "zenflow-adam-pass":
-        return adam_pass_step(elements)
-    if kernel != "torch-fused-adamw":
-        raise ValueError(f"unknown kernel {kernel!r}; known: {', '.join(BYTES_PER_ELEMENT)}")
-    parameter = torch.zeros(elements, requires_grad=True)
-    parameter.grad = torch.full((elements,), 1e-3)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return lambda threads: optimizer.step()
-
-
 def adam_pass_step(elements: int) -> Step:
-    """Return ZenFlow's Adam pass at interval 1: bf16 gradients in, bf16 weights out; native if it is built."""
+    """Return ZenFlow's Adam pass over ``elements`` fp32 parameters at interval 1: bf16 gradients in, bf16 weights out;
+    native if it is built."""
     import torch
 
     from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, Publish, library_path, load_kernel
@@ -152,9 +135,7 @@ def main() -> None:
     placement = WorkerPlacement.parse(placement_text)
     placement.bind_process()
     worker = _Worker(
-        (lambda: training_step(int(rank)))
-        if role == "training"
-        else (lambda: optimizer_step(role.removeprefix("optimizer:"), int(elements))),
+        (lambda: training_step(int(rank))) if role == "training" else (lambda: adam_pass_step(int(elements))),
         len(placement.cpus),
     )
     connection.send("ready")

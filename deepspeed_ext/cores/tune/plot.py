@@ -29,12 +29,7 @@ def plot_format(path: str) -> str:
 
 
 def plot_result(result: dict[str, Any], format: str) -> bytes:
-    """Draw bandwidth against cores, the chosen point, and the step time of PyTorch beside the optimizer.
-
-    Args:
-        result: as `Tuner.run` returns it.
-        format: as `plot_format` returns it.
-    """
+    """Draw bandwidth against cores, the chosen point, and the step time of PyTorch beside the optimizer."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

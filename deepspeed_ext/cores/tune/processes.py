@@ -32,7 +32,7 @@ class MeasuringProcesses:
     """One measuring process per rank; a context manager that ends them.
 
     Args:
-        role: ``training``, or ``optimizer:`` and the name of the kernel.
+        role: ``training`` or ``optimizer``.
         placements: where each rank's process starts, in rank order.
         elements: number of fp32 parameters that an optimizer step updates; 0 for training.
 

@@ -42,7 +42,6 @@ class TuneSettings:
 
     elements: int
     """Number of fp32 parameters per rank that each measured step updates."""
-    kernel: str = tuning_results.DEFAULT_KERNEL
     warm_up_steps: int = 2
     minimum_steps: int = 7
     maximum_steps: int = 25
@@ -58,14 +57,13 @@ class TuneSettings:
         """Choose buffers of eight times the cache size (quick: four times), but at most a quarter of free host memory.
 
         Args:
-            ranks: number of local ranks.
             quick: measure less, in under 20 seconds.
             elements: parameters per rank; None: chosen from the cache size.
 
         Raises:
             OutOfMemoryError: free memory does not suffice for one element per rank.
         """
-        cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT[tuning_results.DEFAULT_KERNEL]
+        cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT
         wanted = max(8 << 20, min(4 * cache_elements, 32 << 20)) if quick else max(64 << 20, 8 * cache_elements)
         memory = available_host_bytes()
         fitting = int(HOST_MEMORY_FRACTION * memory) // (ranks * STATE_BYTES_PER_ELEMENT)
@@ -109,8 +107,6 @@ class Tuner:
     """Measures one host; a context manager that ends its processes.
 
     Args:
-        host: the host and its ranks.
-        settings: how much to measure.
         report: called with a line of text before each measurement.
     """
 
@@ -142,7 +138,7 @@ class Tuner:
     @property
     def fingerprint(self) -> tuning_results.Fingerprint:
         """Everything that the result depends on."""
-        return tuning_results.Fingerprint.of(self.host.topology, self.host.ranks, self.settings.kernel)
+        return tuning_results.Fingerprint.of(self.host.topology, self.host.ranks)
 
     def run(self) -> dict[str, object]:
         """Measure, choose, and return the result as it is stored.
@@ -196,7 +192,7 @@ class Tuner:
         slowest = max(taken, key=statistics.median)
         median, spread = statistics.median(slowest), relative_spread(slowest)
         noise = doubt or (f"steps vary by {spread:.0%}" if spread > NOISY_SPREAD else "")
-        traffic = self.settings.elements * BYTES_PER_ELEMENT[self.settings.kernel] / 1e9
+        traffic = self.settings.elements * BYTES_PER_ELEMENT / 1e9
         for rank, seconds in zip(plan.ranks, taken, strict=True):
             self.records.append(
                 {
@@ -269,8 +265,8 @@ class Tuner:
         """Return the ranks' optimizer processes, moved to their cores in ``plan``; start them if necessary."""
         if self._optimizers is None:
             placements = [WorkerPlacement.of(rank) for rank in plan.ranks]
-            role = f"optimizer:{self.settings.kernel}"
-            self._optimizers = self._stack.enter_context(MeasuringProcesses(role, placements, self.settings.elements))
+            processes = MeasuringProcesses("optimizer", placements, self.settings.elements)
+            self._optimizers = self._stack.enter_context(processes)
         self._optimizers.move(plan, "optimizer")
         return self._optimizers
 
@@ -296,7 +292,6 @@ class _Outputs:
         Args:
             output: ``--output``; None: the cache.
             plot: ``--plot``; None: no picture.
-            key: the fingerprint's key.
 
         Raises:
             ConfigError: a file cannot be written, or two names mean the same file.
@@ -327,9 +322,6 @@ class _Outputs:
 
 def run_from_cli(arguments: Any) -> Iterator[str]:
     """Tune as the command line asks, and yield the text to print: the result, before it is written, and its path.
-
-    Args:
-        arguments: as `deepspeed_ext.commands.main` parses them.
 
     Raises:
         ConfigError: the arguments contradict each other or the host, or the result cannot be written.

@@ -40,6 +40,7 @@ class HostedAdam(HostedOptimizer):
     """
 
     layout = ADAM_STATE
+    task = PartitionPass
 
     def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
         super().__init__(optimizer, moment_dtype)
@@ -77,17 +78,6 @@ class HostedAdam(HostedOptimizer):
 
     def ahead(self, last: AdamStep, interval: int) -> Publish:
         return publish_ahead(last, interval)
-
-    def task(
-        self,
-        partition: int,
-        slots: tuple[int, ...],
-        steps: Sequence[AdamStep],
-        publish: Publish,
-        *,
-        again: int | None = None,
-    ) -> PartitionPass:
-        return PartitionPass(partition, slots, tuple(steps), publish, again=again)
 
     def publish(
         self, publish: Publish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor

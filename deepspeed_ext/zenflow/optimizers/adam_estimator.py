@@ -112,7 +112,6 @@ def drift_coefficient_of(step: AdamStep, t: int, position: int, interval: int) -
     """a_j of the module docstring: the coefficient of q in D.
 
     Args:
-        step: the hyperparameters.
         t: number of the update that uses the gradient.
         position: j, from 1.
         interval: S.
@@ -145,7 +144,6 @@ class Estimator:
 
     Args:
         block_means: mean of v over each block, 1-D fp32 [ceil(n / block_size)], on the device of the gradients.
-        block_size: elements per block.
         bias_correction2_sqrt: sqrt(1 - beta2^t) of the update to which the means belong.
         eps: epsilon of d.
     """

@@ -19,7 +19,6 @@ def hosted(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> HostedOpt
     """The user's optimizer, as ZenFlow runs it.
 
     Args:
-        optimizer: the user's.
         config: the section: the update rule in use and the dtype of the moments.
 
     Raises:

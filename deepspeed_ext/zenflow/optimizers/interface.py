@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.messages import LionPartitionPass, PartitionPass
 
 __all__ = ["Estimate", "HostedOptimizer"]
 
@@ -38,6 +38,7 @@ class HostedOptimizer(ABC):
 
     Attributes:
         layout: its state.
+        task: builds the worker's task: one step per gradient, then publish as `exact` or `ahead` say.
 
     Args:
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
@@ -48,6 +49,7 @@ class HostedOptimizer(ABC):
     """
 
     layout: StateLayout
+    task: ClassVar[type[PartitionPass | LionPartitionPass]]
 
     def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
         self._optimizer = optimizer
@@ -86,13 +88,6 @@ class HostedOptimizer(ABC):
         """How to publish y when the next result is `interval` steps away; `last` is the newest update."""
 
     @abstractmethod
-    def task(
-        self, partition: int, slots: tuple[int, ...], steps: Sequence[Any], publish: Any, *, again: int | None = None
-    ) -> WorkerTask:
-        """The worker's task: one step per gradient, then publish as `exact` or `ahead` say; `again` as in
-        `PartitionPass`."""
-
-    @abstractmethod
     def publish(
         self, publish: Any, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
     ) -> torch.Tensor:
@@ -101,7 +96,6 @@ class HostedOptimizer(ABC):
         Args:
             publish: from `exact` or `ahead`.
             state: p and the moments, in their own dtypes; 1-D [n], host.
-            block_size: elements per block.
             published: receives y; 1-D [n], host.
 
         Returns:
@@ -117,7 +111,6 @@ class HostedOptimizer(ABC):
         Args:
             last: the newest update's constants.
             per_block: the per-block array, 1-D, on the device of the gradients; may be kept.
-            block_size: elements per block.
         """
 
     @abstractmethod

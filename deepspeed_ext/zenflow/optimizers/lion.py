@@ -36,7 +36,6 @@ class SignsAndMeans:
 
     Attributes:
         kept: `known` of `worker.kernel.lion_pass`, 1-D int32, on the device of the gradients.
-        block_size: elements per block.
     """
 
     kept: torch.Tensor
@@ -53,6 +52,7 @@ class HostedLion(HostedOptimizer):
     """The user's DeepSpeedCPULion or FusedLion."""
 
     layout = LION_STATE
+    task = LionPartitionPass
 
     @classmethod
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
@@ -80,17 +80,6 @@ class HostedLion(HostedOptimizer):
     def ahead(self, last: LionStep, interval: int) -> LionPublish:
         assert interval == 1, "the settings allow no other"
         return LionPublish(last.decay)
-
-    def task(
-        self,
-        partition: int,
-        slots: tuple[int, ...],
-        steps: Sequence[LionStep],
-        publish: LionPublish,
-        *,
-        again: int | None = None,
-    ) -> LionPartitionPass:
-        return LionPartitionPass(partition, slots, tuple(steps), publish, again=again)
 
     def publish(
         self, publish: LionPublish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor

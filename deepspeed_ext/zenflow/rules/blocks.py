@@ -25,7 +25,6 @@ class BlockSet:
     Args:
         ids: block numbers, 1-D int64, ascending, on the device where the blocks are used.
         numel: n.
-        block_size: elements per block.
     """
 
     def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
@@ -80,7 +79,6 @@ class BlocksOfRanks:
         ids: block numbers, [ranks, k] int64, ascending in each row, on the device where the blocks are used. A number
             may occur several times, except that of a short last block.
         numel: n.
-        block_size: elements per block.
     """
 
     def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
@@ -115,7 +113,6 @@ class AdamBlocks:
     """Adam's state for a `BlockSet` of k blocks, outside the partition's own arrays.
 
     Attributes:
-        blocks: the set.
         p, m, v: fp32 [k, block_size], one row per block.
         updates: int32 [k], number of updates each block has had.
     """
@@ -135,7 +132,6 @@ class AdamBlocks:
 
         Args:
             grad: [k, block_size], any float dtype, any device.
-            step: the hyperparameters.
 
         Returns:
             The new p, fp32 [k, block_size], on grad's device. Compute weights from this tensor, not from the attribute
@@ -165,7 +161,6 @@ def step_blocks(
 
     Args:
         state: p, m, v; 1-D fp32 [n], host.
-        block_size: elements per block.
         counts: updates that each block has had; 1-D int32 [blocks], host.
         without: numbers of the blocks that keep their state; 1-D int64. None: no exception.
         gradient: 1-D [n], any float dtype, host.

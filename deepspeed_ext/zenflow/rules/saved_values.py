@@ -123,7 +123,6 @@ class PartitionValues(SavedValues, ABC):
 
         Args:
             state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
-            block_size: elements per block.
             begin: the first element of the part behind those on the accelerator, at the start of a block. The part ends
                 where a block or the partition ends.
             moment_dtype: that to which the rule rounded the moments.

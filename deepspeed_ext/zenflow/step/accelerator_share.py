@@ -51,12 +51,8 @@ class AcceleratorShare:
     """The share of all partitions of this rank.
 
     Args:
-        weights: of each partition, 1-D [n]; the initial values of p.
+        weights: of each partition, 1-D [n], on the accelerator; the initial values of p.
         numels: elements of each partition, from its start, that step on the accelerator.
-        arena: shows them.
-        block_size: elements per block.
-        device: of p and the moments.
-        kind: the optimizer.
     """
 
     def __init__(
@@ -65,9 +61,9 @@ class AcceleratorShare:
         numels: Sequence[int],
         arena: Arena,
         block_size: int,
-        device: torch.device,
         kind: HostedOptimizer,
     ) -> None:
+        device = weights[0].device
         self.numels = tuple(numels)
         self._kind = kind
         self._arena = arena
@@ -90,9 +86,8 @@ class AcceleratorShare:
         numels: Sequence[int],
         arena: Arena,
         block_size: int,
-        device: torch.device,
-        ranks: RankGroup,
         kind: HostedOptimizer,
+        ranks: RankGroup,
     ) -> AcceleratorShare:
         """Allocate it on every rank. A collective.
 
@@ -100,7 +95,7 @@ class AcceleratorShare:
             OutOfMemoryError: on every rank, if the accelerator of any has no memory for it.
         """
         share = allocation.try_on_all_ranks(
-            "zenflow.accelerator_share", lambda: cls(weights, numels, arena, block_size, device, kind), ranks
+            "zenflow.accelerator_share", lambda: cls(weights, numels, arena, block_size, kind), ranks
         )
         if share is None:
             needed = sum(accelerator_share_bytes(numel, block_size, kind.layout) for numel in numels)
@@ -115,9 +110,7 @@ class AcceleratorShare:
         """Take one step of a partition's share, and write its weights.
 
         Args:
-            index: number of the partition.
             grad: the share's gradient, 1-D [d], any float dtype, accelerator; neither unscaled nor clipped.
-            step: its constants.
             weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in place.
         """
         state = self._parts[index].state
@@ -175,10 +168,7 @@ def host_share_that_fits(
 
     Args:
         numels: elements of this rank's partitions.
-        block_size: elements per block.
         reserve_fraction: of the accelerator's total memory, which stays free.
-        ranks: the data-parallel ranks.
-        layout: the optimizer's state.
 
     Returns:
         The same on every rank, from 0 to 1; 1 if the accelerator is the CPU.

@@ -28,7 +28,6 @@ class CodedMoment(NamedTuple):
 
     Attributes:
         kind, shown_kind, partition: those of the arrays of codes and of shown values in the arena.
-        block_size: elements per block.
         codes: int8 [n] of m, uint8 [n] of v.
         scales: uint8 [ceil(n / block_size)].
         shown: fp32 [n].
@@ -73,12 +72,6 @@ class CodedMoment(NamedTuple):
 
 class CodedMoments:
     """The moments of a rank's partitions.
-
-    Args:
-        arena: has them.
-        partitions: this rank's partitions.
-        layout: the optimizer's state.
-        block_size: elements per block.
 
     Attributes:
         is_shown: whether the state is what is shown, which may have been written. From the beginning of a step on, it

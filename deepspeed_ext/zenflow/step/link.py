@@ -57,16 +57,12 @@ class WorkerLink:
         buffers: landing buffers of each partition, if copies run beside the next step; None: inside of it.
         block_size: elements per block; the worker splits its work at block boundaries.
         placement: the worker's cores and memory node; None: inherited.
-        threads: number of the worker's threads.
         weights_on_host: whether weights are on the host, so nothing is copied in or beside a step.
         fills_early: whether gradients are in their slots before a step, so nothing is copied beside it.
         ranks: the data-parallel ranks; each of them builds one of these.
-        timeout_seconds: longest wait for the worker.
-        metrics: receives the measurements.
 
     Attributes:
         arena, process, transfers, page_locks: see their classes.
-        fills_early: the argument.
         phase: state of the newest update.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
         longest_wait_seconds: longest wait even with progress; after it, the collective of other ranks would time out.
@@ -323,7 +319,6 @@ def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:
 
     Args:
         nbytes: what this rank needs.
-        ranks: the ranks; all of them call this.
 
     Returns:
         What this rank's host lacks, in words; None: nothing.
@@ -332,9 +327,9 @@ def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:
         host = host_id()
         mine = nbytes, memory.available_by_limit()
     found = ranks.gather_among(host, mine).values()
-    for limit in {limit for _, rooms in found for limit in rooms}:
-        sharers = [(needed, rooms[limit]) for needed, rooms in found if limit in rooms]
-        needed, available = sum(needed for needed, _ in sharers), max(0, min(room for _, room in sharers))
+    for limit in {limit for _, free in found for limit in free}:
+        sharers = [(needed, free[limit]) for needed, free in found if limit in free]
+        needed, available = sum(needed for needed, _ in sharers), max(0, min(left for _, left in sharers))
         if needed > available:
             return (
                 f"{needed:,} bytes of host memory for {len(sharers)} rank(s) on one host, but {available:,} are "
@@ -344,11 +339,7 @@ def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:
 
 
 def _require_room(nbytes: int, ranks: RankGroup, *, gradients_are_early: bool = False) -> None:
-    """Check that this rank's host has memory for what its ranks need. A collective.
-
-    Raises:
-        OutOfMemoryError: on every rank.
-    """
+    """Raise on every rank if this rank's host has no memory for what its ranks need. A collective."""
     shortage = host_shortage(nbytes, ranks)
     with together(ranks):
         if shortage is not None:

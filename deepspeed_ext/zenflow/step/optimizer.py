@@ -43,11 +43,9 @@ class OffloadedAdam:
         states: p and the moments of the same partitions, as DeepSpeed sees them.
         share: steps the first elements of each on the accelerator; None: all of them are the rule's.
         coded: shows moments that are codes; None: they are none.
-        link: connection to the worker.
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
         kind: what depends on which optimizer it is.
         ranks: the data-parallel ranks; each of them builds one of these, with partitions in the same order.
-        metrics: receives the measurements.
 
     Attributes:
         rule, partitions, states, share, coded, link, kind, ranks: the arguments.
@@ -305,11 +303,8 @@ class OffloadedAdam:
         return grad[numel:]
 
     def _affordable(self, wanted: int) -> int:
-        """The longest interval up to `wanted` whose gradients fit into every rank's host memory. A collective.
-
-        Raises:
-            OutOfMemoryError: on every rank, if on any rank not even the shortest interval fits.
-        """
+        """The longest interval up to `wanted` whose gradients fit into every rank's host memory; raise on every rank if
+        not even the shortest does. A collective."""
         longest = shortest = self.rule.schedule.shortest_interval
         with self.link.keeping():
             room = _available_bytes()

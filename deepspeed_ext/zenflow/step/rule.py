@@ -29,17 +29,12 @@ class UpdateRule(ABC, Generic[PlanT]):
     """Decides what a step does, and computes the weights that are not simply copied from the worker.
 
     Args:
-        block_size: elements per block.
         schedule: decides what each step does.
-        partitions: this rank's partitions, in order.
-        link: connection to the worker.
-        metrics: receives the rule's measurements.
 
     Attributes:
         name: the rule's name in configs and checkpoints.
         shows_collected: whether the update count exposed with p, m, v includes gradients that are collected but not
             handed over.
-        block_size, schedule: the arguments.
     """
 
     name: ClassVar[str]
@@ -71,7 +66,6 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Use the collected gradient of one partition. If the plan waits first, the update in flight has arrived.
 
         Args:
-            plan: the plan of the step.
             partition: the partition; its newest constants are ``partition.collected[-1]``.
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped: its factor is
                 among those constants.

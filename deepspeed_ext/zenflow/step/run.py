@@ -16,7 +16,6 @@ class ZenFlowRun:
     """The section as the user wrote it, with what else a run needs to know.
 
     Attributes:
-        config: the section.
         worker_timeout_seconds: longest wait for the worker: as the user set it, or a default that may be lowered.
         steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build the data loader.
         host_share: the share of each partition that steps on the host (``offload_optimizer.ratio``); None: as little
@@ -41,11 +40,9 @@ class ZenFlowRun:
         The default timeout is lowered if the collectives in which other ranks wait would time out first.
 
         Args:
-            config: the section.
             group_timeouts_seconds: timeouts of the process groups in which other ranks wait for this one; empty if
                 there are no other ranks.
-            steps_per_epoch: optimizer steps per epoch, if known.
-            host_share: see the attribute.
+            steps_per_epoch, host_share: see the attributes.
 
         Raises:
             ConfigError: the user's timeout is not below that of the collectives.

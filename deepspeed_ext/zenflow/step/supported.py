@@ -59,41 +59,35 @@ def require_section(section: Any) -> None:
     """
     if section.zenflow is None:
         return
-    offload, offload_param = section.offload_optimizer, section.offload_param
+    zenflow = section.zenflow
+    offloads = {"offload_optimizer": section.offload_optimizer, "offload_param": section.offload_param}
+    rounds, state_dtype = zenflow.state_dtype != "float32", f'zenflow.state_dtype = "{zenflow.state_dtype}"'
     _refuse(
         Refusal(
             "stage = 0", section.stage == 0, "DeepSpeed neither partitions nor offloads an optimizer at that stage"
         ),
-        Refusal(
-            'offload_optimizer.device = "nvme"', offload is not None and offload.device == "nvme", "it is not built"
+        *(
+            Refusal(f'{name}.device = "nvme"', each is not None and each.device == "nvme", "it is not built")
+            for name, each in offloads.items()
         ),
         Refusal(
-            'offload_param.device = "nvme"',
-            offload_param is not None and offload_param.device == "nvme",
-            "it is not built",
-        ),
-        Refusal(
-            f'zenflow.state_dtype = "{section.zenflow.state_dtype}" with update_rule = "selective"',
-            _rounds(section) and section.zenflow.rule == "selective",
+            f'{state_dtype} with update_rule = "selective"',
+            rounds and zenflow.rule == "selective",
             "hot blocks keep fp32 moments, and would be rounded each time they move; the predictive rule has it",
         ),
         Refusal(
-            f'zenflow.state_dtype = "{section.zenflow.state_dtype}" with offload_optimizer.ratio below 1',
-            _rounds(section) and section.host_share != 1.0,
+            f"{state_dtype} with offload_optimizer.ratio below 1",
+            rounds and section.host_share != 1.0,
             "what steps on the accelerator keeps fp32 moments, and would be rounded by every save",
         ),
         *_of_gradients(section),
         Refusal(
-            f'zenflow.state_dtype = "int8" with block_size above {LARGEST_CODED_BLOCK}',
-            section.zenflow.state_dtype == "int8" and section.zenflow.block_size > LARGEST_CODED_BLOCK,
+            f"{state_dtype} with block_size above {LARGEST_CODED_BLOCK}",
+            zenflow.state_dtype == "int8" and zenflow.block_size > LARGEST_CODED_BLOCK,
             "a block has one scale, and in a large one most moments are small beside the largest: lower block_size",
         ),
         Refusal("compute_grad_norm = false", not section.compute_grad_norm, "DeepSpeed refuses it with CPU offload"),
     )
-
-
-def _rounds(section: Any) -> bool:
-    return section.zenflow.state_dtype != "float32"
 
 
 def require_shared_folder(section: Any, node_local: bool) -> None:

@@ -46,8 +46,6 @@ class LandingBuffer:
 
     Args:
         host: what the worker writes; only dtypes and sizes are read.
-        grad_dtype: dtype of the gradient.
-        device: the accelerator.
 
     Attributes:
         gradient: 1-D [n].
@@ -98,9 +96,6 @@ def allocate_landing_buffers(
 
     Args:
         wanted: whether the user asks for buffers; None: allocate them if every rank keeps a tenth of its memory free.
-        results: of each partition, in order.
-        grad_dtype: dtype of the gradients.
-        ranks: the data-parallel ranks.
 
     Returns:
         The buffers; None on every rank if copies stay inside the step.

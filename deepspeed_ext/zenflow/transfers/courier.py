@@ -67,7 +67,6 @@ class Shipment:
 
     Args:
         parcels: what is carried; the first `at_once` of them may have been sent.
-        process: the worker.
         at_once: how many of them may be on the host at once, at least 2; None: all.
 
     Attributes:

@@ -52,9 +52,7 @@ class Transfers:
     each part of a gradient after the part of y that was read before.
 
     Args:
-        process: the worker.
         results: the arrays of the arena that the worker writes, of each partition in order, for each slot of its ring.
-        block_size: elements per block.
         waiting: runs while the accelerator waits for copies.
         weights_on_host: whether weights are on the host.
         fills_early: whether gradients are in their slots before they are taken.
@@ -94,7 +92,6 @@ class Transfers:
         """Take a partition's gradient, whose copy to `slot` has started when `depart` returns.
 
         Args:
-            index: number of the partition.
             grad: 1-D [n], on the accelerator; may be reused by later work on the current stream.
             slot: 1-D [n], same dtype, in the arena. It must not change before `wait`. None: gradients pass through the
                 host in chunks.

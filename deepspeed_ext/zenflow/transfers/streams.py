@@ -34,10 +34,6 @@ def have_ended(streams: Collection[Any], seconds: float) -> bool:
     """Wait for everything launched on `streams` so far, with a limit: a stream may hold a collective that a peer never
     launches.
 
-    Args:
-        streams: of the accelerator.
-        seconds: longest wait.
-
     Returns:
         Whether all of it is done; False also if the accelerator has failed.
     """

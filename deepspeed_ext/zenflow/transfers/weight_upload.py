@@ -27,7 +27,6 @@ class WeightUpload:
 
     Args:
         most: elements of the largest partition.
-        block_size: elements per block.
         waiting: runs while the accelerator waits for the weights.
     """
 
@@ -49,7 +48,8 @@ class WeightUpload:
         Yields:
             The part's elements, and host memory for its weights: with the old ones if `reads`, otherwise undefined.
         """
-        self._reserve(weights.dtype)
+        if not self._buffers:
+            self._buffers = [allocation.host_empty(self._numel, weights.dtype, pin=True) for _ in range(2)]
         starts = range(span.begin, span.end, max(1, self._numel))
         pieces = [Span(begin, min(begin + self._numel, span.end)) for begin in starts]
         fetched: Any = None
@@ -79,10 +79,6 @@ class WeightUpload:
             arrived = streams.blocking_event()
             arrived.record(self._down)
         return arrived
-
-    def _reserve(self, dtype: torch.dtype) -> None:
-        if not self._buffers:
-            self._buffers = [allocation.host_empty(self._numel, dtype, pin=True) for _ in range(2)]
 
     @property
     def used(self) -> list[Any]:

@@ -165,11 +165,8 @@ def partition_specs(
     y of some elements would replace gradients of others, which another thread may not have read.
 
     Args:
-        partition: number of the partition.
         numel: its elements, n.
-        block_size: elements per block.
         publish_dtype: dtype of y.
-        grad_dtype: dtype of the gradients.
         slots: slots of the gradient ring.
         touched_slots: slots that are certainly used; the others take memory only on first use.
         per_block: kind and dtype of the rule's per-block array, and whether it is copied to the accelerator.
@@ -227,11 +224,14 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 class Arena:
-    """A mapping of the shared memory. `create` makes the memory, `attach` maps memory that another process made.
+    """A mapping of the shared memory. `create` makes the memory; the constructor maps what another process made.
+
+    Args:
+        fileno: the memfd, of which this takes ownership.
+        layout: positions of the arrays.
 
     Attributes:
         fileno: the memfd; -1 after `close`.
-        layout: positions of the arrays.
     """
 
     def __init__(self, fileno: int, layout: ArenaLayout) -> None:
@@ -266,11 +266,6 @@ class Arena:
                 f"the kernel refuses {layout.nbytes:,} bytes of shared memory for the optimizer process: {error}. "
                 f"Raise the limit on {limit}, use more ranks (each holds less), or turn zenflow off"
             ) from error
-
-    @classmethod
-    def attach(cls, fileno: int, layout: ArenaLayout) -> Arena:
-        """Map an arena that another process created; takes ownership of the descriptor."""
-        return cls(fileno, layout)
 
     @property
     def address(self) -> int:

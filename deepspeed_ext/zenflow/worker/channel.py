@@ -41,9 +41,6 @@ class Patience:
         seconds: the whole timeout; may be infinite. NaN counts as expired.
         within: an outer timeout that runs at the same time and that `renew` does not affect; when it expires, so does
             this one.
-
-    Attributes:
-        seconds: the argument.
     """
 
     def __init__(self, seconds: float, within: Patience | None = None) -> None:

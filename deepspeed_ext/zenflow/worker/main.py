@@ -94,7 +94,7 @@ def _serve(channel: Channel, arena_fd: int) -> None:
     kernel = load_kernel(plan.library, plan.threads)
     if placement is not None and placement.one_each and warning is None and isinstance(kernel, NativeKernel):
         kernel.pin(sorted(placement.cpus))
-    arena = Arena.attach(arena_fd, plan.layout)
+    arena = Arena(arena_fd, plan.layout)
     arena.close()  # the mapping outlives the descriptor
     _touch(arena, kernel, [spec.key for spec, _ in plan.layout.arrays if spec.touched])
     _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
@@ -152,8 +152,6 @@ def write_from_arena(work: ArenaWrite, arena: Arena, kernel: Kernel | None = Non
     """Write a file's parts; return what went wrong, or None.
 
     Args:
-        work: the parts.
-        arena: has them.
         kernel: decodes moments, whose blocks have `block_size` elements; None: no part needs it.
     """
     try:

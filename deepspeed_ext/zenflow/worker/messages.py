@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArrayKey
@@ -56,72 +56,48 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PartitionPass:
-    """One pass over one partition: one step per gradient in ``slots`` of its ring, then publish."""
+class _Pass:
+    """One pass over one partition, with the gradients in ``slots`` of its ring; then it publishes y."""
 
     partition: int
     slots: tuple[int, ...]
-    steps: tuple[AdamStep, ...]
-    publish: Publish
-    span: Span | None = None
+    span: Span | None = field(default=None, kw_only=True)
     """The part to process; None: all of it. Parts may be processed in any order, with the same result."""
-    again: int | None = None
+    again: int | None = field(default=None, kw_only=True)
     """Without gradients: the slot whose place y takes. Its gradient is lost, so it must have been handed over."""
-    chunk_slot: int | None = None
+    chunk_slot: int | None = field(default=None, kw_only=True)
     """The place in which the part's gradient is, and its y is to be; None: the partition's own slots."""
 
     @property
     def y_slot(self) -> int:
         """The slot whose place y takes: that of the newest gradient."""
-        return _newest(self.slots, self.again)
+        assert bool(self.slots) is (self.again is None), "y has one place"
+        return self.slots[-1] if self.again is None else self.again
 
 
 @dataclass(frozen=True)
-class MeanPartitionPass:
+class PartitionPass(_Pass):
+    """One step of Adam per gradient."""
+
+    steps: tuple[AdamStep, ...]
+    publish: Publish
+
+
+@dataclass(frozen=True)
+class MeanPartitionPass(_Pass):
     """One step of a partition's cold blocks with ``sum_k scales[k] g[slots[k]]``. Without gradients: only publish p
     again."""
 
-    partition: int
-    slots: tuple[int, ...]
     scales: tuple[float, ...]
     step: AdamStep
-    span: Span | None = None
-    """As in `PartitionPass`."""
-    again: int | None = None
-    """As in `PartitionPass`."""
-    chunk_slot: int | None = None
-    """As in `PartitionPass`."""
-
-    @property
-    def y_slot(self) -> int:
-        """As in `PartitionPass`."""
-        return _newest(self.slots, self.again)
-
-
-def _newest(slots: tuple[int, ...], again: int | None) -> int:
-    assert bool(slots) is (again is None), "y has one place"
-    return slots[-1] if again is None else again
 
 
 @dataclass(frozen=True)
-class LionPartitionPass:
-    """As `PartitionPass`, for Lion."""
+class LionPartitionPass(_Pass):
+    """One step of Lion per gradient."""
 
-    partition: int
-    slots: tuple[int, ...]
     steps: tuple[LionStep, ...]
     publish: LionPublish
-    span: Span | None = None
-    """As in `PartitionPass`."""
-    again: int | None = None
-    """As in `PartitionPass`."""
-    chunk_slot: int | None = None
-    """As in `PartitionPass`."""
-
-    @property
-    def y_slot(self) -> int:
-        """As in `PartitionPass`."""
-        return _newest(self.slots, self.again)
 
 
 WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass | LionPartitionPass
@@ -185,7 +161,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Done:
-    """Sent once the arena holds the result of submission `number`, and files hold what they were to get."""
+    """Sent once the arena holds the result of submission `number`, and its files are written."""
 
     number: int
     seconds: float

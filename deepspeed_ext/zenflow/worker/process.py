@@ -160,7 +160,6 @@ class OptimizerProcess:
         """Wait until submission `number` is done; its seconds are still counted by the next `wait`.
 
         Args:
-            number: of the submission.
             timeout_seconds: longest wait without an answer, if that is more than the value given to the constructor.
             within: longest wait in all; None: unlimited while there are answers.
 

@@ -7,9 +7,10 @@ Sizes are per rank; partitions are given by their numbers of elements.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from deepspeed_ext.zenflow.worker.arena import OF_CHUNKS, ArraySpec, partition_specs
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
@@ -72,53 +73,55 @@ behind it, and one on its way in each direction. At least 2: the courier hands a
 before."""
 
 
-class RuleSettings(Protocol):
-    """Settings of a rule that are needed before the arena exists."""
+@dataclass(frozen=True)
+class RuleSettings(ABC):
+    """Settings of a rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
+
+    update_interval: int | None
+    """Optimizer steps handed over together; None: chosen by measurement."""
+    block_size: int = field(kw_only=True)
+    """Elements per block; the worker splits its work at block boundaries."""
+    weights_on_host: bool = field(default=False, kw_only=True)
+    """Weights are on the host (``offload_param``), so y stays there."""
+    fills_early: bool = field(default=False, kw_only=True)
+    """Gradients are in the ring before their step begins, and the host computes the weights (``gradients_on_host``, and
+    with weights on the host)."""
+    fills_before_y: bool = field(default=False, kw_only=True)
+    """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
+    accelerator)."""
+    layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
+    """The optimizer's state."""
 
     @property
-    def update_interval(self) -> int | None:
-        """Optimizer steps handed over together; None: chosen by measurement."""
-
-    @property
+    @abstractmethod
     def longest_interval(self) -> int:
-        """`update_interval`, or the longest interval that measurement may choose; the ring has slots for it."""
+        """`update_interval`, or the longest interval that may be chosen; the ring has slots for it."""
 
     @property
-    def block_size(self) -> int:
-        """Elements per block; the worker splits its work at block boundaries."""
-
-    @property
+    @abstractmethod
     def slots(self) -> int:
         """Slots of the gradient ring at `longest_interval`."""
 
     @property
+    @abstractmethod
     def least_slots(self) -> int:
         """Slots in use while the interval is open: as many as interval 1 needs, so that it always fits."""
 
     @property
+    @abstractmethod
     def passes_chunks(self) -> bool:
         """Whether nobody reads a gradient or y on the host after its chunk has been stepped and sent back, at least
         while the interval is open."""
 
     @property
+    @abstractmethod
     def per_block(self) -> tuple[str, str, bool]:
         """Kind and dtype of the rule's per-block array, and whether it is copied to the accelerator."""
 
     @property
     def per_block_width(self) -> int:
         """Elements of that array for one block."""
-
-    @property
-    def layout(self) -> StateLayout:
-        """The optimizer's state."""
-
-    @property
-    def weights_on_host(self) -> bool:
-        """Whether weights are on the host, so y stays there."""
-
-    @property
-    def fills_early(self) -> bool:
-        """Whether gradients are in the ring before their step, and the host computes the weights."""
+        return self.layout.per_block_width(self.block_size)
 
 
 def accelerator_numel(numel: int, host_share: float, block_size: int) -> int:
@@ -146,10 +149,6 @@ def arena_specs(
     """The arrays of all partitions. While the interval is open, only `least_slots` slots are touched at start.
 
     Args:
-        settings: settings of the rule.
-        numels: elements of each partition.
-        publish_dtype: dtype of y.
-        grad_dtype: dtype in which gradients are handed over.
         on_accelerator: how many of them step on the accelerator; empty: none.
         in_chunks: whether gradients pass through in chunks, for which `slot_specs` has places. Then only an open
             interval has a ring, which is used if it becomes longer than 1.
@@ -201,11 +200,8 @@ def chunk_slots(
     whole gradients, because somebody reads them there, y does not fit into their place, or they take no more memory.
 
     Args:
-        settings: settings of the rule.
         numel: elements of all partitions that step on the host.
         largest: elements of the largest of them.
-        publish_dtype: dtype of y.
-        grad_dtype: dtype in which gradients are handed over.
     """
     if not settings.passes_chunks or DTYPE_BYTES[publish_dtype] != DTYPE_BYTES[grad_dtype]:
         return None
@@ -256,8 +252,8 @@ def gradient_bytes(
 
 
 def may_choose_host(hide_transfers: bool | None, host_share: float | None) -> bool:
-    """Whether gradients may go to the host without being asked to: not if copies beside the step are wanted, nor if a
-    share of the optimizer steps on the accelerator, because both need gradients there."""
+    """Whether gradients may go to the host if the config does not say: not if copies beside the step are wanted, nor if
+    a share of the optimizer steps on the accelerator, because both need gradients there."""
     return not hide_transfers and host_share == 1.0
 
 
@@ -272,9 +268,6 @@ def landing_bytes(numel: int, grad_dtype: str, publish_dtype: str, means_bytes: 
     """Bytes of a partition's landing buffer: 2 per element if gradients and y have 16 bits, plus the block means.
 
     Args:
-        numel: elements of the partition.
-        grad_dtype: dtype in which gradients are handed over.
-        publish_dtype: dtype of y.
         means_bytes: bytes of the block means; 0: the rule does not use them.
     """
     return numel * max(DTYPE_BYTES[grad_dtype], DTYPE_BYTES[publish_dtype]) + means_bytes

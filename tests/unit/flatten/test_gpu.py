@@ -36,8 +36,8 @@ def staged(direction: str) -> str:
     device = get_accelerator().current_device_name()
     values = torch.arange(1000, dtype=torch.float32)
     nothing = torch.full_like(values, math.nan)
-    with patch.object(staging, "CHUNK_BYTES", 96 * values.itemsize):
-        chunks = Staging(values.dtype, pin=True)
+    with patch.object(staging, "STAGING_CHUNK_BYTES", 96 * values.itemsize):
+        chunks = Staging(values.dtype)
     if direction == "down":
         chunks.to_host(values.to(device), target := nothing)
     else:

@@ -63,7 +63,7 @@ def failing(counts: Iterable[int]) -> Any:
 def peak_body(tier: str) -> dict[str, float]:
     layout = make_layout(dist.get_world_size())
     expected = reference(layout)
-    with patch.object(staging, "CHUNK_BYTES", CHUNK_BYTES), LiveBytes() as meter:
+    with patch.object(staging, "STAGING_CHUNK_BYTES", CHUNK_BYTES), LiveBytes() as meter:
         meter.watch(*(segment.parameter for segment in layout.segments))
         flat, plan = flatten(layout, tier)
     assert plan.tier == tier
@@ -82,7 +82,7 @@ def test_peak_of_distributed_is_one_buffer_and_one_slice(world_size: int) -> Non
 def test_peak_of_host_is_one_buffer(world_size: int) -> None:
     for peak in run_ranks(world_size, peak_body, "host"):
         assert peak["accelerator"] <= 1.02 * peak["P"]
-        assert peak["host"] <= peak["P"] / world_size + 2 * staging.CHUNK_BYTES
+        assert peak["host"] <= peak["P"] / world_size + 2 * staging.STAGING_CHUNK_BYTES
 
 
 def test_peak_of_accelerator_is_two_buffers() -> None:

@@ -38,11 +38,8 @@ class Sample:
     """Some blocks of a partition, k elements in all, with their state before the worker takes the next gradients.
 
     Attributes:
-        partition: the partition.
         newest: the newest of the gradients that the worker takes next, 1-D [k], host; its copy from the accelerator has
             ended when the worker's result has arrived.
-        kind: the optimizer.
-        block_size: elements per block.
         blocks: numbers of the blocks, 1-D int64; a shorter last block of the partition is excluded. None: the partition
             is shorter than a block, and all of it is taken.
         last: constants of the newest update in p, m, v.
@@ -83,10 +80,7 @@ class Sample:
         """Draw blocks spread over the partition; they depend on `seed`. Nothing may be in flight.
 
         Args:
-            partition: the partition.
             grad: the newest of the gradients that the worker takes next, 1-D [n], on any device.
-            kind: the optimizer.
-            block_size: elements per block.
             last: constants of the newest update in the state.
             most_blocks: maximum number of blocks.
             seed: decides which.

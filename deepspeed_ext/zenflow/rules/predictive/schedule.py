@@ -118,7 +118,6 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         return ring_of(interval or 1, *self._fills) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
-        """Describe the coming step."""
         state, guard = self.state, self.state.guard
         overlaps = self._overlap and not guard.synchronous
         if not overlaps or not state.is_ahead or state.interval is None or state.steps < self.warm_up_steps:
@@ -130,7 +129,6 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         return PredictivePlan(state.interval if last else 0, source, state.position, True, last and guard.is_due)
 
     def advance(self, plan: PredictivePlan) -> None:
-        """Record that the step described by `plan` was carried out."""
         state = self.state
         handed_over = plan.handed_over > 0
         self.state = replace(

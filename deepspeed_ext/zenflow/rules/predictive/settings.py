@@ -9,6 +9,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.sizes import RuleSettings
 
 __all__ = ["LONGEST_MEASURED", "PredictiveSettings"]
 
@@ -18,38 +19,18 @@ so only a config may choose it."""
 
 
 @dataclass(frozen=True)
-class PredictiveSettings:
-    """Settings of the predictive rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
+class PredictiveSettings(RuleSettings):
+    """Settings of the predictive rule."""
 
-    update_interval: int | None
     overlapped: bool
     warm_up_steps: int | None
     """None: the schedule chooses."""
-    block_size: int
     prediction_error_factor: float
     """0: no guard."""
-    weights_on_host: bool = False
-    """Weights are on the host (``offload_param``)."""
-    fills_early: bool = False
-    """Gradients are in the ring before their step begins, and the host computes the weights (``gradients_on_host``, and
-    with weights on the host)."""
-    fills_before_y: bool = False
-    """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
-    accelerator)."""
-    layout: StateLayout = ADAM_STATE
-    """The optimizer's state."""
 
     @classmethod
-    def of(
-        cls,
-        config: ZenFlowConfig,
-        *,
-        weights_on_host: bool = False,
-        fills_early: bool = False,
-        fills_before_y: bool = False,
-        layout: StateLayout = ADAM_STATE,
-    ) -> PredictiveSettings:
-        """Read the settings from a section; the other arguments as the attributes.
+    def of(cls, config: ZenFlowConfig, *, layout: StateLayout = ADAM_STATE) -> PredictiveSettings:
+        """Read the settings from a section.
 
         Raises:
             ConfigError: overlapped steps have an interval for which the optimizer has no estimate.
@@ -69,43 +50,31 @@ class PredictiveSettings:
             warm_up_steps=config.warm_up_steps,
             block_size=config.block_size,
             prediction_error_factor=config.prediction_error_factor,
-            weights_on_host=weights_on_host,
-            fills_early=fills_early,
-            fills_before_y=fills_before_y,
             layout=layout,
         )
 
     @property
     def longest_interval(self) -> int:
-        """`update_interval`, or the longest interval that measurement may choose."""
         return self.update_interval or LONGEST_MEASURED
 
     @property
     def slots(self) -> int:
-        """Slots of the gradient ring at `longest_interval`."""
         return ring_of(self.longest_interval, self.fills_early, self.fills_before_y) if self.overlapped else 1
 
     @property
     def least_slots(self) -> int:
-        """Slots in use while the interval is open: those of interval 1."""
         return ring_of(1, self.fills_early, self.fills_before_y) if self.overlapped else 1
 
     @property
     def passes_chunks(self) -> bool:
-        """Whether gradients and y may pass through the host chunk by chunk: with one gradient at a time, at least until
-        the interval is measured, and weights on the accelerator."""
+        """With one gradient at a time, at least until the interval is measured, and weights on the accelerator."""
         one = self.least_slots if self.update_interval is None else self.slots
         return one == 1 and not (self.fills_early or self.fills_before_y)
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
-        """The per-block array: what the estimate is made from, copied to the accelerator if that computes it."""
+        """What the estimate is made from, copied to the accelerator if that computes it."""
         return (*self.layout.per_block, not self.fills_early)
-
-    @property
-    def per_block_width(self) -> int:
-        """Elements of that array for one block."""
-        return self.layout.per_block_width(self.block_size)
 
     @property
     def drifts(self) -> bool:

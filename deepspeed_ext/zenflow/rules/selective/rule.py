@@ -2,11 +2,10 @@
 once per interval on the host.
 
 Hot blocks are those with the largest gradients. Their p, m, v (fp32) and update counts live outside the arena and move
-there and back at each selection; nothing is reset or rounded. Once per interval the worker makes one exact
-Adam step of the cold blocks with the mean of the clipped gradients. Every block counts its own updates.
+there and back at each selection; nothing is reset or rounded. Once per interval the worker makes one exact Adam step of
+the cold blocks with the mean of the clipped gradients. Every block counts its own updates.
 
-Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns, this
-one blocks.
+Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns, this one blocks.
 """
 
 from __future__ import annotations

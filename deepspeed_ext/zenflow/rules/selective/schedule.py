@@ -78,7 +78,6 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         return self._settings.least_slots if interval is None else self._settings.ring_at(interval)
 
     def plan(self) -> SelectivePlan:
-        """Describe the coming step."""
         state = self.state
         if state.steps < self.warm_up_steps:
             selects = state.steps + 1 == self.warm_up_steps
@@ -92,7 +91,6 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         return SelectivePlan(state.interval if last else 0, exact=False, applies=applies, waits=waits, selects=selects)
 
     def advance(self, plan: SelectivePlan) -> None:
-        """Record that the step described by `plan` was carried out."""
         state = self.state
         in_flight = None if state.steps_in_flight is None or plan.applies else state.steps_in_flight + 1
         if plan.handed_over and not plan.waits:

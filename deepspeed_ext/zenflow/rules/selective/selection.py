@@ -21,7 +21,6 @@ def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
 
     Args:
         flat: 1-D [n], any float dtype, any device.
-        block_size: elements per block.
 
     Returns:
         1-D fp32 [ceil(n / block_size)], on the same device.
@@ -51,7 +50,6 @@ def select(
     Args:
         scores: fp32 [blocks], none negative; the same number on every rank.
         ratio: share of the blocks to choose, between 0 and 1.
-        ranks: the ranks.
         keeping: context for this rank's own work between collectives. If it keeps an error, the result is invalid.
 
     Returns:
@@ -83,12 +81,8 @@ def select(
 
 
 def _digit_of(counts: list[int], left: int) -> tuple[int, int]:
-    """The digit of the `left`-th largest of some numbers, and how many to choose of those with this digit.
-
-    Args:
-        counts: how many numbers have each digit.
-        left: how many to choose.
-    """
+    """The digit of the `left`-th largest of some numbers, of which `counts` have each digit; and how many to choose of
+    those with this digit."""
     digit = len(counts) - 1
     while digit and counts[digit] < left:
         left -= counts[digit]

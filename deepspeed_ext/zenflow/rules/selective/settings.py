@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.sizes import RuleSettings
 
 __all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
 
@@ -40,46 +39,26 @@ def most_hot_blocks(blocks: int, ratio: float) -> int:
 
 
 @dataclass(frozen=True)
-class SelectiveSettings:
-    """Settings of the selective rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
+class SelectiveSettings(RuleSettings):
+    """Settings of the selective rule, which knows Adam only."""
 
-    update_interval: int | None
     lag: int | None
     """Optimizer steps from a hand-over to applying its result; None: not overlapped, the step waits for its own
     result."""
     warm_up_steps: int
-    block_size: int
     topk_ratio: float
     select_every_steps: int | None
     """Optimizer steps between selections, before rounding up to whole intervals; 0: select once; None: derived from
     the interval."""
     keeps_hot_on_host: bool
     auto_ratio: float
-    weights_on_host: bool = False
-    """Weights are on the host (``offload_param``)."""
-    fills_early: bool = False
-    """Gradients are in the ring before their step begins, and the host computes the weights (``gradients_on_host``, and
-    with weights on the host)."""
-    fills_before_y: bool = False
-    """Gradients are made on the host, and may be in the ring before their step reads y (the CPU is the
-    accelerator)."""
 
     @classmethod
-    def of(
-        cls,
-        config: ZenFlowConfig,
-        steps_per_epoch: int | None = None,
-        *,
-        weights_on_host: bool = False,
-        fills_early: bool = False,
-        fills_before_y: bool = False,
-    ) -> SelectiveSettings:
+    def of(cls, config: ZenFlowConfig, steps_per_epoch: int | None = None) -> SelectiveSettings:
         """Read the settings from a section.
 
         Args:
-            config: the section.
             steps_per_epoch: optimizer steps per epoch; None: unknown.
-            weights_on_host, fills_early, fills_before_y: see the attributes.
 
         Raises:
             ConfigError: intervals contradict each other.
@@ -93,9 +72,6 @@ class SelectiveSettings:
             select_every_steps=_select_every_steps(config, steps_per_epoch),
             keeps_hot_on_host=config.offload,
             auto_ratio=config.auto_ratio,
-            weights_on_host=weights_on_host,
-            fills_early=fills_early,
-            fills_before_y=fills_before_y,
         )
         settings.steps_between_selections(settings.update_interval or 1)
         if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (settings.lag or 0):
@@ -112,14 +88,12 @@ class SelectiveSettings:
 
     @property
     def longest_interval(self) -> int:
-        """`update_interval`, or the longest interval that the first selection may choose: at least the lag, and at most
-        the number of steps until the next selection."""
+        """If the first selection chooses it: at least the lag, and at most the number of steps until the next one."""
         longest = min(LONGEST_CHOSEN, self.select_every_steps or LONGEST_CHOSEN)
         return self.update_interval or max(longest, self.lag or 0)
 
     @property
     def slots(self) -> int:
-        """Slots of the gradient ring at `longest_interval`."""
         return self.ring_at(self.longest_interval)
 
     def ring_at(self, interval: int) -> int:
@@ -128,18 +102,7 @@ class SelectiveSettings:
 
     @property
     def least_slots(self) -> int:
-        """Slots in use while the interval is open: those of interval 1."""
         return ring_of(1, min(self.lag or 0, 1), self.fills_early, self.fills_before_y)
-
-    @property
-    def layout(self) -> StateLayout:
-        """The optimizer's state: the rule knows Adam only."""
-        return ADAM_STATE
-
-    @property
-    def per_block_width(self) -> int:
-        """Elements of the per-block array for one block."""
-        return 1
 
     @property
     def passes_chunks(self) -> bool:
@@ -148,7 +111,7 @@ class SelectiveSettings:
 
     @property
     def per_block(self) -> tuple[str, str, bool]:
-        """The per-block array: update counts, which stay on the host."""
+        """Update counts, which stay on the host."""
         return ("updates", "int32", False)
 
     def hot_blocks(self, numel: int) -> int:

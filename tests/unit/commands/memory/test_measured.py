@@ -167,7 +167,7 @@ SMALL_CHUNK = 1 << 12
 def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
     """Chunks of their usual size would count in so small a model."""
     with (
-        patch.object(staging, "CHUNK_BYTES", SMALL_CHUNK),
+        patch.object(staging, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
         patch.object(skeleton, "STAGING_CHUNK_BYTES", SMALL_CHUNK),
         patch.object(coded_moments, "CODED_CHUNK_NUMEL", SMALL_CHUNK // 16),
     ):

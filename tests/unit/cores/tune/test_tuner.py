@@ -42,12 +42,11 @@ def test_fingerprint_names_exactly_one_situation() -> None:
     keys = {
         tuning_results.Fingerprint.of(topology, ranks).key,
         tuning_results.Fingerprint.of(topology, ranks[:1]).key,
-        tuning_results.Fingerprint.of(topology, ranks, kernel="other").key,
         tuning_results.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset({1}))]).key,
         tuning_results.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset(range(8)), 0)]).key,
         tuning_results.Fingerprint.of(Topology(tuple(cores(9))), ranks).key,
     }
-    assert len(keys) == 6
+    assert len(keys) == 5
     assert tuning_results.Fingerprint.of(topology, ranks).key in keys
 
 
@@ -115,9 +114,9 @@ def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypa
         assert len(processes.pids) == 1
 
 
-def test_crew_runs_on_its_cores_and_leaves_nobody_behind() -> None:
+def test_measuring_processes_run_on_their_cores_and_none_is_left() -> None:
     place = WorkerPlacement(frozenset(CPUS[:1]))
-    with MeasuringProcesses("optimizer:torch-fused-adamw", [place, place], 1 << 16) as processes:
+    with MeasuringProcesses("optimizer", [place, place], 1 << 16) as processes:
         answers = processes.ask(Steps(3))
         pids = processes.pids
         masks = [os.sched_getaffinity(pid) for pid in pids]

@@ -56,10 +56,9 @@ class Selective:
         lag = random.choice([None, 1, 1, 2, 3])
         interval = random.choice([None, *(n for n in (1, 2, 3, 4, 7) if n >= (lag or 1))])
         select = random.choice([None, 0, 8, 9])
-        fills = filled == BEFORE_THE_STEP, filled == BEFORE_Y
-        self._settings = SelectiveSettings(
-            interval, lag, random.randint(1, 5), 32, 0.1, select, False, 1.0, False, *fills
-        )
+        fills = {"fills_early": filled == BEFORE_THE_STEP, "fills_before_y": filled == BEFORE_Y}
+        warm_up = random.randint(1, 5)
+        self._settings = SelectiveSettings(interval, lag, warm_up, 0.1, select, False, 1.0, block_size=32, **fills)
         self.schedule: Any = self.fresh()
 
     def fresh(self) -> SelectiveSchedule:

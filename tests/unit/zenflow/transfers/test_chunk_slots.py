@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -221,13 +222,16 @@ def test_places_take_less_than_whole_gradients_and_hold_every_chunk(
     assert found.numel >= min(max(numels), sizes.chunk_numel(sum(numels), block_size))
 
 
+AT_ONE = PredictiveSettings.of(ZenFlowConfig(update_interval=1))
+
+
 @pytest.mark.parametrize(
     "rule",
     [
         PredictiveSettings.of(ZenFlowConfig(update_interval=2)),
-        PredictiveSettings.of(ZenFlowConfig(update_interval=1), weights_on_host=True, fills_early=True),
-        PredictiveSettings.of(ZenFlowConfig(update_interval=1), fills_early=True),
-        PredictiveSettings.of(ZenFlowConfig(update_interval=1), fills_before_y=True),
+        replace(AT_ONE, weights_on_host=True, fills_early=True),
+        replace(AT_ONE, fills_early=True),
+        replace(AT_ONE, fills_before_y=True),
         SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, update_interval=1)),
     ],
 )

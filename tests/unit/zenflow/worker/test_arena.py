@@ -63,7 +63,7 @@ def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
         [ArraySpec("a", "float32", 5), ArraySpec("b", "bfloat16", 7000), ArraySpec("none", "float32", 0)]
     )
     arena = Arena.create(layout)
-    other = Arena.attach(os.dup(arena.fileno), layout)
+    other = Arena(os.dup(arena.fileno), layout)
     ours, theirs = arena.tensor("b"), other.tensor("b")
     ours.copy_(torch.arange(7000) % 250)
     assert torch.equal(theirs, (torch.arange(7000) % 250).to(torch.bfloat16))

@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.start import start_adam
+from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
@@ -96,17 +96,15 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
         offload=offload,
     )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(start)], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    ranks = RankGroup.of(None, weights.device)
     adam = start_adam(
-        ZenFlowRun.of(settings),
+        ZenFlowStart(ZenFlowRun.of(settings), ranks, None, ExitStack()),
         optimizer,
         [0],
         lambda index: weights,
         grad_dtype=torch.float32,
-        ranks=(ranks := RankGroup.of(None, weights.device)),
+        ranks=ranks,
         holders=[ranks],
-        placement=None,
-        local_ranks=1,
-        undo=ExitStack(),
     )
     simulated = Simulated(start, 16, 0.25, interval, lag, every)
     found = []
