@@ -22,7 +22,9 @@ from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
+    Swap,
     host_offload_config,
+    swapped,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
@@ -249,9 +251,10 @@ class ZenFlowStepping(GradientsOnHost):
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
         self.zenflow_adam.drain(shows_moments=self._copies_state)
-        self.zenflow_adam.bind_state()
         scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
-        return {**super().state_dict(), checkpoint.STATE_KEY: self._section(), **scale}
+        with swapped(Swap(self.zenflow_adam, "shows_state", False)):
+            theirs = super().state_dict()
+        return {**theirs, checkpoint.STATE_KEY: self._section(), **scale}
 
     def _section(self) -> dict[str, Any]:
         """ZenFlow's part of the state dict."""
