@@ -248,6 +248,17 @@ class ZenFlowStepping(GradientsOnHost):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
+    def _get_state(self) -> Any:
+        """The base optimizer's state, as the last step leaves it; the next one continues from what is written there."""
+        if self.zenflow_adam.shows_state and self.zenflow_adam.plan is None:
+            self.zenflow_adam.expose()
+        return super()._get_state()
+
+    def _set_state(self, value: Any) -> None:
+        super()._set_state(value)
+
+    state = property(_get_state, _set_state)
+
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
         self.zenflow_adam.drain(shows_moments=self._copies_state)

@@ -54,7 +54,7 @@ class OffloadedAdam:
         rule, partitions, states, share, coded, link, kind, ranks: the arguments.
         updates: optimizer steps whose gradients have been taken so far (t of the newest).
         plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
-        shows_state: whether ``optimizer.state_dict()``, which users may call at any time, drains first.
+        shows_state: whether ``optimizer.state_dict()``, which users may call at any time, drains first; until `close`.
     """
 
     def __init__(
@@ -359,6 +359,7 @@ class OffloadedAdam:
 
     def close(self) -> None:
         """Stop the worker. Masters and moments stay readable. Idempotent."""
+        self.shows_state = False
         self._showing.remove()
         self.link.close()
 
