@@ -36,7 +36,9 @@ Member = str | Takes
 
 
 _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
+    "_get_state": "(self)",
     "_restore_from_bit16_weights": "(self)",
+    "_set_state": "(self, value)",
     "backward_prologue": "(self)",
     "check_overflow": "(self, partition_gradients)",
     "destroy": "(self)",

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
-from deepspeed_ext.checkpoint.file import SAVE_ID, reading
+from deepspeed_ext.checkpoint.file import reading, save_id_of, with_save_id, without_save_id
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.remedies import advised, remedy_for
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
@@ -140,7 +140,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         with self.kept.keeping():
             aside = self._aside(path)
             if self._folder is not None and isinstance(state_dict, dict):
-                state_dict = {**state_dict, SAVE_ID: self._save_id}
+                state_dict = with_save_id(state_dict, self._save_id)
             self._write(state_dict, aside)
 
     def _write(self, content: Any, path: str) -> None:
@@ -152,7 +152,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             except SkeletonError:
                 if self._coded is not None:
                     self._coded.show()
-                super().save(tree_map_only(torch.Tensor, _on_host, content), path)
+                on_host = tree_map_only(torch.Tensor, _on_host, without_save_id(content))
+                super().save(with_save_id(on_host, self._save_id) if isinstance(on_host, dict) else on_host, path)
             else:
                 fill_holes(path, [self._decoding(hole) for hole in holes])
         files.sync_file(path)
@@ -279,12 +280,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             CheckpointError: on every rank, if any rank could not read its file, or a file belongs to another save. Load
                 another checkpoint before training on.
         """
-        save_id = None
         with together(self._ranks, CheckpointError):
             with reading(path):
                 content = self._read(path, map_location)
-            if isinstance(content, dict):
-                save_id = content.pop(SAVE_ID, None)
+            save_id, content = save_id_of(content), without_save_id(content)
         found = self._ranks.distinct(save_id, MOST_TOLD)
         expected = self._loaded_id or found[0][0]
         if any(each != expected for each, _ in found):

@@ -21,8 +21,10 @@ from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
+    Swap,
     host_offload_config,
     pins_offload_buffers,
+    swapped,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
@@ -224,12 +226,24 @@ class ZenFlowStepping(GradientsOnHost):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
+    def _get_state(self) -> Any:
+        """The base optimizer's state, as the last step leaves it; the next one continues from what is written there."""
+        if self.zenflow_adam.shows_state and self.zenflow_adam.plan is None:
+            self.zenflow_adam.expose()
+        return super()._get_state()
+
+    def _set_state(self, value: Any) -> None:
+        super()._set_state(value)
+
+    state = property(_get_state, _set_state)
+
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
         self.zenflow_adam.drain(shows_moments=self._copies_state)
-        self.zenflow_adam.bind_state()
         scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
-        return {**super().state_dict(), checkpoint.STATE_KEY: self._zenflow_state(), **scale}
+        with swapped(Swap(self.zenflow_adam, "shows_state", False)):
+            theirs = super().state_dict()
+        return {**theirs, checkpoint.STATE_KEY: self._zenflow_state(), **scale}
 
     def _zenflow_state(self) -> dict[str, Any]:
         """ZenFlow's part of the state dict."""

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from deepspeed_ext.errors import CheckpointError
 
-__all__ = ["SAVE_ID", "reading"]
+__all__ = ["reading", "save_id_of", "with_save_id", "without_save_id"]
 
-SAVE_ID = "deepspeed_ext_save_id"
-"""Key of the save's id in every file."""
+_SAVE_ID = "deepspeed_ext_save_id"
+"""Key of the save's id. In a file of nothing but tensors, it is the name of an attribute of the dict: DeepSpeed takes
+every key of an expert's file for the name of a weight."""
+
+
+def with_save_id(content: Mapping[str, Any], save_id: str) -> dict[str, Any]:
+    """A copy of a file's content that also holds the id of its save."""
+    if not content or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        return {**content, _SAVE_ID: save_id}
+    tensors = OrderedDict(content)
+    setattr(tensors, _SAVE_ID, save_id)
+    return tensors
+
+
+def save_id_of(content: Any) -> Any:
+    """The id of the save that a file's content belongs to; None: it has none."""
+    held = content.get(_SAVE_ID) if isinstance(content, Mapping) else None
+    return getattr(content, _SAVE_ID, None) if held is None else held
+
+
+def without_save_id(content: Any) -> Any:
+    """A file's content as DeepSpeed saves it."""
+    if isinstance(content, dict):
+        content.pop(_SAVE_ID, None)
+        return dict(content) if hasattr(content, _SAVE_ID) else content
+    return content
 
 
 @contextmanager

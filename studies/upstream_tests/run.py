@@ -1,6 +1,6 @@
 """Runs DeepSpeed's own tests of offload, MoE and checkpoints twice: as they are, and with a ``zenflow`` section.
 
-    python -m studies.upstream_tests.run --checkout FOLDER [--simulated] [--only TEXT]
+    python -m studies.upstream_tests.run --checkout FOLDER [--simulated] [--only TEXT] [--one-in N]
 
 FOLDER is a checkout of DeepSpeed's repository. The tests run against the installed DeepSpeed, on the CPU or on the
 simulated accelerator. Each test that passes as it is must pass with the section, or fail for a reason that
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from studies.upstream_tests import sample
 from studies.upstream_tests.inject import ENABLED, SIMULATED
 from tests.support.paths import ROOT
 
@@ -71,15 +72,16 @@ def copied(checkout: Path, folder: Path) -> Path:
     return tests
 
 
-def outcomes(tests: Path, module: str, only: str, *, injects: bool, simulated: bool) -> dict[str, Outcome]:
+def outcomes(tests: Path, module: str, only: str, one_in: int, *, injects: bool, simulated: bool) -> dict[str, Outcome]:
     """The outcome of each test of a module."""
     report = tests.parent / f"{injects}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += [f"unit/{module}", *(["-k", only] if only else [])]
+    command += ["-p", sample.__name__, f"unit/{module}", *(["-k", only] if only else [])]
     environment = os.environ | {
         ENABLED: str(int(injects)),
         SIMULATED: str(int(simulated)),
+        sample.ONE_IN: str(one_in),
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(tests))),
         "DSEXT_BIND": "0",
         "OMP_NUM_THREADS": "1",
@@ -140,6 +142,7 @@ def main() -> None:
     parser.add_argument("--checkout", type=Path, required=True)
     parser.add_argument("--modules", nargs="*", default=MODULES)
     parser.add_argument("--only", default="", help="tests whose name holds this, as for pytest -k")
+    parser.add_argument("--one-in", type=int, default=1, help="a sample: one in so many tests, by a hash of the name")
     parser.add_argument("--simulated", action="store_true", help="on the simulated accelerator instead of the CPU")
     parser.add_argument("--logs", type=Path, help="folder that keeps pytest's output")
     arguments = parser.parse_args()
@@ -147,7 +150,9 @@ def main() -> None:
         tests = copied(arguments.checkout, Path(folder))
         for module in arguments.modules:
             plain, ours = (
-                outcomes(tests, module, arguments.only, injects=injects, simulated=arguments.simulated)
+                outcomes(
+                    tests, module, arguments.only, arguments.one_in, injects=injects, simulated=arguments.simulated
+                )
                 for injects in (False, True)
             )
             row = compared(module, plain, ours)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.checkpoint import keys
-from deepspeed_ext.checkpoint.file import SAVE_ID, reading
+from deepspeed_ext.checkpoint.file import reading, save_id_of
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
@@ -203,7 +203,7 @@ class SavedCheckpoint:
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         if not isinstance(content, Mapping):
             raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint")
-        self._save_ids.setdefault(content.get(SAVE_ID), path)
+        self._save_ids.setdefault(save_id_of(content), path)
         if len(self._save_ids) > 1:
             raise CheckpointError(
                 f"{self.folder} holds files of different saves: {self._save_ids}. Load another checkpoint by its tag"

@@ -7,6 +7,7 @@ it. An `UpdateRule` decides when, and computes the weights.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class OffloadedAdam:
         rule, partitions, states, share, coded, link, kind, ranks: the arguments.
         updates: optimizer steps whose gradients have been taken so far (t of the newest).
         plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
+        shows_state: whether ``optimizer.state_dict()``, which users may call at any time, drains first; until `close`.
     """
 
     def __init__(
@@ -79,7 +81,10 @@ class OffloadedAdam:
         self._metrics = metrics
         self.plan: StepPlan | None = None
         self._parked: Parked | None = None
-        self.bind_state()
+        self._bind_state()
+        self.shows_state = True
+        show = weakref.WeakMethod(self._show_state)
+        self._showing = optimizer.register_state_dict_pre_hook(lambda _: None if (it := show()) is None else it())
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
@@ -207,7 +212,8 @@ class OffloadedAdam:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def drain(self, *, shows_moments: bool = True) -> None:
-        """Wait until p, m, v include every gradient that was handed over. Later steps are bitwise unaffected.
+        """Wait until p, m, v, and the step count beside them, include every gradient that was handed over. Later steps
+        are bitwise unaffected.
 
         Args:
             shows_moments: whether moments that are codes are then in fp32 where others see them; otherwise only p is,
@@ -224,6 +230,7 @@ class OffloadedAdam:
                 self.share.show()
             if self.coded is not None and shows_moments:
                 self.coded.show()
+            self._bind_state()
 
     def expose(self) -> bool:
         """Prepare p, m, v for reading or writing from outside: drain, and make the next step start from their new
@@ -264,7 +271,7 @@ class OffloadedAdam:
         share = [] if self.share is None else self.share.tensors(partition.index)
         return [*self.rule.state_beside_weights(partition), *share]
 
-    def bind_state(self) -> None:
+    def _bind_state(self) -> None:
         """Point the optimizer's state at the arena's p, m, v, with the masters as its parameters."""
         for partition, state in zip(self.partitions, self.states, strict=True):
             updates = self.updates - (0 if self.rule.shows_collected else len(partition.collected))
@@ -285,7 +292,11 @@ class OffloadedAdam:
             partition.collected.clear()
         self.rule.restart(updates)
         self._take_shown()
-        self.bind_state()
+        self._bind_state()
+
+    def _show_state(self) -> None:
+        if self.shows_state and self.plan is None:
+            self.drain()
 
     def _take_shown(self) -> None:
         """Take what others may have written where it was shown."""
@@ -343,6 +354,8 @@ class OffloadedAdam:
 
     def close(self) -> None:
         """Stop the worker. Masters and moments stay readable. Idempotent."""
+        self.shows_state = False
+        self._showing.remove()
         self.link.close()
 
 

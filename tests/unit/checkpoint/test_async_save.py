@@ -17,7 +17,6 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.joint_checkpoint_engine import SAVE_ID
 from deepspeed_ext.errors import CheckpointError, WorkerError
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
@@ -40,7 +39,9 @@ def content(folder: Path) -> dict[str, Any]:
     found = {}
     for path in sorted(folder.glob("*_states.pt")):
         state = torch.load(path, map_location="cpu", weights_only=False)
-        found[path.name] = {key: value for key, value in state.items() if key not in (SAVE_ID, "ds_config")}
+        found[path.name] = {
+            key: value for key, value in state.items() if key not in ("deepspeed_ext_save_id", "ds_config")
+        }
         found[path.name].get("optimizer_state_dict", {}).pop("loss_scaler", None)  # an object without equality
     return found
 

@@ -307,7 +307,7 @@ def what_is_left(before: Counter[str]) -> dict[str, Any]:
 
 LATE_FAILURES: dict[str, tuple[Any, str]] = {
     "page locks": (WorkerLink, "lock"),
-    "state": (OffloadedAdam, "bind_state"),
+    "state": (OffloadedAdam, "_bind_state"),
     "after the worker": (ZenFlowZeroOptimizer, "_link_all_hp_params"),
     "scheduler": (Engine, "_configure_lr_scheduler"),
     "checkpointing": (Engine, "_configure_checkpointing"),

@@ -142,6 +142,32 @@ def saved(config: dict[str, Any], ep_size: int, folder: str) -> None:
     engine.destroy()
 
 
+def loaded_by_zero_offload(config: dict[str, Any], ep_size: int, folder: str) -> tuple[str, set[str]]:
+    """How the weights that DeepSpeed alone loads from our checkpoint differ from those that were saved; and the types
+    of what the files of experts hold."""
+    engine = engine_of(config, ep_size)
+    train(engine, batches(2, dist.get_rank()))
+    engine.save_checkpoint(folder, tag="saved")
+    expected = weights_of(engine)
+    engine.destroy()
+    engine = engine_of(offload_config(config), ep_size, extended=False)
+    engine.load_checkpoint(folder, tag="saved")
+    difference = first_difference(expected, weights_of(engine), "weights")
+    engine.destroy()
+    files = Path(folder, "saved").glob("*expert*model_states.pt")
+    held = [torch.load(path, weights_only=True) for path in files]
+    return difference, {type(value).__name__ for content in held for value in content.values()}
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_zero_offload_loads_saved_experts(ep_size: int, async_save: bool, tmp_path: Path) -> None:
+    """Every key of an expert's file is the name of a weight, so the id of the save is not among them."""
+    config = zenflow_config(2, torch.bfloat16, overlap_step=False, async_save=async_save)
+    found = run_ranks(2, loaded_by_zero_offload, config, ep_size, str(tmp_path))
+    assert found == [("", {"Tensor"})] * 2
+
+
 def test_experts_on_another_number_of_ranks_are_one_clear_error(tmp_path: Path) -> None:
     """Their weights alone can be loaded."""
     config = zenflow_config(2, **OVERLAPPED["selective"])

@@ -8,9 +8,13 @@ from deepspeed import comm as dist
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
+    safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 
 from tests.support.models import batches, on_device, two_groups
@@ -155,3 +159,98 @@ def test_with_round_robin_each_parameter_has_its_own_state(stage: int, rule: str
     if (stage, rule) == (2, "ZeRO"):
         with pytest.raises(RankError, match="must match the size"):
             run_ranks(2, in_order, config, True, extended=False)
+
+
+def read_from_the_base_optimizer(config: dict, extended: bool) -> dict[str, Any]:
+    """What the state dict of the optimizer inside DeepSpeed's has between steps, what is there once nothing is in
+    flight, and losses."""
+    engine = make_engine(config, extended=extended, groups=two_groups)
+    data, base = batches(9, dist.get_rank()), engine.optimizer.optimizer
+    losses = train(engine, data[:5])
+    shown = copied_state(base)
+    if extended:
+        engine.optimizer.zenflow_adam.drain()
+    arrived = {"moments": copied_state(base)["moments"]}
+    losses += train(engine, data[5:])
+    later = copied_state(base)
+    if extended:
+        engine.offload_states()
+        assert not first_difference(later, copied_state(base)), "offloaded states are others"
+        engine.reload_states()
+    found = {"losses": losses, "shown": shown, "arrived": arrived, "later": later["steps"]}
+    engine.destroy()
+    base.state_dict()  # the worker is gone
+    return found
+
+
+def copied_state(base: torch.optim.Optimizer) -> dict[str, Any]:
+    states = base.state_dict()["state"].values()
+    moments = [value.float().clone() for state in states for key, value in state.items() if key != "step"]
+    return {"steps": [float(state["step"]) for state in states], "moments": moments}
+
+
+@pytest.mark.parametrize("rule", ["predictive", "selective, overlapped"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_state_dict_of_the_base_optimizer_shows_every_step(stage: int, rule: str) -> None:
+    """At stage 3 DeepSpeed's own base optimizer has no parameters between steps, so its state dict is an error."""
+    config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
+    undisturbed = run_ranks(2, losses_of, config)
+    for found, losses in zip(run_ranks(2, read_from_the_base_optimizer, config, True), undisturbed, strict=True):
+        assert found["shown"]["steps"] == [5.0, 5.0]
+        assert found["later"] == [9.0, 9.0]
+        assert first_difference(found["arrived"]["moments"], found["shown"]["moments"]) == ""
+        assert found["losses"] == losses
+
+
+def losses_of(config: dict) -> list[float]:
+    engine = make_engine(config, groups=two_groups)
+    losses = train(engine, batches(9, dist.get_rank()))
+    engine.destroy()
+    return losses
+
+
+def test_the_state_dict_of_the_base_optimizer_is_that_of_zero_offload() -> None:
+    config = zenflow_config(2, torch.float32, overlap_step=False)
+    expected = run_ranks(2, read_from_the_base_optimizer, offload_config(config), False)
+    for theirs, ours in zip(expected, run_ranks(2, read_from_the_base_optimizer, config, True), strict=True):
+        assert ours["shown"]["steps"] == theirs["shown"]["steps"]
+        for value, found in zip(theirs["shown"]["moments"], ours["shown"]["moments"], strict=True):
+            torch.testing.assert_close(found, value, rtol=2e-3, atol=5e-5)
+
+
+def doubled_momentum(config: dict, through_state: bool) -> tuple[list[float], str]:
+    """Losses of a run whose first moments are doubled in the middle; and how what is then read of them differs from
+    twice of what was there."""
+    engine = make_engine(config, groups=two_groups)
+    data = batches(9, dist.get_rank())
+    losses = train(engine, data[:5])
+    key, local = "exp_avg", engine.zero_optimization_stage() == 3
+    if through_state:
+        before = [state[key].clone() for state in engine.optimizer.state.values()]
+        for state in engine.optimizer.state.values():
+            assert float(state["step"]) == 5.0
+            state[key].mul_(2)
+    else:
+        before = []
+        for parameter in engine.module.parameters():
+            if local:
+                safe_set_local_optimizer_state(parameter, safe_get_local_optimizer_state(parameter, key) * 2, key)
+            else:
+                safe_set_full_optimizer_state(parameter, safe_get_full_optimizer_state(parameter, key) * 2, key)
+    doubled = [state[key] for state in engine.optimizer.state.values()] if through_state else []
+    wrong = first_difference([2 * each for each in before], doubled)
+    losses += train(engine, data[5:])
+    engine.destroy()
+    assert engine.optimizer.state  # the worker is gone
+    return losses, wrong
+
+
+@pytest.mark.parametrize("rule", ["predictive", "selective, overlapped"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_optimizers_state_is_read_and_written_as_by_deepspeeds_functions(stage: int, rule: str) -> None:
+    config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
+    expected = run_ranks(2, doubled_momentum, config, False)
+    actual = run_ranks(2, doubled_momentum, config, True)
+    for (losses, _), (found, wrong) in zip(expected, actual, strict=True):
+        assert found == losses
+        assert wrong == ""
