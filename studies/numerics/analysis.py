@@ -21,6 +21,9 @@ LIMITS = {
     "adamw-bf16": 0.5,
     **dict.fromkeys(("ours-1-bf16", "ours-1-bf16-from-40", "adamw-int8", "ours-1-int8-from-40"), 1.0),
     **dict.fromkeys(("lion-bf16", "lion-delay", "lion-signs", "lion-means"), 1.0),
+    "ours-1-dithered": 1.0,
+    "ours-2-dithered": 1.5,
+    "ours-4-dithered": 1.5,
 }
 """Largest gap in percent that upholds the claim."""
 GROWTH_LIMIT = 0.5
