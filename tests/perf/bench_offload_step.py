@@ -64,6 +64,8 @@ ALONE_SIDES = (
     sides.UPSTREAM_OVERLAPPED,
     sides.PREDICTIVE_1,
     sides.PREDICTIVE_1_CORES,
+    sides.PREDICTIVE_1_BFLOAT16,
+    sides.PREDICTIVE_1_INT8,
     sides.PREDICTIVE_4,
     sides.SELECTIVE_4_LAG,
 )

@@ -111,6 +111,14 @@ PREDICTIVE_4 = _predictive(4)
 PREDICTIVE_1_CORES = replace(
     PREDICTIVE_1, name="predictive, interval 1, a core kept", zenflow=PREDICTIVE_1.zenflow | {"pt_reserved_cores": 1}
 )
+PREDICTIVE_1_BFLOAT16, PREDICTIVE_1_INT8 = (
+    replace(
+        PREDICTIVE_1_CORES,
+        name=f"{PREDICTIVE_1_CORES.name}, moments in {dtype}",
+        zenflow=PREDICTIVE_1_CORES.zenflow | {"state_dtype": dtype},
+    )
+    for dtype in ("bfloat16", "int8")
+)
 PREDICTIVE_1_SLOW = replace(PREDICTIVE_1, name="predictive, interval 1, worker of torch operations", native=False)
 PREDICTIVE_1_FP32 = _predictive(1, "float32")
 PREDICTIVE_4_FP32 = _predictive(4, "float32")
