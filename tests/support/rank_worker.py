@@ -31,10 +31,11 @@ def _join_group() -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     backend = "gloo"
     if accelerator.device_name() != "cpu":
-        if accelerator.device_count() >= world_size:
-            backend = accelerator.communication_backend_name()
-        else:
+        shares = accelerator.device_count() < world_size
+        if shares:
             share_devices()
+        if not shares or accelerator.communication_backend_name() == "sim":
+            backend = accelerator.communication_backend_name()
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group(
         backend,

@@ -84,7 +84,7 @@ class RankPool:
         else:
             environment.pop("DS_ACCELERATOR", None)
         if device == "sim":
-            environment["SIMULATED_DEVICES"] = str(self.world_size)
+            environment.setdefault("SIMULATED_DEVICES", str(self.world_size))
         return environment
 
     def _log_path(self, rank: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed.accelerator
+import torch
 from deepspeed.accelerator import get_accelerator
 
 __all__ = ["share_devices"]
@@ -16,11 +17,18 @@ def share_devices() -> None:
     kind: Any = type(accelerator)
     count = accelerator.device_count()
 
+    def shared(device: Any) -> int | None:  # of an index, the same as text (LOCAL_RANK), or a torch.device
+        index = device.index if isinstance(device, torch.device) else device
+        return None if index is None else int(index) % count
+
     class SharedDevices(kind):
         def set_device(self, device_index: Any) -> None:
-            super().set_device(int(device_index) % count)
+            super().set_device(shared(device_index))
 
         def device_name(self, device_index: Any = None) -> str:
-            return super().device_name(None if device_index is None else int(device_index) % count)
+            return super().device_name(shared(device_index))
+
+        def device(self, device_index: Any = None) -> Any:
+            return super().device(shared(device_index))
 
     deepspeed.accelerator.set_accelerator(SharedDevices())
