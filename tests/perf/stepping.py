@@ -93,7 +93,7 @@ class StepFigures:
     Attributes:
         step: all of it.
         exposed: inside the engine's step, where the accelerator has nothing to do.
-        wait: standing for the worker; None if there is no worker.
+        wait: standing for the worker; None if there is no worker, or it is not known yet.
         worker: the worker's newest pass; None if not known.
     """
 
@@ -173,7 +173,10 @@ class Bench:
         wait = worker = None
         if self.side.extended and self.side.zenflow:
             figures = self.engine.optimizer.measurements()
-            wait, worker = figures["zenflow_wait_ms"] / 1e3, figures["zenflow_worker_ms"] / 1e3
+            # Of the last step that the device had finished when this one ended: after the first there may be none.
+            wait, worker = (
+                figures[name] / 1e3 if name in figures else None for name in ("zenflow_wait_ms", "zenflow_worker_ms")
+            )
         elif self.side.overlapped:
             wait = self.waited
         return StepFigures(end - begin, end - middle, wait, worker)

@@ -19,6 +19,7 @@ A NaN stays a NaN. Numbers below the normal range of fp16 are rounded to the nea
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
@@ -37,6 +38,11 @@ CLAMP = 4.5
 it."""
 
 _CHUNK_NUMEL = {"cpu": 1 << 16}
+
+_BITS_OF_ONE = 25
+"""1 minus less than 2^-25 is 1 in fp32."""
+_MOST_CORRECTIONS = 1 << 22
+"""Entries of a table. With a beta above 0.999996, updates beyond the 4 millionth are corrected as that one."""
 
 _SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
 """As numbers of int32, whose products are cut to 32 bits."""
@@ -207,16 +213,25 @@ class HotConstants:
 
 def bias_corrections(updates: torch.Tensor, constants: HotConstants) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` with the betas of the bias corrections, fp32, of the shape and
-    on the device of t = `updates`."""
-    times = updates.float()
-    first, second = constants.correction_beta1, constants.correction_beta2
-    return _bias_correction(times, first), _bias_correction(times, second).sqrt_()
+    on the device of t = `updates`, 1-D int32, at least 1. They are looked up, because powers and logarithms round
+    differently on different devices."""
+    betas = constants.correction_beta1, constants.correction_beta2
+    first, second = (
+        table.index_select(0, updates.clamp(max=table.numel() - 1))
+        for table in (_bias_correction(beta, updates.device) for beta in betas)
+    )
+    return first, second.sqrt_()
 
 
-def _bias_correction(times: torch.Tensor, beta: float) -> torch.Tensor:
-    """``1 - beta ** times``, by expm1: for small exponents, the subtraction would lose digits to cancellation in
-    fp32."""
-    return torch.expm1(times * math.log(beta)).neg_() if beta else torch.ones_like(times)
+@functools.lru_cache(maxsize=16)
+def _bias_correction(beta: float, device: torch.device) -> torch.Tensor:
+    """``1 - beta ** t`` by t, up to the first that is 1 in fp32. By expm1: for small exponents, the subtraction would
+    lose digits to cancellation."""
+    if not beta:
+        return torch.ones(1, device=device)
+    length = min(_MOST_CORRECTIONS, 2 + math.ceil(-_BITS_OF_ONE * math.log(2.0) / math.log(beta)))
+    exponents = torch.arange(length, dtype=torch.float64, device="cpu") * math.log(beta)
+    return exponents.expm1_().neg_().float().to(device)
 
 
 def hot_step(

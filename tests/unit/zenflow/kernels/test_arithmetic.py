@@ -1,0 +1,135 @@
+"""What runs on either side of the link uses only operations that round alike on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_ext.zenflow.kernels import HotConstants, definition, host
+from deepspeed_ext.zenflow.kernels.lion import define_predict_lion, step_lion
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
+
+BLOCK, NUMEL = 32, 32 * 5 + 7
+STEPS = [
+    AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled, 3, 0.5, corrects)
+    for decoupled in (True, False)
+    for corrects in (True, False)
+]
+LION = LionStep(1e-3, 0.9, 0.99, 0.1, 3, 0.5)
+
+EXACT = {
+    *(
+        "empty",
+        "alias",
+        "full_like",
+        "arange",
+        "view",
+        "slice",
+        "split",
+        "select",
+        "detach",
+        "unsqueeze",
+        "copy_",
+        "_to_copy",
+    ),
+    *("clone", "index_select", "clamp", "clamp_", "ne", "lt", "where", "masked_fill_", "neg", "copysign_"),
+    *("bitwise_right_shift", "__rshift__", "bitwise_and_", "bitwise_xor_"),
+}
+"""Operations that do not round, or round a single value when they store it."""
+ROUND_ONCE = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "sqrt", "sqrt_", "reciprocal", "reciprocal_"}
+"""IEEE 754 operations, if the factor of a sum is 1 and the divisor is no number."""
+
+
+class Arithmetic(TorchDispatchMode):
+    """Keeps every operation that may round differently on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if not self._rounds_alike(name, args, kwargs):
+            self.found.append(f"{func} of {[getattr(a, 'shape', a) for a in args]}, {kwargs}")
+        return func(*args, **kwargs)
+
+    def _rounds_alike(self, name: str, args: Any, kwargs: Any) -> bool:
+        if name in EXACT:
+            return True
+        divides_by_number = name.startswith("div") and not (isinstance(args[1], torch.Tensor) and args[1].ndim)
+        return name in ROUND_ONCE and kwargs.get("alpha", 1) == 1 and not divides_by_number
+
+
+def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    blocks = -(-NUMEL // BLOCK)
+    weights, published, drift = (torch.rand(NUMEL).to(weights_dtype) for _ in range(3))
+    grad, means = torch.randn(NUMEL), torch.rand(blocks)
+    estimator = Estimator.after(step, means, BLOCK)
+    rows, p, m, v = torch.rand(4, blocks, BLOCK).unbind()
+    known = torch.randint(-9, 9, (2 * blocks,), dtype=torch.int32)
+    counts = torch.arange(1, blocks + 1, dtype=torch.int32)
+    hot = AdamBlocks(BlockSet(torch.arange(blocks), blocks * BLOCK, BLOCK), p, m, v, counts)
+    return {
+        "estimator": lambda: Estimator.after(step, means, BLOCK),
+        "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-3),
+        "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
+        "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-3, 1e-3),
+        "hot step": lambda: hot.step(rows, step),
+        "predict, Lion": lambda: define_predict_lion(weights, published, grad, known, 0.05, 0.9, 1e-3, BLOCK),
+        "step, Lion": lambda: step_lion(p, m, rows, LION),
+    }
+
+
+def of_step(step: AdamStep, weights_dtype: torch.dtype) -> list[str]:
+    definition.bias_corrections(torch.ones(1, dtype=torch.int32), HotConstants.of(step))  # makes its tables on the host
+    found = []
+    with patch.object(host, "serves", lambda *_: False):
+        for name, call in parts(step, weights_dtype).items():
+            with Arithmetic() as arithmetic:
+                call()
+            found += [f"{name}: {operation}" for operation in arithmetic.found]
+    return found
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_operation_rounds_alike_on_every_device(step: AdamStep, weights_dtype: torch.dtype) -> None:
+    assert not of_step(step, weights_dtype)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.div_(3.0),
+        lambda x: x / torch.tensor(3.0),
+        lambda x: x.add(x, alpha=0.5),
+        lambda x: torch.addcmul(x, x, x),
+        lambda x: x.lerp(x, 0.5),
+        torch.expm1,
+        lambda x: x**0.5,
+        torch.rsqrt,
+        torch.sum,
+    ],
+)
+def test_others_are_found(operation: Callable[[torch.Tensor], object]) -> None:
+    with Arithmetic() as arithmetic:
+        operation(torch.rand(4))
+    assert arithmetic.found
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999, 0.99999])
+def test_bias_corrections_are_those_of_fp64(beta: float) -> None:
+    counts = [1, 2, 3, 10, 1000, 20_000, 3_000_000, 2**31 - 1]
+    constants = HotConstants.of(AdamStep(1e-3, beta, beta, 1e-8, 0.0, True, 1, 1.0))
+    first, second = definition.bias_corrections(torch.tensor(counts, dtype=torch.int32), constants)
+    exact = torch.tensor([1.0 - beta**t for t in counts], dtype=torch.float64)
+    assert torch.allclose(first.double(), exact, rtol=2**-23, atol=0)
+    assert torch.equal(second, first.sqrt())
