@@ -18,6 +18,7 @@
 #include <unordered_set>
 
 #include "memory.h"
+#include "rounding.h"
 #include "tensors.h"
 
 namespace simulated {
@@ -189,7 +190,8 @@ struct Call {
 // arguments returns references to them, which torch reads when it has already taken the arguments from the stack.
 void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
   const Stack kept(stack);
-  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+  rounding_operator(op, stack).redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+  if (!stack.empty()) round_transcendental(op, stack.back());
 }
 
 // ---- operators for which the host waits

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <vector>
+
+namespace simulated {
+
+// The operator that a GPU runs in place of `op`; changes the arguments accordingly.
+c10::OperatorHandle rounding_operator(const c10::OperatorHandle& op, std::vector<c10::IValue>& arguments);
+
+// Changes the last bit of some values if `op` is a transcendental function.
+void round_transcendental(const c10::OperatorHandle& op, const c10::IValue& result);
+
+}  // namespace simulated
