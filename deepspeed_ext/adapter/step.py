@@ -212,6 +212,8 @@ class Step:
             raise
 
     def _note(self, error: BaseException) -> None:
+        if isinstance(error, GeneratorExit):  # an exception between two lines of `with` left this context behind
+            return
         self._cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
 
     def begin(self) -> bool:

@@ -228,7 +228,7 @@ def _bias_correction(beta: float, device: torch.device) -> torch.Tensor:
     """``1 - beta ** t`` by t, up to the first that is 1 in fp32. By expm1: for small exponents, the subtraction would
     lose digits to cancellation."""
     if not beta:
-        return torch.ones(1, device=device)
+        return torch.ones(1, dtype=torch.float32, device=device)
     length = min(_MOST_CORRECTIONS, 2 + math.ceil(-_BITS_OF_ONE * math.log(2.0) / math.log(beta)))
     exponents = torch.arange(length, dtype=torch.float64, device="cpu") * math.log(beta)
     return exponents.expm1_().neg_().float().to(device)

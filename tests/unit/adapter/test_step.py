@@ -200,6 +200,16 @@ def test_an_exception_anywhere_is_the_cause_that_the_next_call_names(depth: int)
         step.require_whole()
 
 
+def test_a_step_whose_context_was_never_left_has_no_cause_of_its_own() -> None:
+    """An exception of a signal handler between two lines of `with`; Python then closes the context's generator."""
+    step = new_step()
+    generator = step.of_engine.__wrapped__(step)  # type: ignore[attr-defined]
+    next(generator)
+    generator.close()
+    with pytest.raises(StateError, match="^an exception has broken off the last optimizer step"):
+        step.require_whole()
+
+
 def break_off_backward(step: Step) -> None:
     with step.of_backward():
         step.backward_begins()
