@@ -170,6 +170,8 @@ class Bench:
         self.engine.step()
         synchronize()
         end = time.perf_counter()
+        if self.engine.skipped_steps:
+            raise RuntimeError(f"a step was skipped: the norm of its gradient was {self.engine.get_global_grad_norm()}")
         wait = worker = None
         if self.side.extended and self.side.zenflow:
             figures = self.engine.optimizer.measurements()
