@@ -206,7 +206,7 @@ def test_a_step_whose_context_was_never_left_has_no_cause_of_its_own() -> None:
     generator = step.of_engine.__wrapped__(step)  # type: ignore[attr-defined]
     next(generator)
     generator.close()
-    with pytest.raises(StateError, match="^an exception has broken off the last optimizer step"):
+    with pytest.raises(StateError, match=r"^an exception has broken off the last optimizer step"):
         step.require_whole()
 
 
