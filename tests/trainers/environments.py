@@ -34,7 +34,7 @@ class Installed:
             **kept,
             "PATH": f"{self.bin}:{kept['PATH']}",
             "CXX": "false",
-            "DO_NOT_TRACK": "1",  # Axolotl waits for its telemetry at the end, without network for ever
+            "DO_NOT_TRACK": "1",  # without network Axolotl would wait for ever until its telemetry is sent
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
             "LOG_LEVEL": "INFO",  # Axolotl hides our lines without

@@ -27,6 +27,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 from deepspeed_ext.zenflow.worker.sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
@@ -231,7 +232,9 @@ def _bias_correction(beta: float, device: torch.device) -> torch.Tensor:
         return torch.ones(1, dtype=torch.float32, device=device)
     length = min(_MOST_CORRECTIONS, 2 + math.ceil(-_BITS_OF_ONE * math.log(2.0) / math.log(beta)))
     exponents = torch.arange(length, dtype=torch.float64, device="cpu") * math.log(beta)
-    return exponents.expm1_().neg_().float().to(device)
+    table = exponents.expm1_().neg_().float()
+    # Without a wait for the device: a schedule may change the betas in every step.
+    return table if device.type == "cpu" else get_accelerator().pin_memory(table).to(device, non_blocking=True)
 
 
 def hot_step(

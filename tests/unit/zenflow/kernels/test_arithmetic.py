@@ -25,22 +25,9 @@ STEPS = [
 LION = LionStep(1e-3, 0.9, 0.99, 0.1, 3, 0.5)
 
 EXACT = {
-    *(
-        "empty",
-        "alias",
-        "full_like",
-        "arange",
-        "view",
-        "slice",
-        "split",
-        "select",
-        "detach",
-        "unsqueeze",
-        "copy_",
-        "_to_copy",
-    ),
-    *("clone", "index_select", "clamp", "clamp_", "ne", "lt", "where", "masked_fill_", "neg", "copysign_"),
-    *("bitwise_right_shift", "__rshift__", "bitwise_and_", "bitwise_xor_"),
+    *("empty", "full_like", "arange", "alias", "detach", "view", "slice", "split", "select", "unsqueeze"),
+    *("copy_", "_to_copy", "clone", "index_select", "clamp", "clamp_", "ne", "lt", "where", "masked_fill_"),
+    *("neg", "copysign_", "bitwise_right_shift", "__rshift__", "bitwise_and_", "bitwise_xor_"),
 }
 """Operations that do not round, or round a single value when they store it."""
 ROUND_ONCE = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "sqrt", "sqrt_", "reciprocal", "reciprocal_"}
