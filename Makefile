@@ -154,7 +154,7 @@ fuzz: $(VENV)/.stamp-operators  ## try invented configs, command lines, hosts an
 bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without an accelerator (PARTS="startup gather"; ARGS=--list lists the parts, ARGS=--store keeps the results in benchmarks/cpu.json)
 	python -m tests.perf.suite --on cpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
-bench-report: $(VENV)/.stamp-dev  ## write docs/benchmarks.md and its figures from what `make bench ARGS=--store` has measured
+bench-report: $(VENV)/.stamp-dev  ## write docs/lab/archive/benchmarks.md and its figures from what `make bench ARGS=--store` has measured
 	python -m tests.perf.page
 
 bench-gpu:  ## measure all that needs a GPU, without network (PARTS="startup step/1.5b" BUDGET=570)

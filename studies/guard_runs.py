@@ -2,7 +2,7 @@
 
     python -m studies.guard_runs [--only healthy broken cost]
 
-Prints the tables of `docs/lab/guard.md`.
+Prints the tables of `docs/lab/archive/guard.md`.
 """
 
 from __future__ import annotations

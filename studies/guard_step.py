@@ -3,7 +3,7 @@
     python -m studies.guard_step [--rounds 24] [--millions 8]
 
 A half of a round is `PROBE_EVERY` steps, with one probe or with none. What runs inside of a probe is timed besides,
-which says more where the times of steps vary. Prints a table of `docs/lab/guard.md`.
+which says more where the times of steps vary. Prints a table of `docs/lab/archive/guard.md`.
 """
 
 from __future__ import annotations

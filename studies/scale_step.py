@@ -1,4 +1,4 @@
-"""The arithmetic of a training step at scale, from the package's own formulas, for `docs/scale.md`.
+"""The arithmetic of a training step at scale, from the package's own formulas, for `docs/lab/archive/many_ranks.md`.
 
     python -m studies.scale_step
 

@@ -343,9 +343,9 @@ INTRODUCTION = """# What fits, and what is hidden
 <!-- Written by `make docs` from tools/fits.py and the plan of memory; edit those. -->
 
 **Computed, not measured.** The numbers are those of [`deepspeed-ext plan --memory`](memory.md), whose bytes are
-[within 2 %](lab/memory_plan.md) of runs on a simulated accelerator, and within 1 % of three
-[on an H100](lab/gpu.md#beside-the-plan). Times are bytes over assumed speeds: published steps of others took
-[up to five times as long](lab/time_model.md).
+[within 2 %](lab/archive/memory_plan.md) of runs on a simulated accelerator, and within 1 % of three
+[on an H100](lab/archive/gpu.md#beside-the-plan). Times are bytes over assumed speeds: published steps of others took
+[up to five times as long](lab/archive/time_model.md).
 
 """
 MEMORY = """
@@ -384,7 +384,7 @@ Tokens per GPU and optimizer step from which ours exposes nothing of the optimiz
 model, because transfers, the pass, forward and backward all grow with its parameters. With experts, multiply by all
 parameters over those that a token uses. The host's memory decides at interval 1: on PCIe all GPUs share it, so more
 GPUs change nothing; with NVLink-C2C every GPU brings a host. With half of the assumed speed of the host it takes twice
-the tokens; most published runs reached [9 to 76 %](lab/time_model.md#what-explains-the-bad-rows) of it.
+the tokens; most published runs reached [9 to 76 %](lab/archive/time_model.md#what-explains-the-bad-rows) of it.
 
 """
 SECONDS = """
@@ -407,14 +407,15 @@ ASSUMED = """
 - **Start-up** at stage 2 takes the [flatten tier](flattening.md) with which most fits, for all three. DeepSpeed by
   itself has fewer, and may need more.
 - **DeepSpeed-ZenFlow** was read in its source: ZeRO-Offload with gradient accumulation, and 16 bytes per parameter more
-  on the host. That is 36 at stage 2 without page-locking, where 36.4 were [measured](lab/zenflow_step.md#memory).
+  on the host. That is 36 at stage 2 without page-locking, where 36.4 were
+  [measured](lab/archive/zenflow_step.md#memory).
 - **Page-locked memory**: DeepSpeed's is torch's, which takes a power of two of bytes for each array, as [an
-  H100](lab/gpu.md#beside-the-plan) showed. With `"pin_memory": false` ZeRO-Offload holds 18.2 bytes at stage 2.
+  H100](lab/archive/gpu.md#beside-the-plan) showed. With `"pin_memory": false` ZeRO-Offload holds 18.2 bytes at stage 2.
 
 """
 SPEEDS = """
-Those of the [time model](lab/time_model.md#inputs): links as others have measured them, host memory at 80 % of its
-peak, GPUs at half of their dense 16-bit peak.
+Those of the [time model](lab/archive/time_model.md#inputs): links as others have measured them,
+host memory at 80 % of its peak, GPUs at half of their dense 16-bit peak.
 
 """
 

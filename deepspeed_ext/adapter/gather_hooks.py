@@ -41,7 +41,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 __all__ = ["SingleParameterGather", "attach", "detach"]
 
 UNGROUPED_MIN_NUMEL = 262144
-"""Without grouped launches, smaller parameters share a bucket. Measured: docs/lab/gather.md."""
+"""Without grouped launches, smaller parameters share a bucket. Measured: docs/results.md."""
 
 
 @dataclass

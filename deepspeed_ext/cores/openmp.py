@@ -2,7 +2,7 @@
 
 A process may hold two runtimes: the one in torch's wheel, and the system's, which natively built operators such as
 DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it is loaded, so each must be set. The library
-threadpoolctl does not do the same; docs/lab/openmp_threads.md has the measurement.
+threadpoolctl does not do the same; docs/results.md has the measurement.
 """
 
 import ctypes

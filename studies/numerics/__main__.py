@@ -44,7 +44,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--again", action="store_true", help="train rows again that have a file (default: reuse it)")
     parser.add_argument("--list", action="store_true", help="the groups, and how many rows of each are there")
-    parser.add_argument("--table", action="store_true", help="write the tables of docs/lab/numerics.md")
+    parser.add_argument("--table", action="store_true", help="write the tables of docs/lab/archive/numerics.md")
     parser.add_argument("--plot", action="store_true", help="draw the figures beside it (needs matplotlib)")
     return parser  # fmt: skip
 

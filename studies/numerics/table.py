@@ -1,4 +1,4 @@
-"""Writes the tables of docs/lab/numerics.md between its markers."""
+"""Writes the tables of docs/lab/archive/numerics.md between its markers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS, TRENDS, CONTRASTS, RATES = "rows", "trends", "contrasts", "rates"
 
 def page() -> Path:
     """The page of the study."""
-    return report.ROOT / "docs" / "lab" / "numerics.md"
+    return report.ROOT / "docs" / "lab" / "archive" / "numerics.md"
 
 
 def _signed(value: float) -> str:

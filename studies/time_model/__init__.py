@@ -1,4 +1,5 @@
-"""Predicts offloaded steps that others have published, from a model of their schedules, for `docs/lab/time_model.md`.
+"""Predicts offloaded steps that others have published, from a model of their schedules, for
+`docs/lab/archive/time_model.md`.
 
     python -m studies.time_model
 

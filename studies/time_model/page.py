@@ -1,4 +1,4 @@
-"""Writes the tables of docs/lab/time_model.md, and draws its residuals."""
+"""Writes the tables of docs/lab/archive/time_model.md, and draws its residuals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from studies.time_model.schedules import base_of, implied_host, ours, predicted
 
 __all__ = ["PAGE", "PICTURE", "draw", "ratio", "written"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "lab" / "time_model.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "lab" / "archive" / "time_model.md"
 PICTURE = PAGE.with_name("time_model_residuals.svg")
 CLOSE = 1.25
 """A prediction is close if it is off by no more than this factor."""

@@ -4,7 +4,7 @@
 
 FOLDER is a checkout of DeepSpeed's repository. The tests run against the installed DeepSpeed, on the CPU or on the
 simulated accelerator. Each test that passes as it is must pass with the section, or fail for a reason that
-docs/lab/upstream_tests.md gives.
+docs/lab/archive/upstream_tests.md gives.
 """
 
 from __future__ import annotations

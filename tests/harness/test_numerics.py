@@ -241,7 +241,7 @@ def test_tables_show_gaps_and_leave_the_rest_empty(tmp_path: Path) -> None:
             end = {"losses": [loss] * 60, "held_out": loss, "held_out_before": 5.0, "diverged": False, "rate": 1e-3}
             store(Row("bytes-1m", rule, "base", seed), end)
     store(Row("bytes-1m", "ours-4", "base", 0), {"losses": [9.0], "held_out": None, "diverged": True, "rate": 1e-3})
-    page = tmp_path / "docs" / "lab" / "numerics.md"
+    page = tmp_path / "docs" / "lab" / "archive" / "numerics.md"
     page.parent.mkdir(parents=True)
     page.write_text(
         "".join(
@@ -267,7 +267,7 @@ def test_figures_are_drawn_of_what_is_there(tmp_path: Path) -> None:
     for rule in ("adamw", "ours-1"):
         losses = [5.0 - 0.01 * step for step in range(100)]
         store(Row("bytes-1m", rule, "base", 0), {"losses": losses, "seconds": [1.0, 2.0], "diverged": False})
-    (tmp_path / "docs" / "lab").mkdir(parents=True)
+    (tmp_path / "docs" / "lab" / "archive").mkdir(parents=True)
     drawn = plots.draw()
     assert [path.name for path in drawn] == ["numerics_bytes-1m_base.svg"]
     text = drawn[0].read_text()
@@ -276,7 +276,7 @@ def test_figures_are_drawn_of_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_figure_of_many_rules_has_few_colours() -> None:
-    figures = list((ROOT / "docs" / "lab").glob("numerics_*.svg"))
+    figures = list((ROOT / "docs" / "lab" / "archive").glob("numerics_*.svg"))
     colours = {path.name: set(re.findall(r"stroke: (#[0-9a-f]{6})", path.read_text())) - GREYS for path in figures}
     assert len(colours) > 10
     assert [name for name, found in colours.items() if not 2 <= len(found) <= plots.MOST_COLORS] == []

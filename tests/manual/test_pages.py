@@ -20,12 +20,13 @@ from tools import architecture, architecture_picture
 
 pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
 
+ARCHIVE = "docs/lab/archive"
 NOT_RUN = {
     ("docs/getting_started.md", "export DSEXT_AUTOLOAD=1"): "tests/unit/test_autoload.py runs processes with it",
-    ("docs/lab/openmp_threads.md", "pip install --no-deps --target /tmp/tpc threadpoolctl"): "builds a second OpenMP",
-    ("docs/lab/openmp_threads.md", 'operators = [ctypes.CDLL("libregion.so"), '): "needs the second OpenMP above",
+    (f"{ARCHIVE}/openmp_threads.md", "pip install --no-deps --target /tmp/tpc threadpoolctl"): "builds a second OpenMP",
+    (f"{ARCHIVE}/openmp_threads.md", 'operators = [ctypes.CDLL("libregion.so"), '): "needs the second OpenMP above",
     ("docs/trainers.md", "from accelerate import Accelerator"): "tests/unit/zenflow/test_accelerate.py runs it",
-    ("docs/lab/simulated_defects.md", "git worktree add ../older 5d571ae"): "makes a checkout beside this one",
+    (f"{ARCHIVE}/simulated_defects.md", "git worktree add ../older 5d571ae"): "makes a checkout beside this one",
 }
 """Page and begin of the first line -> why nothing executes the block. Launchers' recipes: tests/launchers."""
 

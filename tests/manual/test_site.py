@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,13 +27,24 @@ def pages_of(entries: list) -> list[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     listed = [uri for uri in pages_of(site.navigation()) if not uri.startswith(site.OUTSIDE)]
-    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md"))
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")]
+    assert sorted(listed) == sorted(page for page in pages if not page.startswith(site.ARCHIVE))
+
+
+def test_pages_of_the_archive_are_outside_of_the_search() -> None:
+    def is_searched(uri: str) -> bool:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
+        site.on_page_markdown("", page=page, config=None, files=None)
+        return not page.meta.get("search", {}).get("exclude", False)
+
+    assert not is_searched(f"{site.ARCHIVE}gpu.md")
+    assert is_searched("fits.md")
 
 
 @pytest.mark.parametrize(
     ("path", "uri"),
     [
-        ("docs/lab/gpu.md", "lab/gpu.md"),
+        ("docs/lab/archive/gpu.md", "lab/archive/gpu.md"),
         ("CONTRIBUTING.md", "repository/CONTRIBUTING.md"),
         ("examples/train.py", "repository/examples/train.py.md"),
         ("configs/cluster", "repository/configs/cluster.md"),

@@ -4,7 +4,7 @@
 
 A wait whose removal no test notices is not proved: either a test is missing, or the wait is needless, or `REDUNDANT`
 says why it stays. The test that the table names runs first, then all of `TESTS`. `--write-docs` writes the table to
-docs/lab/waits.md; rows of sites that were not asked for stay.
+docs/lab/archive/waits.md; rows of sites that were not asked for stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 
 __all__ = ["TABLE", "read_table"]
 
-TABLE = ROOT / "docs" / "lab" / "waits.md"
+TABLE = ROOT / "docs" / "lab" / "archive" / "waits.md"
 TESTS = (
     "tests/unit/zenflow/transfers/test_copies.py",
     "tests/unit/zenflow/transfers/test_chunk_slots.py",

@@ -8,7 +8,7 @@ from tests.perf import report
 from tests.perf.part import OUT, Part
 
 KEPT = report.ROOT / "benchmarks" / "cpu.json"
-"""What they have measured, from which docs/benchmarks.md is made."""
+"""What they have measured, from which docs/lab/archive/benchmarks.md is made."""
 LIMIT_OVER_USUAL = 5
 """A part may take this many times as long as on two quiet cores, and is ended then."""
 

@@ -24,7 +24,7 @@ class Group:
         files: where they are; none: all others.
         ranks: of the tests with a setting of that name, those with this value; None: all.
         simulated_seconds: half of what they took on the simulated device, where they had a third of a core; of the
-            copies, 60 more for 64 million parameters instead of one. Docs: docs/lab/gpu.md.
+            copies, 60 more for 64 million parameters instead of one. Docs: docs/lab/archive/gpu.md.
         pools: sets of ranks that they start.
     """
 

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and its figures from what `make bench` has measured: `make bench-report`.
+"""Write docs/lab/archive/benchmarks.md and its figures from what `make bench` has measured: `make bench-report`.
 
 python -m tests.perf.page
 
@@ -18,7 +18,7 @@ from typing import Any
 from tests.perf import report
 from tests.perf.cpu_parts import KEPT, parts
 
-PAGE = report.ROOT / "docs" / "benchmarks.md"
+PAGE = report.ROOT / "docs" / "lab" / "archive" / "benchmarks.md"
 LEAST_DRAWN = 3
 """Comparisons with a spread; fewer have no figure."""
 
@@ -165,7 +165,7 @@ make bench-report          # makes this page and its figures from that file
   their smallest and largest turn in brackets, are folded below each table.
 - *Threads* are those of one process of either side. Where nothing varies between turns, there is one number.
 - Rows that say so are **simulations**, and no measurement of a device.
-- Times do not carry over to other machines. **Nothing here is a GPU's**; [what will be measured there](lab/gpu.md)."""
+- Times do not carry over to other machines. **Nothing here is a GPU's**; [what will be measured there](gpu.md)."""
 
 
 def _folded(title: str, *blocks: str) -> str:
@@ -194,7 +194,7 @@ def _section(section: Section, name: str, result: dict[str, Any]) -> str:
     simulated = any(one["simulation"] for one in comparisons)
     blocks = [f"## {section.title}", section.text + (" **A simulation** where a row says so." if simulated else "")]
     if section.lab:
-        blocks[-1] += f" More in the [lab](lab/{section.lab})."
+        blocks[-1] += f" More in the [lab]({section.lab})."
     blocks += list(filter(None, [_summary(comparisons)]))
     if is_drawn(comparisons):
         blocks.append(f"![{section.title}: ratios with their smallest and largest]({figure_of(name).name})")

@@ -1,9 +1,10 @@
 """Rehearses the scale of the package: one rank's planning and exchange among 8 to 8,192 ranks, all others made up.
 
-    python -m tests.perf.scale [--ranks 8 64 1024 8192] [--only TEXT] [--plot docs/lab/scale.svg]
+    python -m tests.perf.scale [--ranks 8 64 1024 8192] [--only TEXT] [--plot docs/lab/archive/scale.svg]
 
-Prints a table for `docs/lab/scale.md`. Seconds are one thread's CPU time without the made-up collectives, the median of
-several runs; bytes are what arrives at one rank; memory is the peak of Python's allocations (`tracemalloc`).
+Prints a table for `docs/lab/archive/scale.md`. Seconds are one thread's CPU time
+without the made-up collectives, the median of several runs; bytes are what arrives at one
+rank; memory is the peak of Python's allocations (`tracemalloc`).
 """
 
 from __future__ import annotations

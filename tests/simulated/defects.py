@@ -2,8 +2,9 @@
 
     python -m tests.simulated.defects [A1 A2 ...] [--package ../older]
 
-Prints what each rank of each row of docs/lab/simulated_defects.md has seen. Ends with 1 if a defect shows. Of an older
-checkout only deepspeed_ext is used; the scenarios and the simulated accelerator are those of this one.
+Prints what each rank of each row of docs/lab/archive/simulated_defects.md has seen.
+Ends with 1 if a defect shows. Of an older checkout only
+deepspeed_ext is used; the scenarios and the simulated accelerator are those of this one.
 """
 
 from __future__ import annotations

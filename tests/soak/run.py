@@ -124,7 +124,7 @@ def parse_args() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no new round after this time")
     parser.add_argument("--round", type=int, help="only this round of the seed, to repeat what failed")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/lab/soak.md too")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/lab/archive/soak.md too")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="default: any")
     parser.add_argument("--form", choices=FORMS, help="of every round; default: each in turn")
     parser.add_argument("--without", nargs="*", default=(), choices=[kind.value for kind in Kind], help="left out")
@@ -145,7 +145,7 @@ def main() -> int:
     records = soak(settings, args.minutes, args.output, args.round)
     text = write_report(records, settings, time.monotonic() - begin, args.output)
     if args.write_docs:
-        (ROOT / "docs" / "lab" / "soak.md").write_text(text)
+        (ROOT / "docs" / "lab" / "archive" / "soak.md").write_text(text)
     print(text)
     return int(any(record.failure for record in records))
 

@@ -5,7 +5,7 @@ at the default block size. With the newest gradient g and its constants, while t
 
     y = (1 - lr wd) p        W = round(y - lr sign(beta1 k + (1 - beta1) c g))        k = the mean with the sign of m
 
-That is the exact update, except that k stands for m. The estimate is for interval 1; docs/lab/numerics.md has what else
+That is the exact update, except that k stands for m. The estimate is for interval 1; docs/results.md has what else
 was tried. None of it enters p or m, so errors do not accumulate.
 """
 

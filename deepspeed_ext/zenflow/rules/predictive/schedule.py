@@ -26,7 +26,7 @@ __all__ = ["WARM_UP_STEPS", "PredictivePlan", "PredictiveSchedule", "PredictiveS
 WARM_UP_STEPS = 40
 """Predictions are poor while moments have seen few gradients: with one warm-up step instead of 40, the loss of
 a model of five million parameters was 1.6 percentage points further from AdamW's, mean of three seeds
-(docs/lab/numerics.md)."""
+(docs/results.md)."""
 
 
 class WeightSource(enum.Enum):

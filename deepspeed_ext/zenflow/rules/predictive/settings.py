@@ -14,7 +14,7 @@ from deepspeed_ext.zenflow.worker.sizes import RuleSettings
 __all__ = ["LONGEST_MEASURED", "PredictiveSettings"]
 
 LONGEST_MEASURED = 2
-"""Longest interval chosen by measurement. Interval 4 raises the loss by 7 % with larger batches (docs/lab/numerics.md),
+"""Longest interval chosen by measurement. Interval 4 raises the loss by 7 % with larger batches (docs/results.md),
 so only a config may choose it."""
 
 
@@ -40,7 +40,7 @@ class PredictiveSettings(RuleSettings):
             if interval is not None and interval > longest:
                 raise ConfigError(
                     f"zero_optimization.zenflow.update_interval = {interval} with {layout.name.capitalize()}: the "
-                    f"estimate for it has been measured at {longest} only (docs/lab/numerics.md). Set the interval to "
+                    f"estimate for it has been measured at {longest} only (docs/results.md). Set the interval to "
                     f"{longest} or leave it out"
                 )
             interval = longest
