@@ -1,4 +1,4 @@
-"""The recipes of docs/command_lines.md, from an empty folder: ZenFlow runs, checkpoints are written, and resuming gives
+"""The recipes of docs/trainers.md, from an empty folder: ZenFlow runs, checkpoints are written, and resuming gives
 the same losses to the bit.
 
 The page's commands run as they stand, with two CPU ranks in place of eight GPUs.
@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 from tests.support.trainers import STEPS, STOPPED, losses_of
 from tests.trainers.environments import Installed, installed, write_model_and_data
 
-PAGE = ROOT / "docs" / "command_lines.md"
+PAGE = ROOT / "docs" / "trainers.md"
 RECIPES = recipes(PAGE.read_text())
 PACKAGES = {"LLaMA-Factory": "llamafactory", "ms-swift": "ms-swift", "TRL": "trl", "Axolotl": "axolotl"}
 ON_THE_CPU = {
