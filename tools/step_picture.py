@@ -31,8 +31,9 @@ QUANTITIES = {
     "host GiB": ("GiB of host memory", ".1f"),
     "device GiB": ("GiB of the GPU", ".1f"),
 }
-WIDTH, LEFT, TOP, BAR, LANE = 980, 190, 82, 24, 34
-PANEL, GAP = 245, 20
+WIDTH, LEFT, TOP, BAR, LANE = 540, 198, 58, 22, 29
+PANEL = 36 + LANE * len(NAMES)
+"""Height of a quantity, with its title. The letters are large enough for a window of 420 pixels."""
 COLORS = {True: "#2e7d32", False: "#9fa8da"}
 
 
@@ -62,25 +63,26 @@ def picture() -> str:
 
 
 def _lines() -> Iterator[str]:
-    height = TOP + LANE * len(NAMES) + 40
+    found = panels()
+    height = TOP + PANEL * len(found) + 30
     yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'font-family="sans-serif" font-size="15" role="img" aria-label="Time and memory of a step on one H100">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" font-family="sans-serif" font-size="17" role="img" '
+        'aria-label="Time and memory of a step on one H100">'
     )
     yield f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
-    yield _text(20, 30, "A step of 8,192 tokens, 1.5 billion parameters, one H100", "font-weight='bold' font-size='16'")
-    for lane, name in enumerate(NAMES.values()):
-        yield _text(20, TOP + lane * LANE + 17, name, "font-weight='bold'" if name == OURS else "")
-    for number, panel in enumerate(panels()):
-        x = LEFT + number * (PANEL + GAP)
-        yield _text(x, TOP - 14, panel.title, "")
+    title = "8,192 tokens, 1.5 billion parameters, one H100"
+    yield _text(14, 28, title, "font-weight='bold' font-size='18'")
+    for number, panel in enumerate(found):
+        top = TOP + number * PANEL
+        yield _text(14, top + 12, panel.title, "font-weight='bold' fill='#3949ab'")
         for lane, (value, name) in enumerate(zip(panel.values, NAMES.values(), strict=True)):
-            y, width = TOP + lane * LANE, (PANEL - 60) * value / max(panel.values)
-            yield f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" fill="{COLORS[name == OURS]}"/>'
-            yield _text(x + width + 8, y + 17, format(value, panel.form), "")
-    yield _text(
-        20, height - 14, "measured; shorter is better; the page has the conditions", "font-size='13' fill='#555'"
-    )
+            y, width = top + 26 + lane * LANE, (WIDTH - LEFT - 70) * value / max(panel.values)
+            color, bold = COLORS[name == OURS], "font-weight='bold'" if name == OURS else ""
+            yield _text(14, y + 17, name, bold)
+            yield (f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" fill="{color}"/>')
+            yield _text(LEFT + width + 8, y + 17, format(value, panel.form), bold)
+    yield _text(14, height - 12, "measured; shorter is better", "font-size='15' fill='#555'")
     yield "</svg>"
 
 

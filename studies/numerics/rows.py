@@ -270,6 +270,18 @@ GROUPS: tuple[Group, ...] = (
         seeds=LATER_SEEDS,
     ),
     Group(
+        "ahead",
+        "NAdam beside AdamW and ours, an amendment",
+        (("bytes-1m", "base", ("nadam",)),),
+        seeds=LATER_SEEDS,
+    ),
+    Group(
+        "ahead-long",
+        "NAdam and ours for 2,000 steps, an amendment",
+        (("bytes-1m", "steps-2000", ("nadam", "ours-1-dithered")),),
+        seeds=LATER_SEEDS,
+    ),
+    Group(
         "beta1",
         "A delay at larger beta1, an amendment",
         (("bytes-1m", "base", ("delay-beta1-0.95", "delay-beta1-0.975")),),

@@ -182,3 +182,33 @@ class AdamW(Rule):
 
     def masters(self) -> torch.Tensor:
         return self.host.p
+
+
+class NAdam(Rule):
+    """torch's NAdam with decoupled decay: AdamW that looks ahead along the momentum. Nothing is delayed.
+
+    The package has no NAdam, so this is torch's optimizer, in fp32, with its default momentum decay.
+    """
+
+    def __init__(self, start: Start) -> None:
+        super().__init__(start)
+        self.p = torch.nn.Parameter(start.masters.clone())
+        hyper, self.dtype = start.hyper, start.dtype
+        self.optimizer = torch.optim.NAdam(
+            [self.p],
+            betas=(hyper.beta1, hyper.beta2),
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            decoupled_weight_decay=True,
+        )
+
+    def step(self, gradient: Gradient) -> None:
+        self.p.grad = gradient.reduced.float() * gradient.scale
+        self.optimizer.param_groups[0]["lr"] = gradient.lr
+        self.optimizer.step()
+
+    def weights(self, rank: int = 0) -> torch.Tensor:
+        return self.masters().to(self.dtype)
+
+    def masters(self) -> torch.Tensor:
+        return self.p.detach()

@@ -11,7 +11,7 @@ import torch
 from studies.numerics.lion import Lion, LionBf16, LionDelay, LionMeans, LionSigns
 from studies.numerics.ours import WHOLE, Ours
 from studies.numerics.relatives import ACCO, Delay, Disturbed, Feedback, Momentum, SAPipe
-from studies.numerics.rule import AdamW, Rule, Start
+from studies.numerics.rule import AdamW, NAdam, Rule, Start
 
 REFERENCE = "adamw"
 CONTROL = "adamw-disturbed"
@@ -56,6 +56,7 @@ RULES: dict[str, Callable[[Start], Rule]] = {
     "delay-beta1-0.95": partial(_with_beta1, Delay, 0.95),
     "adamw-beta1-0.975": partial(_with_beta1, AdamW, 0.975),
     "delay-beta1-0.975": partial(_with_beta1, Delay, 0.975),
+    "nadam": NAdam,
     "lion": Lion,
     "lion-delay": LionDelay,
     "lion-bf16": LionBf16,

@@ -14,7 +14,7 @@ from studies.numerics import __main__ as command
 from studies.numerics import analysis, plots, rows, student, table
 from studies.numerics.language import RareExperts
 from studies.numerics.rows import Row, store, stored
-from studies.numerics.rule import AdamW, Gradient, Hyper, Start
+from studies.numerics.rule import AdamW, Gradient, Hyper, NAdam, Start
 from studies.numerics.rules import RULES, SPLITTING
 from studies.numerics.settings import SETTINGS, Setting
 from studies.numerics.tasks import TASKS
@@ -101,6 +101,19 @@ def test_adamw_is_torchs() -> None:
         torch.testing.assert_close(found[0], weights.detach(), rtol=1e-6, atol=1e-6)
 
 
+def test_nadam_takes_the_unscaled_gradient_and_the_rate_of_the_step() -> None:
+    start, gradients = _start(100), _gradients(100, 5)
+    rule, weights = NAdam(start), torch.nn.Parameter(start.masters.clone())
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    theirs = torch.optim.NAdam([weights], **options, decoupled_weight_decay=True)
+    for number, gradient in enumerate(gradients, 1):
+        theirs.param_groups[0]["lr"] = 1e-2 / number
+        weights.grad = gradient.clone()
+        theirs.step()
+        rule.step(Gradient(4 * gradient, (gradient,), 0.25, 1e-2 / number))
+        assert torch.equal(rule.weights(), weights.detach())
+
+
 def test_relatives_follow_their_equations() -> None:
     gradients = _gradients(100, 6)
     exact = [weights[0] for weights in _fed(AdamW(_start(100)), gradients)]
@@ -147,7 +160,7 @@ def test_every_rule_trains(monkeypatch: pytest.MonkeyPatch) -> None:
         assert training.progress.losses[-1] < training.progress.losses[0], rule
 
 
-@pytest.mark.parametrize("rule", ["ours-4", "feedback", "acco"])
+@pytest.mark.parametrize("rule", ["ours-4", "feedback", "acco", "nadam"])
 def test_an_interrupted_row_continues_to_the_bit(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SETTINGS, "test", Setting(steps=26, ranks=2, weights="float16"))
     row = Row("toy", rule, "test", 0, RATE)

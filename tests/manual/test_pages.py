@@ -80,6 +80,8 @@ def test_rows_of_not_run_are_needed() -> None:
         ("bash", "python -m tests.perf.bench_binding --round 2 --onyl", "--onyl"),
         ("bash", "python -m studies.scale_step --fast", "takes no arguments"),
         ("bash", "python -m tests.perf.none", "there is no tests/perf/none.py"),
+        ("bash", "python -m pytest -q tests/unit/test_none.py", "there is no tests/unit/test_none.py"),
+        ("bash", "python -m pytest --simulatd tests/shape", "no option --simulatd"),
         ("bash", "deepspeed-ext paln", "paln"),
         ("bash", "deepspeed --num_gpsu 8 x.py", "ended with|num_gpsu"),
         ("bash", "deepspeed --num_gpus 8 --no_python deepspeed-ext rnu x.py", "rnu"),
@@ -156,21 +158,6 @@ def test_messages_of_others_are_those_that_a_run_without_the_extension_gets() ->
     for section, message in zip(sections, sorted(OF_OTHERS, reverse=True), strict=True):
         (found,) = run_ranks(1, refusal_without_extension, section, pool="pages")
         assert message in found
-
-
-def test_measured_numbers_of_the_readme_stand_on_the_pages_that_it_links_to() -> None:
-    lines = (ROOT / "README.md").read_text().split("\n## Measured\n")[1].splitlines()
-    rows = [line.strip("|").split("|") for line in lines if line.startswith("| [")]
-    assert len(rows) == 3
-    for what, *cells in rows:
-        text = "".join((ROOT / link).read_text() for link in re.findall(r"\]\((docs/(?:lab/archive/)?\w+\.md)", what))
-        numbers = re.findall(r"\d+\.\d+", " ".join(cells[:2]))
-        missing = [number for number in numbers if number not in text]
-        assert not missing, f"{what}: {missing}"
-        theirs, ours = ([float(number) for number in re.findall(r"\d+\.\d+", cell)] for cell in cells[:2])
-        ratios = {f"{a / b:.2f}" for a in ours for b in theirs if b}
-        wrong = [n for n in re.findall(r"\d+\.\d+", cells[2]) if n not in text and n not in ratios]
-        assert not wrong, f"{what}: {wrong}"
 
 
 def test_help_of_the_makefile_lists_few_commands_first() -> None:

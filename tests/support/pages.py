@@ -120,7 +120,10 @@ def check_command(words: Sequence[str]) -> None:
         _parse(lambda: cli.main(arguments))
     elif program in ("python", ".venv/bin/python"):
         module = arguments[1:] if arguments[0] == "-m" else arguments
-        _parse_program(module[0], module[1:])
+        if module[0] == "pytest":
+            _check_pytest(module[1:])
+        else:
+            _parse_program(module[0], module[1:])
     elif program in ("deepspeed", "torchrun"):
         _check_launcher(program, arguments)
     elif (ROOT / program).is_file():
@@ -144,6 +147,16 @@ def _check_make(arguments: Sequence[str]) -> None:
             given = ["--mode", values["MODE"]] if "MODE" in values else []
             given += ["--parts", *values["PARTS"].split()] if "PARTS" in values else []
             _parse_program(_MAKE_ARGUMENTS[target], [*given, *shlex.split(values.get("ARGS", ""))])
+
+
+def _check_pytest(arguments: Sequence[str]) -> None:
+    """Files and folders exist; options without a value are pytest's, or those of tests/conftest.py."""
+    options = (ROOT / "tests" / "conftest.py").read_text()
+    for word in arguments:
+        if word.startswith("--") and f'"{word}"' not in options:
+            raise ValueError(f"tests/conftest.py has no option {word}")
+        if not word.startswith("-") and not (ROOT / word).exists():
+            raise ValueError(f"there is no {word}")
 
 
 def _check_pip(arguments: Sequence[str]) -> None:

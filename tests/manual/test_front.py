@@ -1,0 +1,53 @@
+"""The README is short, and its numbers are those that were measured or are computed now."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.support.page_bodies import refusal_without_extension
+from tests.support.paths import ROOT
+from tests.support.ranks import run_ranks
+from tools import front_tables
+
+pytestmark = pytest.mark.cpu(reason="it reads pages; the refusal is DeepSpeed's own")
+
+README = (ROOT / "README.md").read_text()
+FRONT = (ROOT / "docs" / "README.md").read_text()
+MOST_WORDS = 700
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= MOST_WORDS
+
+
+def test_the_tables_are_current() -> None:
+    assert front_tables.page() == README, "run `make docs`"
+
+
+@pytest.mark.parametrize("text", [README, FRONT], ids=["README", "site"])
+def test_the_first_number_is_the_measured_one(text: str) -> None:
+    (first,) = re.findall(r"\*\*CPU offload for .*?([\d.]+) times as fast as ZeRO-Offload\*\*", text)
+    assert first == f"{front_tables.speed_up('1x8192'):.1f}"
+
+
+def test_measured_steps_stand_on_the_page_of_results() -> None:
+    section = (ROOT / "docs" / "results.md").read_text().split("\n## Speed\n")[1].split("\n## ")[0]
+    milliseconds = re.findall(r"([\d,]+) ms\b", front_tables.steps_table())
+    assert len(milliseconds) > 5
+    assert not [number for number in milliseconds if f"| {number} (" not in section]
+
+
+def test_the_lines_that_switch_it_on_are_the_same_everywhere_and_stock_deepspeed_refuses_them() -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+    (front,) = re.findall(r"```json\n(.*?)```", FRONT, re.DOTALL)
+    section = json.loads(f"{{{block}}}")
+    assert section == json.loads(f"{{{front}}}")
+    (said,) = run_ranks(1, refusal_without_extension, section["zero_optimization"], pool="pages")
+    assert "Zenflow must be used with cpu offload" in said or "update_rule" in said
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    zero = {**section["zero_optimization"], **offload}
+    (said,) = run_ranks(1, refusal_without_extension, zero, pool="pages")
+    assert "update_rule" in said

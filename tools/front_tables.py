@@ -1,0 +1,92 @@
+"""Writes the two tables of README.md: measured steps, and what fits on machines that people own.
+
+    python -m tools.front_tables
+
+Steps come from benchmarks/gpu.json. What fits is computed by `tools.fits`, as docs/fits.md is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from tools import fits
+from tools.architecture import ROOT
+from tools.step_picture import BATCH, MEASURED, MODEL, NAMES
+
+__all__ = ["PAGE", "page", "speed_up"]
+
+PAGE = ROOT / "README.md"
+BATCHES = {"1x2048": "2,048 tokens", "1x8192": "8,192 tokens", "4x8192": "32,768 tokens"}
+MACHINES: Sequence[tuple[str, int, int, Sequence[int]]] = (
+    ("RTX 4090, 24 GB", 1, 24, (64, 96, 192)),
+    ("2 x RTX 3090, 24 GB each", 2, 24, (128,)),
+    ("8 x H100, 80 GB each", 8, 80, (1024,)),
+)
+"""Name, GPUs, GB of each, and GB of host memory."""
+OFFLOAD = ((fits.ZERO_OFFLOAD, 2), (fits.ZERO_OFFLOAD, 3), (fits.SMALL[0], 3))
+
+
+def _rows() -> dict[tuple[str, str], dict[str, Any]]:
+    results = json.loads(MEASURED.read_text())["settings"]["results"]
+    return {(row["variant"], row["batch"]): row for row in results[MODEL]["rows"]}
+
+
+def speed_up(batch: str) -> float:
+    """ZeRO-Offload's time per step over ours."""
+    rows, (offload, ours) = _rows(), (list(NAMES)[1], list(NAMES)[3])
+    return rows[offload, batch]["median ms"] / rows[ours, batch]["median ms"]
+
+
+def steps_table() -> str:
+    """One row per method, one column per number of tokens; then memory."""
+    rows = _rows()
+    lines = []
+    for variant, name in NAMES.items():
+        found = [rows.get((variant, batch)) for batch in BATCHES]
+        cells = ["not measured" if row is None else f"{row['median ms']:,.0f} ms" for row in found]
+        memory = [f"{rows[variant, BATCH][key]:.1f} GiB" for key in ("host GiB", "device GiB")]
+        bold = "**" if variant == list(NAMES)[-1] else ""
+        lines.append([f"{bold}{name}{bold}", *cells, *memory])
+    return fits._table(["one step of", *BATCHES.values(), "host memory", "GPU memory"], lines)
+
+
+def _ours(end: str) -> list[tuple[str, fits.Stage]]:
+    ways = product((fits.OURS, fits.IN_STEP, fits.EARLY), fits.STAGES)
+    return [*((name + end, stage) for name, stage in ways), (fits.SMALL[1] + end, 3)]
+
+
+def _largest(ways: Sequence[tuple[str, Any]], gpus: int, gpu: int, host: int) -> str:
+    found = [fits.largest(name, stage, gpus, gpu, host) for name, stage in ways]
+    shapes = [shape for shape in found if shape is not None]
+    return fits._billions(max(shapes, key=lambda shape: shape.params, default=None)) + "B"
+
+
+def fits_table() -> str:
+    """The largest model of ZeRO-Offload and ours, each in its best way."""
+    ways = (OFFLOAD, _ours(""), _ours(fits.ROUNDED), _ours(fits.CODED))
+    rows = [
+        [name, f"{host:,} GB", *(_largest(way, gpus, gpu, host) for way in ways)]
+        for name, gpus, gpu, hosts in MACHINES
+        for host in hosts
+    ]
+    head = ["GPU", "host memory", "ZeRO-Offload", "ours, exact", "bf16 moments", "8-bit moments"]
+    return fits._table(head, rows)
+
+
+def page() -> str:
+    """README.md with both tables between their markers."""
+    text = PAGE.read_text()
+    for name, table in (("steps", steps_table()), ("fits", fits_table())):
+        mark = f"<!-- {name}: written by `make docs` -->"
+        pattern = re.compile(rf"{re.escape(mark)}\n.*?(?=\n\n|\Z)", re.DOTALL)
+        assert len(pattern.findall(text)) == 1, f"README.md has no place for the table of {name}"
+        text = pattern.sub(f"{mark}\n{table.rstrip()}", text)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
