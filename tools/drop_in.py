@@ -15,6 +15,8 @@ INTRODUCTION = """# What ZeRO-Offload accepts
 
 <!-- Written by `make docs` from tests/support/drop_in.py; edit that. -->
 
+You have a config with CPU offload, and want to know what becomes of a setting.
+
 What ZenFlow does with each setting that DeepSpeed 0.19.8 reads beside CPU offload. A test tries every row on two CPU
 ranks, at each stage in the table and under both rules: a section `"zenflow": {"overlap_step": false}` is added to a
 config of ZeRO-Offload, and nothing else.
