@@ -178,7 +178,9 @@ def losses_of(case: Case, checkout: Path, folder: Path, steps: int, port: int) -
             with contextlib.suppress(ProcessLookupError):  # all have ended
                 os.killpg(job.pid, signal.SIGKILL)
     if len(found) < steps:
-        raise RuntimeError(f"{case.name}: {len(found)} of {steps} losses\n{''.join(said[-12:])}")
+        reasons = [line.strip() for line in said if re.match(r"(\[rank\d\]: )?\w+Error: ", line)]
+        reason = reasons[0] if reasons else "".join(said[-12:])
+        raise RuntimeError(f"{case.name}: {len(found)} of {steps} losses\n{reason}")
     return [found[step] for step in range(1, steps + 1)]
 
 

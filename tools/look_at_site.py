@@ -11,6 +11,7 @@ are checked without it, too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import html
 import http.server
@@ -109,6 +110,10 @@ window.onload = () => {{
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the browser has ended
+            super().handle()
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, run``.
+"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run``.
 
 Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """
@@ -11,6 +11,7 @@ import runpy
 import select
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from deepspeed_ext import __version__
@@ -88,12 +89,15 @@ def _report_error(arguments: argparse.Namespace, error: Exception, status: int) 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="verb", required=True, metavar="doctor | config | plan | tune | verify | run")
+    commands = parser.add_subparsers(
+        dest="verb", required=True, metavar="doctor | config | plan | tune | verify | report | run"
+    )
     _add_doctor(commands)
     _add_config(commands)
     _add_plan(commands)
     _add_tune(commands)
     _add_verify(commands)
+    _add_report(commands)
     _add_run(commands)
     return parser
 
@@ -243,6 +247,15 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify.set_defaults(command=_verify)
 
 
+def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    report = commands.add_parser(
+        "report", help="draw what limited a run with ZenFlow, from its logs", allow_abbrev=False
+    )
+    report.add_argument("run", metavar="RUN", help="trainer_state.json, metrics.jsonl, or a folder with one")
+    report.add_argument("--svg", metavar="FILE", default="report.svg", help="picture [report.svg]")
+    report.set_defaults(command=_report)
+
+
 def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run = commands.add_parser(
         "run", help="run an unchanged training script with the extension enabled", allow_abbrev=False
@@ -320,6 +333,17 @@ def _tune(arguments: argparse.Namespace) -> int:
 
         for text in run_from_cli(arguments):
             print(text, file=out)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from deepspeed_ext.commands import report
+    from deepspeed_ext.runtime.output_file import OutputFile
+
+    picture = OutputFile.check(arguments.svg, "--svg")
+    lanes = report.lanes_of(report.read_records(Path(arguments.run)))
+    picture.write(report.picture(lanes).encode())
+    print(f"{lanes.verdict}\n{lanes.remedy}\nDrawn to {arguments.svg}.")
     return 0
 
 
