@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-from deepspeed_ext.adapter.construction import builders, built_together
+from deepspeed_ext.adapter.construction import built_together
 from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.held_optimizers import held_optimizers
@@ -29,6 +29,7 @@ from deepspeed_ext.adapter.upstream import (
     is_zero_optimizer,
     swapped,
     throughput_timer,
+    ties_stages,
 )
 from deepspeed_ext.adapter.weak_engine import WeakEngine
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
@@ -54,7 +55,8 @@ class Engine(EngineSettings):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as undo:
-            self._parts = Parts(undo)
+            self._parts = Parts(undo, kwargs.get("mpu"))
+            self._ties_stages = ties_stages(kwargs.get("model"))
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
                 super().__init__(*args, **kwargs)
@@ -83,8 +85,14 @@ class Engine(EngineSettings):
         errors."""
         parts, settings = self._parts, fields_of(self._config.zero_config)
         with parts.refused.keeping():
-            parts.require_supported(settings, self._zenflow, self.use_node_local_storage())
+            parts.require_supported(settings, self._zenflow, self.use_node_local_storage(), **self._spread())
             super()._do_sanity_check()
+
+    def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace layers of the model, as AutoEP does, unless the sanity check has refused that."""
+        if self._spread()["makes_experts"]:
+            self._parts.refused.raise_here()
+        return super()._configure_expert_parallel(*args, **kwargs)
 
     def _set_distributed_vars(self, args: Any) -> None:
         """Set this rank's device, and agree on what the sanity check found. Model and weights are not touched yet.
@@ -95,7 +103,8 @@ class Engine(EngineSettings):
                 the others in its collectives.
         """
         super()._set_distributed_vars(args)
-        ranks, switches = builders(self.mpu), Parts.switches(fields_of(self._config.zero_config), self._zenflow)
+        ranks = self._parts.ranks
+        switches = Parts.switches(fields_of(self._config.zero_config), self._zenflow)
         if raise_together(ranks, self._parts.refused.take(), otherwise=None, flag=any(switches.values())):
             stage = {"stage": int(self.zero_optimization_stage())}
             require_same_plan("zero_optimization", stage | switches, ranks)
@@ -125,25 +134,28 @@ class Engine(EngineSettings):
         parts, settings, zenflow = self._parts, fields_of(self._config.zero_config), self._zenflow
         if settings is None:
             return super()._configure_zero_optimizer(optimizer)
-        ranks = builders(self.mpu)
+        ranks = parts.ranks
         parts.bind_cores(settings, zenflow, RankGroup.of(None), local_rank())
         with together(ranks, otherwise=None):
             run = None if zenflow is None else self._zenflow_run(zenflow, settings.host_share)
-            swaps = parts.optimizer_classes(settings, run, ranks, self.is_sanity_checks_enabled())
+            swaps = parts.optimizer_classes(settings, run, self.is_sanity_checks_enabled())
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
         if isinstance(zero_optimizer, ZenFlowStepping):
             parts.adam = zero_optimizer.zenflow_adam
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
-            parts.attach_gather(self.module, settings, ranks, self.seq_data_parallel_group)
+            parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
 
     def _zenflow_run(self, zenflow: ZenFlowConfig, host_share: float | None) -> ZenFlowRun:
-        groups = () if dist.get_world_size() == 1 else (None, self.seq_data_parallel_group)
+        timeouts: list[float] = []
+        if dist.get_world_size() > 1:
+            groups = None, self.seq_data_parallel_group
+            timeouts = [*map(group_timeout_seconds, groups), self._parts.ranks.timeout_seconds]
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        return ZenFlowRun.of(zenflow, map(group_timeout_seconds, groups), steps, host_share)
+        return ZenFlowRun.of(zenflow, timeouts, steps, host_share)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -231,7 +243,7 @@ class Engine(EngineSettings):
             theirs()
             return
         try:
-            self._parts.offloader.offload(theirs, self.module, self.optimizer, RankGroup.of(None))
+            self._parts.offloader.offload(theirs, self.module, self.optimizer, self._parts.ranks)
         except Exception:
             self.reload_states()
             raise
@@ -251,7 +263,7 @@ class Engine(EngineSettings):
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
-        self._parts.offloader.reload(theirs, RankGroup.of(None))
+        self._parts.offloader.reload(theirs, self._parts.ranks)
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -326,8 +338,8 @@ class Engine(EngineSettings):
             optimizer=self.optimizer,
             module=self.module,
             config=self._config,
-            # with an `mpu`, the ranks of this engine
-            ranks=RankGroup.of(None if self.mpu is None else self.seq_data_parallel_group),
+            ranks=self._parts.ranks,
+            sharers=RankGroup.of(self.seq_data_parallel_group),
             stage=int(self.zero_optimization_stage()),
             shapes=self._get_zero_param_shapes,
             can_reshard=can_reshard,

@@ -74,6 +74,8 @@ class LoadingRun:
         optimizer: DeepSpeed's ZeRO optimizer.
         config: DeepSpeed's parsed config.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
+        ranks: the ranks that the model is spread over.
+        sharers: those among which its parameters are divided.
         can_reshard: whether another layout can be loaded; equal on all ranks.
         has_experts: whether some parameters belong to fewer ranks than others.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
@@ -88,6 +90,7 @@ class LoadingRun:
     module: torch.nn.Module
     config: Any
     ranks: RankGroup
+    sharers: RankGroup
     stage: int
     shapes: Callable[[], Any]
     can_reshard: bool
@@ -145,7 +148,7 @@ class Resharder:
         run = self._loading
         if run.has_experts and run.continues_zenflow and not without_state:
             with together(run.ranks, CheckpointError):
-                _require_same_ranks(folder, run.ranks.size)
+                _require_same_ranks(folder, run.sharers.size)
         if not run.can_reshard:
             return None
         found = None

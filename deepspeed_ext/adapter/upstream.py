@@ -50,6 +50,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Param
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as master_of
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 from deepspeed.utils.timer import ThroughputTimer
@@ -103,11 +104,14 @@ __all__ = [
     "optimizer_class",
     "exchange_instead",
     "pins_offload_buffers",
+    "model_groups",
     "pipeline_topology",
     "schedule_class",
     "stage3_optimizer_class",
     "swapped",
+    "tensor_ranks",
     "throughput_timer",
+    "ties_stages",
     "zero_section_class",
 ]
 
@@ -265,6 +269,36 @@ def counted_alike(params: Sequence[Any]) -> bool:
 def pipeline_topology(model: Any) -> Any:
     """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any other model."""
     return model.mpu() if isinstance(model, PipelineModule) else None
+
+
+_MODEL_GROUPS = (
+    "get_sequence_data_parallel_group",
+    "get_data_parallel_group",
+    "get_model_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_pipeline_model_parallel_group",
+    "get_pipe_parallel_group",
+    "get_context_parallel_group",
+    "get_sequence_parallel_group",
+)
+"""How DeepSpeed and Megatron name an `mpu`'s methods."""
+
+
+def model_groups(mpu: Any) -> dict[str, Any]:
+    """Return the process groups of an `mpu` over which a model can be spread, by method."""
+    methods = {name: getattr(mpu, name, None) for name in _MODEL_GROUPS}
+    found = {name: method() for name, method in methods.items() if method is not None}
+    return {name: group for name, group in found.items() if group is not None}
+
+
+def tensor_ranks(mpu: Any) -> int:
+    """Return the number of tensor-parallel ranks of an `mpu`."""
+    return int(bwc_tensor_model_parallel_world_size(mpu))
+
+
+def ties_stages(model: Any) -> bool:
+    """Whether `model` is a pipeline of which this rank's stage shares a parameter with another one."""
+    return isinstance(model, PipelineModule) and bool(model.tied_comms)
 
 
 class _RoomyAccelerator:

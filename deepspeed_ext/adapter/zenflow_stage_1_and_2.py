@@ -85,7 +85,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         **kwargs: Any,
     ) -> None:
         self._prepare(start, kwargs)
-        super().__init__(*args, settings=settings, builders=start.builders, check_replicas=check_replicas, **kwargs)
+        super().__init__(*args, settings=settings, ranks=start.ranks, check_replicas=check_replicas, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:
@@ -139,6 +139,13 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     @property
     def _can_take_gradients(self) -> bool:
         return self.partition_gradients  # at stage 1, a rank keeps all of them until they are reduced
+
+    @property
+    def _bucket_bytes(self) -> int:
+        """Two that alternate if they are reduced during backward."""
+        if not self.contiguous_gradients:
+            return 0
+        return self.dtype.itemsize * self.reduce_bucket_size * (2 if self.overlap_comm else 1)
 
     def _take_gradients_to_host(self) -> None:
         """Let gradients go to the slots of their partitions during backward."""

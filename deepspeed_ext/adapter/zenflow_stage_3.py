@@ -25,7 +25,7 @@ from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
@@ -74,7 +74,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
         offloaded. If gradients go to the host during backward, the optimizer still is, so they and their norms take
         that way."""
-        with together(RankGroup.of(self.dp_process_group), otherwise=None):
+        with together(self._start.ranks, otherwise=None):
             self._start_instead()
 
     def _start_instead(self) -> None:
@@ -126,6 +126,10 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     @property
     def _weights_on_host(self) -> bool:
         return bool(self.offload_param)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.dtype.itemsize * self.reduce_bucket_size if self.contiguous_gradients else 0
 
     @property
     def _flattens_sums(self) -> bool:

@@ -29,6 +29,7 @@ from deepspeed_ext.adapter.upstream import (
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
+from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
 from deepspeed_ext.zenflow.step.supported import require_publishable
@@ -64,7 +65,8 @@ class ZenFlowStepping(GradientsOnHost):
         """Start the worker. `groups` holds the index of each partition's parameter group."""
         names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
         grad_dtype = getattr(torch, gradient_dtype(*names))
-        weights_dtype, ranks = self._weights(0).dtype, RankGroup.of(self.dp_process_group, keeps_scratch=True)
+        weights_dtype = self._weights(0).dtype
+        self._dp_ranks = ranks = RankGroup.of(self.dp_process_group, keeps_scratch=True)
         require_publishable(self._start.run.config, dtype_name(weights_dtype))
         self.zenflow_adam = start_adam(
             self._start,
@@ -72,7 +74,7 @@ class ZenFlowStepping(GradientsOnHost):
             groups,
             self._weights,
             grad_dtype=grad_dtype,
-            ranks=ranks,
+            sharers=ranks,
             holders=[self._holders(index, ranks) for index in range(len(groups))],
             weights_on_host=self._weights_on_host,
             gradients=self._gradient_bytes(len(groups), grad_dtype),
@@ -279,12 +281,12 @@ class ZenFlowStepping(GradientsOnHost):
         with together(ranks, CheckpointError):
             if load_optimizer_states or checkpoint_folder:
                 self._adopt_state()
-                exact = checkpoint.restore(adam, saved, f"rank {ranks.rank}")
+                exact = checkpoint.restore(adam, saved, f"rank {dist.get_rank()}")
                 self._refresh_weights(saved if exact else None)
             else:
                 adam.masters_changed()
             if self._autocast_scale is not None and not checkpoint_folder:
-                state = state_dict_list[ranks.rank] or {}
+                state = state_dict_list[self._dp_ranks.rank] or {}
                 self._autocast_scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._autocast_scale.state_dict()))
         if load_optimizer_states or checkpoint_folder:
             self._exchange_weights(saved if exact else None)
@@ -299,7 +301,7 @@ class ZenFlowStepping(GradientsOnHost):
         """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none."""
         if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
             return None
-        state = state_dict_list[self.zenflow_adam.ranks.rank]
+        state = state_dict_list[self._dp_ranks.rank]
         if not isinstance(state, Mapping):
             raise CheckpointError(
                 f"the optimizer's state is a {type(state).__name__}, expected a dict: load another checkpoint"

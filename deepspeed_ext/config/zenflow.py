@@ -96,9 +96,9 @@ class ZenFlowConfig(ConfigSection):
     if gradients would take more than half of what is free on any rank's accelerator beside the weights. Without effect
     if the accelerator is the CPU, and with ``offload_param``, whose gradients are on the host anyway."""
 
-    offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.25
-    """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that must stay free at the
-    start, for activations, gradients and landing buffers."""
+    offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.15
+    """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that stays free for
+    activations and temporaries. Gradients, their flat copy, buckets and landing buffers are counted beside it."""
 
     async_save: bool = False
     """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the worker, copies of

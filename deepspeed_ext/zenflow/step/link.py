@@ -14,7 +14,7 @@ import torch
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, StateError, WorkerError
 from deepspeed_ext.runtime import host_memory as memory
-from deepspeed_ext.runtime.backend import dist, group_timeout_seconds
+from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
@@ -59,7 +59,8 @@ class WorkerLink:
         placement: the worker's cores and memory node; None: inherited.
         weights_on_host: whether weights are on the host, so nothing is copied in or beside a step.
         fills_early: whether gradients are in their slots before a step, so nothing is copied beside it.
-        ranks: the data-parallel ranks; each of them builds one of these.
+        ranks: the ranks that the model is spread over; each of them builds one of these, and all get
+            the error of one.
 
     Attributes:
         arena, process, transfers, page_locks: see their classes.
@@ -311,7 +312,7 @@ def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
     """
     if ranks.size == 1:
         return math.inf
-    return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * group_timeout_seconds(ranks.group))
+    return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * ranks.timeout_seconds)
 
 
 def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:

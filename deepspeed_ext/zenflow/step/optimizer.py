@@ -46,7 +46,7 @@ class OffloadedAdam:
         coded: shows moments that are codes; None: they are none.
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
         kind: what depends on which optimizer it is.
-        ranks: the data-parallel ranks; each of them builds one of these, with partitions in the same order.
+        ranks: the ranks that the model is spread over; each of them builds one of these.
 
     Attributes:
         rule, partitions, states, share, coded, link, kind, ranks: the arguments.
