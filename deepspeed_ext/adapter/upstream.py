@@ -50,6 +50,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Param
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as groups_module
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as master_of
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
@@ -104,6 +105,7 @@ __all__ = [
     "optimizer_class",
     "exchange_instead",
     "pins_offload_buffers",
+    "later_groups",
     "model_groups",
     "pipeline_topology",
     "schedule_class",
@@ -289,6 +291,18 @@ def model_groups(mpu: Any) -> dict[str, Any]:
     methods = {name: getattr(mpu, name, None) for name in _MODEL_GROUPS}
     found = {name: method() for name, method in methods.items() if method is not None}
     return {name: group for name, group in found.items() if group is not None}
+
+
+def later_groups(optimizer: Any) -> list[Any]:
+    """Return this rank's groups in which DeepSpeed communicates in training, but not while it builds an engine: those
+    of experts, by name, and that of secondary partitions (hpZ)."""
+    found: list[Any] = []
+    if getattr(optimizer, "has_moe_layers", False):
+        experts: dict[str, Any] = groups_module._get_expert_parallel_group_dict()
+        found += [experts[name] for name in sorted(experts)]
+    if getattr(optimizer, "zero_hpz_partition_size", 1) > 1:
+        found.append(groups_module._get_zero_param_intra_parallel_group())
+    return found
 
 
 def tensor_ranks(mpu: Any) -> int:

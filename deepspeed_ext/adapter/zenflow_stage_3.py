@@ -132,6 +132,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         return self.dtype.itemsize * self.reduce_bucket_size if self.contiguous_gradients else 0
 
     @property
+    def _waits_after_weights(self) -> bool:  # type: ignore[override]
+        """DeepSpeed gathers persistent parameters, and waits for the device."""
+        return bool(self.persistent_parameters)
+
+    @property
     def _flattens_sums(self) -> bool:
         return True
 

@@ -23,6 +23,7 @@ from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
     Swap,
     host_offload_config,
+    later_groups,
     pins_offload_buffers,
     swapped,
 )
@@ -30,7 +31,13 @@ from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
-from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
+from deepspeed_ext.runtime.ranks import (
+    RankGroup,
+    agreed,
+    open_communicators,
+    require_same_plan,
+    together,
+)
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
 from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
@@ -52,6 +59,8 @@ class ZenFlowStepping(GradientsOnHost):
     _autocast_scale: AutocastScale | None
     offloaded_states: set[Any]
     _copies_state = True
+    _waits_after_weights = False
+    """Whether DeepSpeed waits for the device once all weights are written (see `OffloadedAdam.finish_weights`)."""
 
     def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
@@ -68,6 +77,9 @@ class ZenFlowStepping(GradientsOnHost):
         weights_dtype = self._weights(0).dtype
         self._dp_ranks = ranks = RankGroup.of(self.dp_process_group, keeps_scratch=True)
         require_publishable(self._start.run.config, dtype_name(weights_dtype))
+        holders = [self._holders(index, ranks) for index in range(len(groups))]
+        others = [RankGroup.of(group) for group in later_groups(self)]
+        open_communicators([self._start.ranks, ranks, *holders, *others])
         self.zenflow_adam = start_adam(
             self._start,
             self.optimizer,
@@ -75,7 +87,7 @@ class ZenFlowStepping(GradientsOnHost):
             self._weights,
             grad_dtype=grad_dtype,
             sharers=ranks,
-            holders=[self._holders(index, ranks) for index in range(len(groups))],
+            holders=holders,
             weights_on_host=self._weights_on_host,
             gradients=self._gradient_bytes(len(groups), grad_dtype),
         )
@@ -166,7 +178,7 @@ class ZenFlowStepping(GradientsOnHost):
                 grad_scale *= self._autocast_scale.factor()
         self.zenflow_adam.step_partition(index, self._masters[index].grad, grad_scale)
         if index == len(self._masters) - 1:
-            self.zenflow_adam.finish_weights()
+            self.zenflow_adam.finish_weights(starts_copies=not self._waits_after_weights)
 
     # -- away from the accelerator --------------------------------------------------------------------------------
 

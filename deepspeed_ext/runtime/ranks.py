@@ -36,6 +36,7 @@ __all__ = [
     "RankGroup",
     "agreed",
     "all_gather_single",
+    "open_communicators",
     "raise_together",
     "rank_list",
     "require_same_plan",
@@ -264,6 +265,19 @@ class GridRanks(RankGroup):
             rank, place = divmod(rank, axis.size)
             places.append(place)
         return places
+
+
+def open_communicators(groups: Sequence[RankGroup]) -> None:
+    """Run a first collective on each of `groups`, so that memory that is free afterwards stays free: a communicator of
+    NCCL takes memory of its device when it is first used. A collective of each group; every rank calls
+    this with its own groups in the same order. Nothing where the accelerator is the CPU."""
+    if get_accelerator().is_synchronized_device():
+        return
+    opened: set[int] = set()
+    for group in groups:
+        if id(group.group) not in opened or group.group is None:
+            opened.add(id(group.group))
+            group.minimum(0)
 
 
 def raise_together(

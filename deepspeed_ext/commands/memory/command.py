@@ -63,6 +63,8 @@ def run_from_cli(arguments: Any) -> str:
         _accelerator_bytes() if arguments.accelerator_gib == HERE else _bytes(arguments.accelerator_gib),
         total_host_bytes() if arguments.host_gib == HERE else _bytes(arguments.host_gib),
     )
+    if arguments.accelerator_gib == HERE:
+        named = replace(named, notes=(*named.notes, *_notes_of_this_machine()))
     machine = _machine(arguments)
     if arguments.config is not None:
         return _of_config(arguments, named, ranks, capacity)
@@ -145,6 +147,14 @@ def _accelerator_bytes() -> int:
     if accelerator.device_name() == "cpu":
         raise ConfigError("--accelerator-gib here: this machine has no accelerator; give its GiB as a number")
     return int(accelerator.total_memory())
+
+
+def _notes_of_this_machine() -> list[str]:
+    from deepspeed_ext.runtime.backend import SHARED_MEMORY, shares_host_memory
+
+    if not shares_host_memory():
+        return []
+    return [f"this accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"]
 
 
 def parse_gib(text: str) -> float | str:

@@ -29,6 +29,7 @@ from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.sizes import chunk_numel
 
 __all__ = ["UpdatePhase", "WorkerLink", "host_shortage"]
 
@@ -102,7 +103,11 @@ class WorkerLink:
         self._touched = {spec.key for spec in specs if spec.touched}
         self.longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
         layout = plan_layout(specs)
-        plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
+        word = None if placement is None else str(placement)
+        chunk = None
+        if buffers is not None:
+            chunk = chunk_numel(sum(spec.numel for spec in specs if spec.kind == "p"), block_size)
+        plan = WorkerPlan(layout, block_size, word, threads, library_path(), chunk)
         _require_room(bytes_at_start(specs), ranks, gradients_are_early=fills_early and not weights_on_host)
         try:
             with together(ranks, WorkerError):

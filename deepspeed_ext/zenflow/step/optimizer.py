@@ -140,8 +140,12 @@ class OffloadedAdam:
                 task = self.rule.task(plan, partition)
                 self.link.depart([task], gradients=plan.handed_over, publishes=True)
 
-    def finish_weights(self) -> None:
+    def finish_weights(self, *, starts_copies: bool = True) -> None:
         """Write the new weights of all partitions, once all gradients have been taken. A collective.
+
+        Args:
+            starts_copies: whether copies of gradients start now, beside what the caller does with the weights; False if
+                that waits for the whole device, and so for copies. Then they start in `end_step`.
 
         Raises:
             WorkerError: on every rank, if any rank's worker has failed.
@@ -151,7 +155,7 @@ class OffloadedAdam:
             if plan.waits_last:
                 self._receive()
             self.rule.write_weights(plan)
-            if not plan.waits_last:
+            if starts_copies and not plan.waits_last:
                 self.link.start_copies()  # overlaps with DeepSpeed's use of the weights, which may wait for the device
 
     def end_step(self) -> None:

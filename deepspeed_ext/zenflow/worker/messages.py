@@ -39,6 +39,8 @@ class WorkerPlan:
     threads: int
     library: str | None
     """Path of the native kernel; None: the torch reference."""
+    chunk_numel: int | None = None
+    """Elements of the largest pass; None: whole partitions."""
 
 
 class Span(NamedTuple):
@@ -156,7 +158,7 @@ class Ready:
     kernel: str
     cpus: tuple[int, ...]
     warning: str | None
-    """Why its placement could not be applied in full; None: it was."""
+    """Why its placement could not be applied in full, or what memory is elsewhere; None: it was."""
 
 
 @dataclass(frozen=True)
