@@ -94,6 +94,7 @@ __all__ = [
     "entry_swaps",
     "fp16_on_any_cpu",
     "gather_stream",
+    "is_model_parallel_parameter",
     "host_offload_config",
     "is_on_nvme",
     "is_quantized",

@@ -20,6 +20,7 @@ from deepspeed_ext.adapter.upstream import (
     TensorFragment,
     all_gather_of_partitions,
     exchange_instead,
+    is_model_parallel_parameter,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
@@ -31,6 +32,7 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.copies import Run
 
 __all__ = ["ZenFlowZeroOptimizer"]
 
@@ -139,6 +141,14 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     @property
     def _can_take_gradients(self) -> bool:
         return self.partition_gradients  # at stage 1, a rank keeps all of them until they are reduced
+
+    def _runs(self) -> list[list[Run]]:
+        found: list[list[Run]] = [[] for _ in self.single_partition_of_fp32_groups]
+        for param in (param for group in self.params_in_partition for param in group):
+            index, _, begin, numel = self.grad_position[self.get_param_id(param)]
+            is_copy = not is_model_parallel_parameter(param)
+            found[index].append(Run(begin, begin + numel, is_copy, str(tuple(param.shape))))
+        return found
 
     @property
     def _bucket_bytes(self) -> int:

@@ -17,6 +17,7 @@ from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
     Swap,
     gather_stream,
+    is_model_parallel_parameter,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
@@ -27,6 +28,7 @@ from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.copies import Run
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -126,6 +128,17 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     @property
     def _weights_on_host(self) -> bool:
         return bool(self.offload_param)
+
+    def _runs(self) -> list[list[Run]]:
+        found: list[list[Run]] = []
+        for group in self.fp16_groups:
+            found.append([])
+            end = 0
+            for param in group:
+                begin, end = end, end + param.partition_numel()
+                is_copy = not is_model_parallel_parameter(param)
+                found[-1].append(Run(begin, end, is_copy, str(tuple(param.ds_shape))))
+        return found
 
     @property
     def _bucket_bytes(self) -> int:

@@ -31,6 +31,7 @@ from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.ranks import (
     RankGroup,
     agreed,
@@ -39,6 +40,7 @@ from deepspeed_ext.runtime.ranks import (
     together,
 )
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
+from deepspeed_ext.zenflow.step.copies import Run, largest_block_apart, mixed
 from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
 
@@ -91,9 +93,26 @@ class ZenFlowStepping(GradientsOnHost):
             weights_on_host=self._weights_on_host,
             gradients=self._gradient_bytes(len(groups), grad_dtype),
         )
+        self._warn_of_mixed_blocks()
         scaler = self.torch_autocast_gradscaler
         self._autocast_scale = None if scaler is None else AutocastScale(scaler)
         self._step = Step([GradientReceiver(state.master.data, grad_dtype) for state in self.zenflow_adam.states])
+
+    @abstractmethod
+    def _runs(self) -> list[list[Run]]:
+        """The parameters of each partition."""
+
+    def _warn_of_mixed_blocks(self) -> None:
+        """Warn of copies on tensor-parallel ranks that would be predicted differently; see `copies`."""
+        partitions, block_size = self._runs(), self.zenflow_adam.rule.block_size
+        found = [name for runs in partitions for name in mixed(runs, block_size)]
+        if found and self._start.run.config.overlapped:
+            warn_once(
+                f"rank {dist.get_rank()}: {len(found)} parameter(s), such as one of shape {found[0]}, of which each "
+                f"tensor-parallel rank has a copy share a block of zenflow.block_size = {block_size} elements with "
+                "divided ones, so predicted weights of the copies may differ: set zenflow.block_size = "
+                f"{largest_block_apart(partitions, block_size)}"
+            )
 
     @property
     @abstractmethod
