@@ -220,7 +220,7 @@ def train_pipeline(config: dict[str, Any], kills: bool) -> tuple[int | None, str
     with patch.object(Metrics, "typical", timed_apart):
         engine = pipeline_of(config)
         try:
-            for number in range(14):
+            for number in range(20):  # the death is noticed when an interval is handed over
                 if kills and number == 12 and dist.get_rank() == 1:
                     os.kill(engine.optimizer.zenflow_adam.link.process.pid, signal.SIGKILL)
                 engine.train_batch(data)
