@@ -46,6 +46,9 @@ __all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save"]
 UNKNOWN = ""
 """Save id of a folder written by plain DeepSpeed."""
 _MARKER = "deepspeed_ext_save.json"
+_RESERVED = ".dsext-"
+_FILES_BESIDE = ("latest", "latest_universal", "zero_to_fp32.py")
+"""What DeepSpeed writes into the folder of all tags."""
 _STAGING, _REPLACED, _REMOVING = "saving", "replaced", "removing"
 _BESIDE = re.compile(rf"(?P<tag>.+)\.dsext-(?P<role>{_STAGING}|{_REPLACED}|{_REMOVING})(?:\.(?P<key>\w+))?")
 """Names beside a tag's folder. Names without a key come from an older version."""
@@ -109,6 +112,7 @@ class CheckpointFolder:
     def __init__(self, save_dir: str, tag: str, save_id: str | None = None) -> None:
         self.save_dir = os.path.abspath(save_dir)
         self.path = os.path.abspath(os.path.join(save_dir, tag))
+        self._tag = tag
         self._save_id = save_id
         self._key = (save_id or "")[:_KEY_LENGTH]
         self.staging = self._beside(_STAGING, self._key)
@@ -125,10 +129,11 @@ class CheckpointFolder:
         return sorted(m["key"] or "" for m in found if m is not None and (m["tag"], m["role"]) == (tag, role))
 
     def require_savable(self) -> None:
-        """Refuse a tag whose folder cannot be replaced as a whole.
+        """Refuse a tag whose folder cannot be replaced as a whole, or under which the save could not be found again.
 
         Raises:
-            CheckpointError: the tag does not name a separate folder inside `save_dir`.
+            CheckpointError: the tag does not name a separate folder inside `save_dir`, or names one that something else
+                uses.
         """
         inside = os.path.relpath(self.path, self.save_dir)
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
@@ -136,6 +141,8 @@ class CheckpointFolder:
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder {self.save_dir}: "
                 "use a tag without '..'"
             )
+        if (why := _why_unusable(self._tag)) is not None:
+            raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
 
@@ -339,6 +346,24 @@ class CheckpointFolder:
         self._discard(self._beside(_STAGING, key))
         if _holds_save(self.path):
             self._drop_replaced(self._beside(_REPLACED, key))
+
+
+def _why_unusable(tag: str) -> str | None:
+    """What is wrong with a tag as a name; None: nothing."""
+    parts = tag.split(os.sep)
+    if tag != tag.strip() or any(character < " " or character == "\x7f" for character in tag):
+        return "has spaces at its ends or control characters, which the file `latest` does not keep"
+    if os.pardir in parts:
+        return "goes through '..'"
+    if any(_RESERVED in part for part in parts):
+        return f"contains {_RESERVED!r}, the mark of unfinished saves, which a later save removes"
+    if os.path.normpath(tag).split(os.sep)[0] in _FILES_BESIDE:
+        return "is the name of a file beside the tags"
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        return "is no text that UTF-8 can hold"
+    return None
 
 
 def _last_written(folders: Sequence[str]) -> float:
