@@ -108,7 +108,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         if sum(hole.values.nbytes for hole in others) > available_host_bytes() // local_world_size():
             fill_holes(path, others)
             others = []
-        copies = [Hole(host_copy(hole.values), hole.offset) for hole in others]
+        copies = [Hole(host_copy(hole.values), hole.offset, hole.crc_offsets) for hole in others]
         self._files.append(self._writer.submit(_finish_file, path, copies, self._link.process, numbers))
 
     def commit(self, info: Any) -> bool:
@@ -270,14 +270,16 @@ def _submit_arena(
         if coded is not None and (moment := coded.behind(values)) is not None:
             size = moment.shown.element_size()
             for span in moment.spans(_PART_BYTES // size):
-                parts.append(CodedPart(moment.kind, moment.partition, span, hole.offset + size * span.begin))
+                offset, continues = hole.offset + size * span.begin, span.begin > 0
+                parts.append(CodedPart(moment.kind, moment.partition, span, offset, hole.crc_offsets, continues))
             continue
         place = link.arena.find(values.data_ptr(), nbytes) if values.device.type == "cpu" else None
         if place is None:
             others.append(hole)
             continue
         for begin in range(0, nbytes, _PART_BYTES):
-            parts.append(FilePart(place + begin, min(_PART_BYTES, nbytes - begin), hole.offset + begin))
+            size = min(_PART_BYTES, nbytes - begin)
+            parts.append(FilePart(place + begin, size, hole.offset + begin, hole.crc_offsets, begin > 0))
     return [link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
 
 

@@ -72,7 +72,8 @@ def answer(described: dict[str, Any]) -> dict[str, Any]:
         return {"problem": str(error), "change": "mend it", "is_unknown": False}
     except Exception as error:  # whatever transformers raises for a file that describes no model
         change = "install what it names" if isinstance(error, ImportError) else "mend the file"
-        problem = f"{here} builds no model from it: {type(error).__name__}: {str(error)[:250]}"
+        said = " ".join(str(error).split())[:250]
+        problem = f"{here} builds no model from it: {type(error).__name__}: {said}"
         return {"problem": problem, "change": change, "is_unknown": False}
 
 

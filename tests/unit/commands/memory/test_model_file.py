@@ -403,7 +403,8 @@ def test_a_model_that_takes_too_long_to_build_is_given_up(tmp_path: Path, monkey
     (tmp_path / "transformers.py").write_text(
         "import signal, types\n__version__ = '0'\nAutoConfig, CONFIG_MAPPING = __import__(__name__), ['llama']\n"
         "logging = types.SimpleNamespace(set_verbosity_error=lambda: None)\n"
-        "def from_pretrained(path, **how):\n    signal.setitimer(signal.ITIMER_PROF, 0.01)\n    while True:\n        pass\n"
+        "def from_pretrained(path, **how):\n    signal.setitimer(signal.ITIMER_PROF, 0.01)\n"
+        "    while True:\n        pass\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(ConfigError, match="takes more than a minute to build its model; mend it, or give --params"):
