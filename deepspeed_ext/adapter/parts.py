@@ -25,6 +25,7 @@ from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fi
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -55,6 +56,7 @@ class Parts:
         undo: receives what to undo if the engine's constructor fails after a part was built.
 
     Attributes:
+        home: the process that the engine belongs to.
         refused: keeps what the check of the config has found, until all ranks can raise it.
         binding: this rank's placement on the host's cores; None: unbound.
         gather: gathers parameters at stage 3; None: DeepSpeed does.
@@ -64,6 +66,7 @@ class Parts:
 
     def __init__(self, undo: ExitStack) -> None:
         self._undo = undo
+        self.home = OwnProcess("the engine")
         self.refused = KeptError()
         self.binding: CoreBinding | None = None
         self.gather: SingleParameterGather | None = None
@@ -239,9 +242,11 @@ class Parts:
         return afterwards
 
 
-def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
+def destroy_parts(optimizer: ZenFlowStepping, saver: Saver, home: OwnProcess) -> None:
     """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only the worker and
-    hooks that this removes refer to it."""
+    hooks that this removes refer to it. Does nothing in a forked process."""
+    if not home.is_here:
+        return
     try:
         saver.finish_alone()
     finally:

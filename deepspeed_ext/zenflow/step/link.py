@@ -17,6 +17,7 @@ from deepspeed_ext.runtime import host_memory as memory
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds
 from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -90,6 +91,7 @@ class WorkerLink:
         timeout_seconds: float,
         metrics: Metrics,
     ) -> None:
+        self._home = OwnProcess("the optimizer's state")
         self.page_locks = PageLocks()
         self.fills_early = fills_early
         self.phase = UpdatePhase.READ
@@ -175,6 +177,7 @@ class WorkerLink:
             gradients: number of gradients per task.
             publishes: whether the worker's results are read before the next gradients are taken.
         """
+        self._home.require()
         if self.failed:
             return
         with self.keeping():
@@ -185,6 +188,7 @@ class WorkerLink:
     def start_copies(self) -> None:
         """Start the copies of the gradients that `transfers` has taken (see `Transfers.start`). Does nothing if this
         rank has failed."""
+        self._home.require()
         if not self.failed:
             with self.keeping():
                 self.transfers.start()
@@ -196,6 +200,7 @@ class WorkerLink:
         Returns:
             The kept error, if any, which `wait_together` raises on all ranks.
         """
+        self._home.require()
         if not self.failed:
             with self.keeping():
                 within = Patience(self.longest_wait_seconds)
@@ -213,6 +218,7 @@ class WorkerLink:
             WorkerError: on every rank, if any rank's worker has failed, or has ended although idle; every later wait
                 raises it again.
         """
+        self._home.require()  # an error that is kept would be raised after a collective
         with self.keeping():
             self.wait()
             self.process.require_alive()
@@ -224,6 +230,7 @@ class WorkerLink:
         Raises:
             DeepSpeedExtError: on every rank.
         """
+        self._home.require()
         try:
             raise_together(self._ranks, self._kept.error, WorkerError)
         except DeepSpeedExtError as failure:
@@ -234,6 +241,7 @@ class WorkerLink:
     def receive(self) -> None:
         """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does not check an idle
         worker."""
+        self._home.require()
         with self.keeping(), self._metrics.waiting.measured():
             self.wait()
         self.raise_kept()

@@ -70,7 +70,6 @@ def loads(folder: str, saving: dict[str, Any], loading: dict[str, Any], seed: in
             try:
                 engine.load_checkpoint(folder, "t")
             except CheckpointError as error:
-                assert str(path) in str(error) or "t" in str(error), error
                 found["refused, the file named" if path.name in str(error) else f"refused: {error}"[:300]] += 1
             else:
                 difference = first_difference(sound, state(engine), "state")
@@ -108,9 +107,9 @@ def test_a_large_record_is_compared_beside_the_load_and_what_the_load_says_of_it
     content = bytearray(path.read_bytes())
     content[large.offset + large.nbytes - 1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{path} is damaged: its record '{large.name}'"):
-        with checking(str(path)):
-            raise ValueError("what torch made of it")
+    damage = f"{path} is damaged: its record '{large.name}'"
+    with pytest.raises(CheckpointError, match=damage), checking(str(path)):
+        raise ValueError("what torch made of it")
     require_sound(str(path), most_bytes=sums.SMALL_BYTES)
 
 
