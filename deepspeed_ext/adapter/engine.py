@@ -62,9 +62,7 @@ class Engine(EngineSettings):
                     self.optimizer.unregister_grad_acc_post_hooks()
                     self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                     # Not needed at exit: the optimizer process ends by itself.
-                    weakref.finalize(
-                        self, destroy_parts, self.optimizer, self._parts.saver, self._parts.home
-                    ).atexit = False
+                    weakref.finalize(self, destroy_parts, self.optimizer, self._parts.saver).atexit = False
                 log_start(self._config.zero_config, self.optimizer, self._parts.gather, self._parts.binding)
             undo.pop_all()
 
@@ -216,7 +214,7 @@ class Engine(EngineSettings):
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
         if isinstance(self.optimizer, ZenFlowStepping):
-            self._parts.home.require()
+            self.optimizer.zenflow_adam.link.home.require()
             check(self.optimizer, *states)
 
     # -- states on the host -------------------------------------------------------------------------------------------
@@ -233,7 +231,7 @@ class Engine(EngineSettings):
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
-        self._parts.home.require()
+        self.optimizer.zenflow_adam.link.home.require()
         try:
             self._parts.offloader.offload(theirs, self.module, self.optimizer, RankGroup.of(None))
         except Exception:
@@ -248,14 +246,13 @@ class Engine(EngineSettings):
         """Reload as DeepSpeed does. With ZenFlow it is a collective.
 
         Raises:
-            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator has no memory for them; free some and call
-                this again.
+            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free some, call this again.
         """
         theirs = partial(super().reload_states, *args, **kwargs)
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
-        self._parts.home.require()
+        self.optimizer.zenflow_adam.link.home.require()
         self._parts.offloader.reload(theirs, RankGroup.of(None))
 
     # -- saving ---------------------------------------------------------------------------------------------------
@@ -385,13 +382,6 @@ class Engine(EngineSettings):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """End the engine, once a save in progress is complete.
-
-        Raises:
-            StateError: with ZenFlow, in a forked process, whose parent's engine goes on.
-        """
-        if self._parts.adam is not None:
-            self._parts.home.require()
         with self._parts.closing():  # closes our parts even if DeepSpeed fails
             self._parts.detach_gather(self.module)
             super().destroy()

@@ -25,7 +25,6 @@ from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fi
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -56,7 +55,6 @@ class Parts:
         undo: receives what to undo if the engine's constructor fails after a part was built.
 
     Attributes:
-        home: the process that the engine belongs to.
         refused: keeps what the check of the config has found, until all ranks can raise it.
         binding: this rank's placement on the host's cores; None: unbound.
         gather: gathers parameters at stage 3; None: DeepSpeed does.
@@ -66,7 +64,6 @@ class Parts:
 
     def __init__(self, undo: ExitStack) -> None:
         self._undo = undo
-        self.home = OwnProcess("the engine")
         self.refused = KeptError()
         self.binding: CoreBinding | None = None
         self.gather: SingleParameterGather | None = None
@@ -231,7 +228,13 @@ class Parts:
 
     def closing(self) -> ExitStack:
         """Finish a save now; return a stack that closes what outlives DeepSpeed's `destroy`, then raises the save's
-        error."""
+        error.
+
+        Raises:
+            StateError: this is a forked process, whose parent's engine goes on.
+        """
+        if self.adam is not None:
+            self.adam.link.home.require()
         kept = self.saver.finished_alone(self.adam)
         afterwards = ExitStack()
         afterwards.callback(kept.raise_here)
@@ -242,10 +245,10 @@ class Parts:
         return afterwards
 
 
-def destroy_parts(optimizer: ZenFlowStepping, saver: Saver, home: OwnProcess) -> None:
+def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
     """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only the worker and
     hooks that this removes refer to it. Does nothing in a forked process."""
-    if not home.is_here:
+    if not optimizer.zenflow_adam.link.home.is_here:
         return
     try:
         saver.finish_alone()

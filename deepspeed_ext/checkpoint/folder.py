@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.checkpoint.owner import Owner
+from deepspeed_ext.checkpoint.tags import why_unusable
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files
 
@@ -46,9 +47,6 @@ __all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save"]
 UNKNOWN = ""
 """Save id of a folder written by plain DeepSpeed."""
 _MARKER = "deepspeed_ext_save.json"
-_RESERVED = ".dsext-"
-_FILES_BESIDE = ("latest", "latest_universal", "zero_to_fp32.py")
-"""What DeepSpeed writes into the folder of all tags."""
 _STAGING, _REPLACED, _REMOVING = "saving", "replaced", "removing"
 _BESIDE = re.compile(rf"(?P<tag>.+)\.dsext-(?P<role>{_STAGING}|{_REPLACED}|{_REMOVING})(?:\.(?P<key>\w+))?")
 """Names beside a tag's folder. Names without a key come from an older version."""
@@ -141,7 +139,7 @@ class CheckpointFolder:
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder {self.save_dir}: "
                 "use a tag without '..'"
             )
-        if (why := _why_unusable(self._tag)) is not None:
+        if (why := why_unusable(self._tag)) is not None:
             raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
@@ -346,24 +344,6 @@ class CheckpointFolder:
         self._discard(self._beside(_STAGING, key))
         if _holds_save(self.path):
             self._drop_replaced(self._beside(_REPLACED, key))
-
-
-def _why_unusable(tag: str) -> str | None:
-    """What is wrong with a tag as a name; None: nothing."""
-    parts = tag.split(os.sep)
-    if tag != tag.strip() or any(character < " " or character == "\x7f" for character in tag):
-        return "has spaces at its ends or control characters, which the file `latest` does not keep"
-    if os.pardir in parts:
-        return "goes through '..'"
-    if any(_RESERVED in part for part in parts):
-        return f"contains {_RESERVED!r}, the mark of unfinished saves, which a later save removes"
-    if os.path.normpath(tag).split(os.sep)[0] in _FILES_BESIDE:
-        return "is the name of a file beside the tags"
-    try:
-        tag.encode()
-    except UnicodeEncodeError:
-        return "is no text that UTF-8 can hold"
-    return None
 
 
 def _last_written(folders: Sequence[str]) -> float:

@@ -22,7 +22,6 @@ __all__ = [
     "replace_file",
     "sync_file",
     "sync_folder",
-    "write",
     "write_crc",
     "write_summed",
 ]

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def run(parts: Parts, folder: Path) -> None:
     except (ValueError, RecursionError):  # ValueError: a number of too many digits for text
         return
     (folder / "config.json").write_text(text)
+    tempfile.tempdir = str(folder)
     _tripwire.append(str(folder))
     try:
         model_file.read_model(str(folder))

@@ -19,9 +19,9 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.confined import confine
 from deepspeed_ext.runtime.log import quoted
 
-__all__ = ["CPU_SECONDS", "answer", "main"]
+__all__ = ["answer"]
 
-CPU_SECONDS = 60.0
+_CPU_SECONDS = 60.0
 """For building one model; the largest public ones take 15."""
 _BYTES = 4 << 30
 _TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
@@ -43,7 +43,7 @@ def main() -> None:
     except Exception as error:  # a broken installation raises more than ImportError
         found: dict[str, Any] = {"absent": str(error)[:300]}
     else:
-        confine(CPU_SECONDS, _BYTES)
+        confine(_CPU_SECONDS, _BYTES)
         found = answer(described)
     with open(answers, "w", encoding="utf-8") as file:
         file.write(json.dumps(found))

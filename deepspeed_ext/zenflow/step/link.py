@@ -63,6 +63,7 @@ class WorkerLink:
         ranks: the data-parallel ranks; each of them builds one of these.
 
     Attributes:
+        home: the process that this belongs to.
         arena, process, transfers, page_locks: see their classes.
         phase: state of the newest update.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
@@ -91,7 +92,7 @@ class WorkerLink:
         timeout_seconds: float,
         metrics: Metrics,
     ) -> None:
-        self._home = OwnProcess("the optimizer's state")
+        self.home = OwnProcess("the optimizer's state")
         self.page_locks = PageLocks()
         self.fills_early = fills_early
         self.phase = UpdatePhase.READ
@@ -151,6 +152,7 @@ class WorkerLink:
     def keeping(self) -> Iterator[None]:
         """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because the
         other ranks continue to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
+        self.home.require()  # not kept: it would be raised after a collective of the parent's group
         with self._kept.keeping():
             try:
                 yield
@@ -177,7 +179,6 @@ class WorkerLink:
             gradients: number of gradients per task.
             publishes: whether the worker's results are read before the next gradients are taken.
         """
-        self._home.require()
         if self.failed:
             return
         with self.keeping():
@@ -188,7 +189,6 @@ class WorkerLink:
     def start_copies(self) -> None:
         """Start the copies of the gradients that `transfers` has taken (see `Transfers.start`). Does nothing if this
         rank has failed."""
-        self._home.require()
         if not self.failed:
             with self.keeping():
                 self.transfers.start()
@@ -200,7 +200,6 @@ class WorkerLink:
         Returns:
             The kept error, if any, which `wait_together` raises on all ranks.
         """
-        self._home.require()
         if not self.failed:
             with self.keeping():
                 within = Patience(self.longest_wait_seconds)
@@ -218,7 +217,6 @@ class WorkerLink:
             WorkerError: on every rank, if any rank's worker has failed, or has ended although idle; every later wait
                 raises it again.
         """
-        self._home.require()  # an error that is kept would be raised after a collective
         with self.keeping():
             self.wait()
             self.process.require_alive()
@@ -230,7 +228,7 @@ class WorkerLink:
         Raises:
             DeepSpeedExtError: on every rank.
         """
-        self._home.require()
+        self.home.require()
         try:
             raise_together(self._ranks, self._kept.error, WorkerError)
         except DeepSpeedExtError as failure:
@@ -241,7 +239,6 @@ class WorkerLink:
     def receive(self) -> None:
         """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does not check an idle
         worker."""
-        self._home.require()
         with self.keeping(), self._metrics.waiting.measured():
             self.wait()
         self.raise_kept()

@@ -17,6 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
 from deepspeed_ext.errors import DeepSpeedExtError, StateError
+from deepspeed_ext.runtime.own_process import OwnProcess
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
@@ -30,6 +31,10 @@ def first(engine: Any) -> Any:
     return next(engine.module.parameters())
 
 
+def shape_of(engine: Any) -> Any:
+    return getattr(first(engine), "ds_shape", first(engine).shape)
+
+
 CALLS: dict[str, Callable[[Any, str], object]] = {
     "forward": lambda engine, folder: engine(batches(1, 0)[0]),
     "backward": lambda engine, folder: engine.backward(torch.zeros((), requires_grad=True)),
@@ -41,15 +46,17 @@ CALLS: dict[str, Callable[[Any, str], object]] = {
     "destroy": lambda engine, folder: engine.destroy(),
     "get master": lambda engine, folder: safe_get_full_fp32_param(first(engine)),
     "get moment": lambda engine, folder: safe_get_full_optimizer_state(first(engine), "exp_avg"),
-    "set master": lambda engine, folder: safe_set_full_fp32_param(first(engine), torch.zeros_like(first(engine))),
+    "set master": lambda engine, folder: safe_set_full_fp32_param(first(engine), torch.zeros(shape_of(engine))),
     "optimizer.step": lambda engine, folder: engine.optimizer.step(),
     "optimizer.state_dict": lambda engine, folder: engine.optimizer.state_dict(),
     "exact_weights": lambda engine, folder: engine.optimizer.exact_weights().__enter__(),
     "drain": lambda engine, folder: engine.optimizer.zenflow_adam.drain(),
-    "finish": lambda engine, folder: engine.checkpoint_engine.finish(),
+    "finish": lambda engine, folder: getattr(engine.checkpoint_engine, "finish", str)(),
 }
 MAY_PASS = {"finish"}
 """Nothing to do without an async save."""
+OF_OWNERS = {"get master", "get moment", "set master"}
+"""At stages 1 and 2 only the ranks that own a part ask our optimizer; the others enter DeepSpeed's collective."""
 
 
 def called(engine: Any, names: list[str], folder: str, ending: str) -> dict[str, str]:
@@ -100,7 +107,9 @@ def with_children(config: dict[str, Any], folder: str, seed: int) -> list[Any]:
         if number % 3 == 1:
             engine.save_checkpoint(folder, tag=f"step-{number}")  # in flight, if it is beside training
         if dist.get_rank() == number % dist.get_world_size():
-            names = list(CALLS) if number == 0 else rng.sample(list(CALLS), 5)
+            all_own = dist.get_world_size() == 1 or engine.zero_optimization_stage() == 3
+            known = [name for name in CALLS if all_own or name not in OF_OWNERS]
+            names = known if number == 0 else rng.sample(known, 5)
             found.append(called(engine, names, folder, rng.choice(["killed", "left", "collected"])))
     assert first_difference(expected, (losses, weights_of(engine), masters_of(engine)), "training") == ""
     engine.save_checkpoint(folder, tag="last")
@@ -122,7 +131,8 @@ def test_every_call_in_a_forked_process_is_refused_and_the_parent_trains_on(
             assert passed <= (set() if beside else MAY_PASS), found
             assert {what for name, what in found.items() if name not in passed} <= {"refused"}, found
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"latest", "zero_to_fp32.py", "before", "step-1", "step-4", "step-7", "last"}
+    names -= {"zero_to_fp32.py", "zero_to_torch.py"}
+    assert names == {"latest", "before", "step-1", "step-4", "step-7", "last"}
     assert (tmp_path / "latest").read_text() == "last"
 
 
@@ -152,8 +162,6 @@ def test_a_forked_process_may_use_the_plain_module() -> None:
 
 
 def test_the_error_names_both_processes() -> None:
-    from deepspeed_ext.runtime.own_process import OwnProcess
-
     home = OwnProcess("the engine")
     home.require()
     home._pid += 1
