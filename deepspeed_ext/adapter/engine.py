@@ -226,6 +226,7 @@ class Engine(EngineSettings):
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
         if isinstance(self.optimizer, ZenFlowStepping):
+            self.optimizer.zenflow_adam.link.home.require()
             check(self.optimizer, *states)
 
     # -- states on the host -------------------------------------------------------------------------------------------
@@ -242,6 +243,7 @@ class Engine(EngineSettings):
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
+        self.optimizer.zenflow_adam.link.home.require()
         try:
             self._parts.offloader.offload(theirs, self.module, self.optimizer, self._parts.ranks)
         except Exception:
@@ -256,13 +258,13 @@ class Engine(EngineSettings):
         """Reload as DeepSpeed does. With ZenFlow it is a collective.
 
         Raises:
-            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator has no memory for them; free some and call
-                this again.
+            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free some, call this again.
         """
         theirs = partial(super().reload_states, *args, **kwargs)
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
+        self.optimizer.zenflow_adam.link.home.require()
         self._parts.offloader.reload(theirs, self._parts.ranks)
 
     # -- saving ---------------------------------------------------------------------------------------------------

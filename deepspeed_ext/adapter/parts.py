@@ -238,7 +238,13 @@ class Parts:
 
     def closing(self) -> ExitStack:
         """Finish a save now; return a stack that closes what outlives DeepSpeed's `destroy`, then raises the save's
-        error."""
+        error.
+
+        Raises:
+            StateError: this is a forked process, whose parent's engine goes on.
+        """
+        if self.adam is not None:
+            self.adam.link.home.require()
         kept = self.saver.finished_alone(self.adam)
         afterwards = ExitStack()
         afterwards.callback(kept.raise_here)
@@ -251,7 +257,9 @@ class Parts:
 
 def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
     """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only the worker and
-    hooks that this removes refer to it."""
+    hooks that this removes refer to it. Does nothing in a forked process."""
+    if not optimizer.zenflow_adam.link.home.is_here:
+        return
     try:
         saver.finish_alone()
     finally:

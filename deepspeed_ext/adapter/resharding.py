@@ -63,7 +63,7 @@ class Resharding:
         self.target = target
         self.whole_weights = saved.has_whole_weights and not partitions_weights
         self.model_path = saved.model_file()
-        self.files = _OpenedFile(config_params, saved.model())
+        self.files = _OpenedFile(config_params, saved.sound_model())
 
 
 @dataclass(frozen=True)

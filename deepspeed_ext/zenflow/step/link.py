@@ -17,6 +17,7 @@ from deepspeed_ext.runtime import host_memory as memory
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -64,6 +65,7 @@ class WorkerLink:
             the error of one.
 
     Attributes:
+        home: the process that this belongs to.
         arena, process, transfers, page_locks: see their classes.
         phase: state of the newest update.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
@@ -92,6 +94,7 @@ class WorkerLink:
         timeout_seconds: float,
         metrics: Metrics,
     ) -> None:
+        self.home = OwnProcess("the optimizer's state")
         self.page_locks = PageLocks()
         self.fills_early = fills_early
         self.phase = UpdatePhase.READ
@@ -155,6 +158,7 @@ class WorkerLink:
     def keeping(self) -> Iterator[None]:
         """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because the
         other ranks continue to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
+        self.home.require()  # not kept: it would be raised after a collective of the parent's group
         with self._kept.keeping():
             try:
                 yield
@@ -230,6 +234,7 @@ class WorkerLink:
         Raises:
             DeepSpeedExtError: on every rank.
         """
+        self.home.require()
         try:
             raise_together(self._ranks, self._kept.error, WorkerError)
         except DeepSpeedExtError as failure:

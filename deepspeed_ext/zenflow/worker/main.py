@@ -191,20 +191,23 @@ def write_from_arena(work: ArenaWrite, arena: Arena, kernel: Kernel | None = Non
         kernel: decodes moments, whose blocks have `block_size` elements; None: no part needs it.
     """
     try:
-        with files.opened(work.path, os.O_WRONLY) as descriptor:
+        with files.opened(work.path, os.O_RDWR) as descriptor:
             for part in work.parts:
+                crc = files.read_crc(descriptor, part.crc_offsets[0]) if part.continues else 0
                 if isinstance(part, CodedPart):
                     assert kernel is not None, "codes need a kernel"
-                    _write_decoded(descriptor, part, arena, kernel, block_size)
-                    continue
-                files.write(descriptor, files.memory_at(arena.address + part.begin, part.nbytes), part.offset)
+                    crc = _write_decoded(descriptor, part, arena, kernel, block_size, crc)
+                else:
+                    memory = files.memory_at(arena.address + part.begin, part.nbytes)
+                    crc = files.write_summed(descriptor, memory, part.offset, crc)
+                files.write_crc(descriptor, crc, part.crc_offsets)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int) -> None:
-    """Write moments as fp32, which pass through one chunk."""
+def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int, crc: int) -> int:
+    """Write moments as fp32, which pass through one chunk; return the CRC that `crc` becomes."""
     codes, scales = arena.array(part.kind, part.partition), arena.array(f"{part.kind}_scales", part.partition)
     step = chunk_of(CODED_CHUNK_NUMEL, block_size)
     chunk = (ctypes.c_float * min(step, part.span.numel))()
@@ -215,7 +218,8 @@ def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kerne
         kernel.decode(codes.part(begin, end), of_blocks, block_size, values)
         size = DTYPE_BYTES["float32"]
         memory = files.memory_at(values.address, size * values.numel)
-        files.write(descriptor, memory, part.offset + size * (begin - part.span.begin))
+        crc = files.write_summed(descriptor, memory, part.offset + size * (begin - part.span.begin), crc)
+    return crc
 
 
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:

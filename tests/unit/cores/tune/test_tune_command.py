@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from deepspeed_ext.cores import tuning_results
 from deepspeed_ext.cores.tune.sweep import Point
 from deepspeed_ext.cores.tune.tuner import Tuner
+from deepspeed_ext.errors import ConfigError
 from tests.support.paths import ROOT
 
 
@@ -173,15 +175,58 @@ def test_a_tuning_file_that_is_none_is_ignored_with_one_warning(
     assert "tune-worse.json" in heard[0]
 
 
-def test_without_a_home_there_are_no_tuning_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr(tuning_results, "warn_once", heard.append)
     monkeypatch.delenv("DSEXT_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    planted = tmp_path / f"deepspeed_ext-{os.getuid()}"
+    planted.mkdir(mode=0o700)
+    (planted / "tune-a.json").write_bytes(tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3}))
     assert tuning_results.load_all() == {}
     assert heard == []
+    with pytest.raises(ConfigError, match="no home, so no cache for the result: set DSEXT_CACHE_DIR, or give --output"):
+        tuning_results.cached("a")
+
+
+def made_writable(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def made_group_writable(folder: Path) -> None:
+    folder.chmod(0o770)
+
+
+def given_away(folder: Path) -> None:
+    os.chown(folder, 12345, 12345)
+
+
+def made_a_link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("change", [made_writable, made_group_writable, given_away, made_a_link])
+def test_a_cache_that_others_can_write_is_neither_read_nor_written(
+    change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if change is given_away and os.getuid() != 0:
+        pytest.skip("only root gives folders away")
+    heard: list[str] = []
+    monkeypatch.setattr(tuning_results, "warn_once", heard.append)
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DSEXT_CACHE_DIR", str(folder))
+    stored = tuning_results.cached("a")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    stored.write_bytes(tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3}))
+    assert tuning_results.load_all() == {"a": 3}
+    change(folder)
+    assert tuning_results.load_all() == {}
+    assert "may be another user's" in heard[0]
+    with pytest.raises(ConfigError, match="may be another user's"):
+        tuning_results.cached("a")
 
 
 @pytest.mark.parametrize(
