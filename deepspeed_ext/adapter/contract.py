@@ -190,7 +190,11 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "seq_dp_world_size": ASSIGNED,
         "training_dataloader": ASSIGNED,
     },
-    "deepspeed.runtime.config:DeepSpeedConfig": {"_do_error_check": "(self)", "zero_config": ASSIGNED},
+    "deepspeed.runtime.config:DeepSpeedConfig": {
+        "__init__": Takes(("config",)),
+        "_do_error_check": "(self)",
+        "zero_config": ASSIGNED,
+    },
     "deepspeed.monitor.monitor:MonitorMaster": {"write_events": "(self, event_list)", "enabled": ASSIGNED},
     "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator": {"is_fp16_supported": "(self)"},
     "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": {
