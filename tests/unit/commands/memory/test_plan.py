@@ -242,7 +242,7 @@ def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -
 
 
 def test_the_report_names_units_and_what_is_left_out() -> None:
-    plan = plan_memory(model_of(7 * 10**9), Ranks(8, 8), Setup(stage=3, zenflow=ZenFlowConfig()))
+    plan = plan_memory(model_of(7 * 10**9), Ranks(8, 8), Setup(stage=3, zenflow=ZenFlowConfig(update_interval="auto")))
     text = as_text([plan], ["a note"])
     assert "Not included: activations" in text
     assert "GiB per rank" in text

@@ -147,7 +147,7 @@ def test_there_are_steps_after_the_warm_up(
 
 def test_a_measured_interval_is_known_before_the_save() -> None:
     """Else the resumed run would measure again, and choose in another step."""
-    zero = {"stage": 2, "zenflow": {}}
+    zero = {"stage": 2, "zenflow": {"update_interval": "measured"}}
     assert [plan(steps=steps, zero_optimization=zero).save_after for steps in (7, 9, 40)] == [6, 6, 21]
     with pytest.raises(ValueError, match="--steps: expected more than 6"):
         plan(steps=6, zero_optimization=zero)
