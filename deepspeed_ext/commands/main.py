@@ -21,6 +21,7 @@ from deepspeed_ext.commands.argument_types import (
     MAX_RANKS,
     MAX_SECONDS,
     MAX_STEPS,
+    MAX_TOKENS,
     MAX_VERIFY_STEPS,
     milliseconds,
     node,
@@ -36,7 +37,7 @@ EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
 OF_MEMORY = {
     *("params", "model", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
-    *("link_gbps", "host_gbps", "tflops", "write"),
+    *("link_gbps", "host_gbps", "tflops", "tokens", "all", "write", "for"),
 }
 """Arguments of ``plan`` that belong to only one of its two plans."""
 
@@ -180,7 +181,21 @@ def _add_memory(plan: _Parser) -> None:
         ("--tflops", "TFLOP/s that a GPU sustains", 400),
     ):
         plan.add_argument(option, metavar="X", type=read_by("parse_speed"), help=f"with --memory: {of} [{default}]")
+    plan.add_argument(
+        "--tokens",
+        metavar="N",
+        type=whole(1, MAX_TOKENS),
+        help="with --memory: tokens per GPU and optimizer step, by which ways are compared [8192]",
+    )
+    plan.add_argument(
+        "--all", action="store_const", const=True, help="with --memory: show every way [the best of each kind]"
+    )
     plan.add_argument("--write", metavar="FILE", help="with --memory: write the config of the suggested run")
+    plan.add_argument(
+        "--for",
+        choices=("script", "trainer"),
+        help="with --write: who reads it: deepspeed.initialize, or the Hugging Face Trainer [script]",
+    )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

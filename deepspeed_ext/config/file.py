@@ -92,7 +92,9 @@ def require_fields(config: Mapping[Any, Any]) -> None:
             raise ConfigError(_no_object(name, section))
         if wrong := [key for key in section if not isinstance(key, str)]:
             kind = type(wrong[0]).__name__
-            raise ConfigError(f"{name} has the key {shown(wrong[0])}, of type {kind}: keys are names of fields, as text")
+            raise ConfigError(
+                f"{name} has the key {shown(wrong[0])}, of type {kind}: keys are names of fields, as text"
+            )
 
 
 def _no_object(name: str, value: Any) -> str:

@@ -134,8 +134,7 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
         save_after = max(save_after, MEASURED_STEPS + 1)
         if steps <= save_after:
             raise ConfigError(
-                f"--steps: expected more than {save_after} where zenflow.update_interval is measured, "
-                f"got {steps}"
+                f"--steps: expected more than {save_after} where zenflow.update_interval is measured, got {steps}"
             )
     _fill_optimizer(config, steps, changes)
     _keep_inside(config, scratch, changes)

@@ -299,7 +299,7 @@ class _Outputs:
         """
         picture_format = plot_format(plot) if plot is not None else ""
         if output is None:
-            result = OutputFile.check(tuning_results.cached(key), "the cache for tuning results")
+            result = OutputFile.check(tuning_results.cached(key), "the cache for tuning results", makes_folder=True)
         else:
             result = OutputFile.check(output, "--output")
         picture = OutputFile.check(plot, "--plot") if plot is not None else None

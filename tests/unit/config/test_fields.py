@@ -221,7 +221,9 @@ def test_a_section_of_a_wrong_form_is_one_clear_error(name: str, value: Any) -> 
     with pytest.raises(ConfigError, match=rf"^zero_optimization\.{name} ") as caught:
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 2, name: value}})
     assert "\n" not in str(caught.value)
-    assert ("keys are names of fields" if isinstance(value, dict) else "expected an object, such as") in str(caught.value)
+    assert ("keys are names of fields" if isinstance(value, dict) else "expected an object, such as") in str(
+        caught.value
+    )
 
 
 @pytest.mark.usefixtures("_enabled")

@@ -175,7 +175,9 @@ def test_what_may_not_be_longer_is_not_suggested() -> None:
     assert interval == 1
     assert "More cores" in said
     assert "update_interval" not in said
-    ((said, interval, _),) = run_ranks(1, advice, zenflow_config(2, torch.bfloat16, overlap_step=False), 0.2, 0.1, STEPS)
+    ((said, interval, _),) = run_ranks(
+        1, advice, zenflow_config(2, torch.bfloat16, overlap_step=False), 0.2, 0.1, STEPS
+    )
     assert (said, interval) == ([], 1)
 
 

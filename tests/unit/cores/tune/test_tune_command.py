@@ -52,11 +52,22 @@ def tune(*arguments: str) -> int:
 
 
 def test_the_result_of_a_jsonl_file_is_not_lost_to_its_records(measured: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
     assert tune("--output", "new/r.jsonl") == 0
     assert json.loads((tmp_path / "new/r.jsonl").read_text()) == measured
     assert json.loads((tmp_path / "new/r.records.jsonl").read_text()) == {"optimizer_cores": 1}
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["r.jsonl", "r.records.jsonl"]
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("option", ["--output", "--plot"])
+def test_a_folder_that_the_user_names_is_not_made(
+    option: str, measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(tmp_path.iterdir())
+    assert tune(option, "new/folder/r.png") == 2
+    assert "there is no folder of this name" in capsys.readouterr().err
+    assert set(tmp_path.iterdir()) - before <= {tmp_path / "cache"}
 
 
 @pytest.mark.parametrize("was_there", [True, False])
