@@ -98,6 +98,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "__init__": "(self, model_params, lr, betas, weight_decay, fp32_optimizer_states)",
     },
     "deepspeed.ops.op_builder.builder:OpBuilder": {"jit_load": "(self, verbose)", "name": ASSIGNED},
+    "deepspeed.comm.comm": {"mpi_discovery": Takes(())},
     "deepspeed.comm.torch": {"build_shm_op": "()"},
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {
         "__init__": "(self, config_params)",

@@ -348,18 +348,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if passed else EXIT_PROBLEM
 
 
-def _set_launch_variables() -> None:
-    """Add the variables of srun or MPI to the environment, under the names that DeepSpeed reads."""
-    from deepspeed_ext.runtime.launcher_variables import plan_launch
-    from deepspeed_ext.runtime.log import logger
-
-    plan = plan_launch(os.environ)
-    os.environ.update(plan.variables)
-    if plan.variables and os.environ["RANK"] == "0":
-        names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        logger.info(f"{plan.launcher} started rank 0: {', '.join(f'{name}={os.environ[name]}' for name in names)}")
-
-
 def _prepare_run(arguments: argparse.Namespace) -> int:
     """Make this process look like ``python SCRIPT ARGS``, with the extension enabled."""
     script = os.path.realpath(arguments.script)
@@ -367,7 +355,9 @@ def _prepare_run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"found no script {arguments.script}")
     with open(script, "rb"):  # raises if it is not readable
         pass
-    _set_launch_variables()
+    from deepspeed_ext.runtime.launch import set_launch_variables
+
+    set_launch_variables()
     import deepspeed_ext  # records the initial CPU mask, which must happen before torch is imported
 
     deepspeed_ext.enable()
