@@ -39,6 +39,11 @@ def result_file(folder: Path, phase: str, rank: int) -> Path:
     return folder / f"{phase}-{rank}.json"
 
 
+def step_file(folder: Path, phase: str) -> Path:
+    """The file that holds the number of the step which the first rank has begun, from 1."""
+    return folder / f"{phase}.step"
+
+
 def read_plan(folder: Path) -> Plan:
     return TypeAdapter(Plan).validate_python(json.loads((folder / PLAN).read_text()))
 
@@ -180,6 +185,8 @@ class Rank:
                     training.follow(weights)
                     run.add(training, step)
             self._lr = max([self._lr, *map(float, self.engine.get_lr())])
+            if self.number == 0:
+                step_file(self.folder, self.phase).write_text(str(step + 1))
             self.found.losses.append(self.step(step))
             norm = self.engine.get_global_grad_norm()
             self.found.norms.append(None if norm is None else float(norm))

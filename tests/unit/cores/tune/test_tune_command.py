@@ -15,7 +15,9 @@ import pytest
 
 from deepspeed_ext.cores import tuning_results
 from deepspeed_ext.cores.tune.sweep import Point
-from deepspeed_ext.cores.tune.tuner import Tuner
+from deepspeed_ext.cores.tune.tuner import Tuner, as_text
+from deepspeed_ext.errors import WorkerError
+from tests.support.log import heard
 from tests.support.paths import ROOT
 
 
@@ -31,6 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         "opt_cores_per_rank": 1,
         "pt_cores_per_rank": 1,
         "saturated": True,
+        "noisy": False,
         "points": [asdict(Point(1, 1 / 9.0, 0.0, 9.0))],
         "training": {"alone_seconds": 0.1, "splits": splits},
     }
@@ -58,6 +61,39 @@ def test_the_result_of_a_jsonl_file_is_not_lost_to_its_records(measured: dict[st
     assert json.loads((tmp_path / "new/r.records.jsonl").read_text()) == {"optimizer_cores": 1}
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["r.jsonl", "r.records.jsonl"]
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+
+
+def test_a_disturbed_result_is_shown_and_kept_only_where_it_is_asked_for(
+    measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured |= {"noisy": True, "points": [asdict(Point(1, 1 / 9.0, 0.0, 9.0, "other processes used 70%"))]}
+    assert tune() == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == measured
+    assert "is not kept, because it was disturbed (other processes used 70%)" in printed.err
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_file()]
+    assert "finds this result by itself" not in as_text(measured, is_kept=False)
+    assert tune("--output", "mine.json") == 0
+    assert json.loads((tmp_path / "mine.json").read_text()) == measured
+
+
+def test_more_ranks_than_pairs_of_cores_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from deepspeed_ext.commands import main as cli
+
+    assert cli.main(["tune", "--ranks", "500"]) == 2
+    assert "a rank needs two, one for PyTorch and one for the optimizer: give at most" in capsys.readouterr().err
+
+
+def test_each_measurement_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A log line each, because a run without a terminal shows no bar."""
+    def run(self: Tuner) -> dict[str, Any]:
+        self.report("optimizer on 1 core(s)")
+        raise WorkerError("enough")
+
+    monkeypatch.setattr(Tuner, "run", run)
+    with heard("tune: measuring optimizer on 1 core(s)") as lines:
+        assert tune("--output", str(tmp_path / "r.json")) == 1
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("option", ["--output", "--plot"])
