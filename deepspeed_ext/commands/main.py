@@ -34,6 +34,15 @@ from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedErro
 __all__ = ["main"]
 
 EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
+EXAMPLES = {
+    "doctor": "deepspeed-ext doctor",
+    "config": "deepspeed-ext config trainer_zenflow > ds.json",
+    "plan": "deepspeed-ext plan --memory --params 7e9 --gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
+    "tune": "deepspeed-ext tune --quick",
+    "verify": "deepspeed-ext verify --config ds.json",
+    "run": "deepspeed-ext run train.py --lr 1e-4",
+}
+"""A command line for the end of each command's --help."""
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
 OF_MEMORY = {
     *("params", "model", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
@@ -96,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_tune(commands)
     _add_verify(commands)
     _add_run(commands)
+    for name, command in commands.choices.items():
+        command.epilog = f"example: {EXAMPLES[name]}"
     return parser
 
 

@@ -52,7 +52,9 @@ class Progress:
         tell: called with each line.
     """
 
-    def __init__(self, what: str | Callable[[], str], processes: Callable[[], Iterable[int]], tell: Callable[[str], object]) -> None:
+    def __init__(
+        self, what: str | Callable[[], str], processes: Callable[[], Iterable[int]], tell: Callable[[str], object]
+    ) -> None:
         self._what, self._processes, self._tell = what, processes, tell
         self._begin = self._told = self._looked = time.monotonic()
         self._compiled: set[str] = set()

@@ -185,12 +185,16 @@ def test_stock_deepspeed_refuses_every_zenflow_section_of_ours() -> None:
     """Else a run in which the extension is off would train with DeepSpeed's own ZenFlow, without an error."""
     found, used = zenflow_sections(), set()
     assert len(found) > 100
-    assert {"README.md", "configs/zenflow.json", "docs/zenflow.md", "examples/lightning_trainer.py"} <= {w for w, _ in found}
+    assert {"README.md", "configs/zenflow.json", "docs/zenflow.md", "examples/lightning_trainer.py"} <= {
+        w for w, _ in found
+    }
     sections = list({json.dumps(section): section for _, section in found}.values())
     (said,) = run_ranks(1, refusals_without_extension, sections, pool="pages")
     refused = {json.dumps(section): text for section, text in zip(sections, said, strict=True)}
     for where, section in found:
-        known = {key for key in DEEPSPEEDS_OWN if key[0] == where and key[1] in section and "update_rule" not in section}
+        known = {
+            key for key in DEEPSPEEDS_OWN if key[0] == where and key[1] in section and "update_rule" not in section
+        }
         used |= known
         text = refused[json.dumps(section)]
         assert (text == "no error") if known else ("Extra inputs are not permitted" in text), (where, section)

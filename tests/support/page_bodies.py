@@ -109,7 +109,10 @@ def _first_names(page: str, tiny: Any) -> dict[str, Any]:
     if page in ("docs/resuming.md", "docs/migrating_from_deepspeed_zenflow.md", "docs/trainers.md"):
         config = base_config(SAVED_STAGE, torch.bfloat16)
         if page == "docs/trainers.md":
-            config["zero_optimization"] |= {"zenflow": {"update_rule": "predictive"}, "core_binding": {"enabled": False}}
+            config["zero_optimization"] |= {
+                "zenflow": {"update_rule": "predictive"},
+                "core_binding": {"enabled": False},
+            }
         names["engine"] = deepspeed_ext.initialize(model=names["model"], config=config)[0]
         _train(names["engine"])
         names["engine"].save_checkpoint("checkpoints")

@@ -59,9 +59,9 @@ def as_text(
         *(_line(fit, width) for fit in shown),
         "",
         "GPU: the peak of one GPU without activations. Host: the peak of all ranks of a host. Exposed: what every",
-        f"step waits for. Step: with forward and backward of {question.tokens:,} tokens per GPU. Hidden from: tokens per",
-        f"GPU and step from which nothing is exposed. Activations: one sequence of {TOKENS:,} tokens, recomputed.",
-        "Times are arithmetic.",
+        f"step waits for. Step: with forward and backward of {question.tokens:,} tokens per GPU. Hidden from: tokens",
+        f"per GPU and step from which nothing is exposed. Activations: of one sequence of {TOKENS:,} tokens,",
+        "recomputed. Times are arithmetic.",
     ]
     if not all_ways:
         lines.append(f"Each line is the best of its kind; --all shows all {len(found)} ways.")

@@ -86,6 +86,7 @@ def test_more_ranks_than_pairs_of_cores_are_refused(capsys: pytest.CaptureFixtur
 
 def test_each_measurement_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A log line each, because a run without a terminal shows no bar."""
+
     def run(self: Tuner) -> dict[str, Any]:
         self.report("optimizer on 1 core(s)")
         raise WorkerError("enough")
