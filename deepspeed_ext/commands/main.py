@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
+        command.formatter_class = argparse.RawDescriptionHelpFormatter  # which does not break the example
     return parser
 
 

@@ -185,9 +185,8 @@ def test_stock_deepspeed_refuses_every_zenflow_section_of_ours() -> None:
     """Else a run in which the extension is off would train with DeepSpeed's own ZenFlow, without an error."""
     found, used = zenflow_sections(), set()
     assert len(found) > 100
-    assert {"README.md", "configs/zenflow.json", "docs/zenflow.md", "examples/lightning_trainer.py"} <= {
-        w for w, _ in found
-    }
+    places = {where for where, _ in found}
+    assert {"README.md", "configs/zenflow.json", "docs/zenflow.md", "examples/lightning_trainer.py"} <= places
     sections = list({json.dumps(section): section for _, section in found}.values())
     (said,) = run_ranks(1, refusals_without_extension, sections, pool="pages")
     refused = {json.dumps(section): text for section, text in zip(sections, said, strict=True)}

@@ -57,6 +57,5 @@ def test_the_help_of_a_command_ends_with_an_example_that_it_reads(
 ) -> None:
     with pytest.raises(SystemExit):
         command_line.main([name, "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.endswith(f"example: {command_line.EXAMPLES[name]}")
+    assert capsys.readouterr().out.rstrip().endswith(f"example: {command_line.EXAMPLES[name]}")
     check_command(shlex.split(command_line.EXAMPLES[name].partition(" > ")[0]))

@@ -229,7 +229,7 @@ def test_a_section_of_a_wrong_form_is_one_clear_error(name: str, value: Any) -> 
 @pytest.mark.usefixtures("_enabled")
 @pytest.mark.parametrize("zero", [[], None, "stage: 2", 3, {1: 2}])
 def test_a_zero_optimization_of_a_wrong_form_is_one_clear_error(zero: Any) -> None:
-    with pytest.raises(ConfigError, match="^zero_optimization "):
+    with pytest.raises(ConfigError, match=r"^zero_optimization "):
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
 
 
