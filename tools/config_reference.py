@@ -129,8 +129,7 @@ def _default(field: dict[str, Any]) -> str:
     """What happens without the field, or where its text says that."""
     if "default" in field:
         return f"default: `{json.dumps(field['default'])}`"
-    without = field["description"].partition(NOT_GIVEN)[2].partition(". ")[0]
-    return "default: measured" if "measured" in without.split() else "default: see *Not given*"
+    return "default: see *Not given*"
 
 
 def _one_line(described: dict[str, Any]) -> str:
