@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import quoted
 
-__all__ = ["LaunchPlan", "alone", "first_host", "plan_launch", "tasks_on_node"]
+__all__ = ["NEEDED", "RANK_VARIABLES", "LaunchPlan", "alone", "first_host", "plan_launch", "tasks_on_node"]
 
 SETS_THEM_ITSELF = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
 """Variables that identify launchers that set everything. If srun starts these, its variables number launchers, not

@@ -16,8 +16,20 @@ from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_lar
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
 from deepspeed_ext.commands.memory.ways import inexactness, kind_of, name_of, ways
 
-__all__ = ["GPU_RESERVE", "HOST_RESERVE", "RANK_RESERVE", "SAME_TIME", "Fit", "Question", "best_of_kinds"]
-__all__ += ["faster", "fits", "largest", "nearest", "suggested"]
+__all__ = [
+    "GPU_RESERVE",
+    "HOST_RESERVE",
+    "RANK_RESERVE",
+    "SAME_TIME",
+    "Fit",
+    "Question",
+    "best_of_kinds",
+    "faster",
+    "fits",
+    "largest",
+    "nearest",
+    "suggested",
+]
 
 _GIB = 1 << 30
 GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 8 * _GIB, _GIB // 2

@@ -25,7 +25,7 @@ from deepspeed_ext.commands.verify.config import Plan
 from deepspeed_ext.commands.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, Stage, write
 from deepspeed_ext.runtime.child_process import end_with_parent
 
-__all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "result_file", "main"]
+__all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "main", "result_file", "step_file"]
 
 PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = "plan.json", "checkpoint", "weights.pt", "masters.pt", "killed"
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
