@@ -49,7 +49,8 @@ COMMANDS = {
     "config": "--help name",
     "doctor": "--help --json",
     "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus --gpus-per-host --help --host-gb"
-    " --host-gbps --json --largest-param --link-gbps --memory --model --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
+    " --host-gbps --json --largest-param --link-gbps"
+    " --memory --model --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
     " --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
