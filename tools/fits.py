@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_ext.commands.memory.fit import ways
+from deepspeed_ext.commands.memory import activations
+from deepspeed_ext.commands.memory.activations import HEAD, VOCABULARY
+from deepspeed_ext.commands.memory.fit import GPU_RESERVE, HOST_RESERVE, RANK_RESERVE
 from deepspeed_ext.commands.memory.parts import Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
+from deepspeed_ext.commands.memory.ways import name_of, ways
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.flatten.plan import TIERS
 from studies.time_model import inputs, upstream
@@ -32,10 +35,6 @@ STAGES: tuple[Stage, ...] = (2, 3)
 GPU_GIB = (24, 40, 80, 141)
 GPUS = (1, 2, 4, 8)
 HOST_GIB = (64, 128, 256, 512, 1024, 2048)
-
-HEAD, VOCABULARY, TOKENS = 128, 32768, 4096
-GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 8 * GIB, GIB // 2
-"""Bytes that stay free: of a GPU, of a host, and of a host for each of its ranks."""
 
 SIZES = (1, 3, 7, 13, 32, 70)
 """Billions of parameters in the tables of time."""
@@ -51,9 +50,9 @@ ZERO_OFFLOAD, ZENFLOW, OURS = "ZeRO-Offload", "DeepSpeed-ZenFlow", "ZenFlow exac
 IN_STEP, EARLY = "ZenFlow exact, copies in the step", "ZenFlow exact, gradients on host"
 """What a run of ours does by itself where there is no room for copies beside the step, or for gradients."""
 ROUNDED, CODED = ", bf16 moments", ", 8-bit moments"
-MOMENTS = {ROUNDED: "bfloat16", CODED: "int8"}
-"""Behind the name of a way of ours: the same with this `zenflow.state_dtype`, which is not exact."""
-SMALL = ("ZeRO-Offload, weights on host", "ZenFlow weights on host")
+MOMENTS = (ROUNDED, CODED)
+"""Behind the name of a way of ours: the same with such moments, which are not exact."""
+SMALL = ("ZeRO-Offload, weights on host", "ZenFlow exact, weights on host")
 """Ways that take less of a GPU, at stage 3."""
 
 
@@ -86,12 +85,8 @@ SHAPES = tuple(Shape(width) for width in range(512, 24577, 64))
 
 
 def activation_bytes(shape: Shape) -> int:
-    """Bytes of activations of one sequence, if each layer's input is kept and everything else recomputed: the inputs,
-    and the larger of one layer at work (18 values per token and width, and as many gradients) and the logits (16-bit,
-    fp32 and the gradient)."""
-    kept = 2 * shape.layers * TOKENS * shape.width
-    layer, logits = 2 * 2 * 18 * TOKENS * shape.width, (2 + 4 + 4) * TOKENS * VOCABULARY
-    return kept + max(layer, logits)
+    """Bytes of activations of one sequence."""
+    return activations.activation_bytes(shape.layers, shape.width)
 
 
 def _moments(name: str) -> str:
@@ -104,10 +99,8 @@ def setup_of(name: str, stage: Stage) -> Setup:
     if name == ZENFLOW:
         return upstream.setup(stage)
     if end := _moments(name):
-        exact = setup_of(name.removesuffix(end), stage)
-        assert exact.zenflow is not None, "a way of ours"
-        return replace(exact, zenflow=exact.zenflow.model_copy(update={"state_dtype": MOMENTS[end]}))
-    return next(setup for found, setup in ways() if found == name and setup.stage == stage)
+        name = name.removesuffix(end).replace(" exact", end.removeprefix(","))
+    return next(setup for setup in ways() if name_of(setup) == name and setup.stage == stage)
 
 
 @functools.cache

@@ -100,6 +100,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "__init__": "(self, model_params, lr, betas, weight_decay, fp32_optimizer_states)",
     },
     "deepspeed.ops.op_builder.builder:OpBuilder": {"jit_load": "(self, verbose)", "name": ASSIGNED},
+    "deepspeed.comm.comm": {"mpi_discovery": Takes(())},
     "deepspeed.comm.torch": {"build_shm_op": "()"},
     "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine": {
         "__init__": "(self, config_params)",
@@ -194,7 +195,11 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "seq_dp_world_size": ASSIGNED,
         "training_dataloader": ASSIGNED,
     },
-    "deepspeed.runtime.config:DeepSpeedConfig": {"_do_error_check": "(self)", "zero_config": ASSIGNED},
+    "deepspeed.runtime.config:DeepSpeedConfig": {
+        "__init__": Takes(("config",)),
+        "_do_error_check": "(self)",
+        "zero_config": ASSIGNED,
+    },
     "deepspeed.monitor.monitor:MonitorMaster": {"write_events": "(self, event_list)", "enabled": ASSIGNED},
     "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator": {"is_fp16_supported": "(self)"},
     "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 import threading
 import weakref
@@ -58,7 +59,7 @@ from deepspeed.utils.timer import ThroughputTimer
 
 from deepspeed_ext.adapter.contract import broken
 from deepspeed_ext.errors import UpstreamError
-from deepspeed_ext.runtime import builds
+from deepspeed_ext.runtime import builds, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
 from deepspeed_ext.runtime.log import warn_once
 
@@ -121,6 +122,7 @@ __all__ = [
 PartitionedParameter = Any
 """A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""
 
+comm_module = importlib.import_module("deepspeed.comm.comm")
 torch_backend_module = importlib.import_module("deepspeed.comm.torch")  # as an attribute, it is torch itself
 
 SUPPORTED_FROM = (0, 19, 8)
@@ -184,8 +186,8 @@ def entry_swaps(
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
     """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines,
-    its config and the class of its config's ZeRO section, for an operator that training does not need, and for how it
-    compiles operators."""
+    its config and the class of its config's ZeRO section, for an operator that training does not need, for how it
+    compiles operators, and for how it finds ranks without a launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -195,7 +197,25 @@ def entry_swaps(
         zero_section_class(zero_config),
         Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
         announced_builds(),
+        ranks_without_mpi(),
     ]
+
+
+def ranks_without_mpi() -> Swap:
+    """Return a swap for the function that DeepSpeed asks for its rank if no launcher has set one, and which needs
+    mpi4py: without that, the variables of srun and MPI are read, and a process started alone is rank 0 of 1.
+
+    It is asked when communication begins, not before: launchers inside of a script, such as Lightning's, take a rank
+    in the environment as a sign that all processes are there.
+    """
+    discover = comm_module.mpi_discovery
+
+    @functools.wraps(discover)
+    def discovered(*args: Any, **kwargs: Any) -> None:
+        if importlib.util.find_spec("mpi4py") is not None or not launch.find_rank():
+            discover(*args, **kwargs)
+
+    return Swap(comm_module, "mpi_discovery", discovered)
 
 
 def no_shared_buffers() -> Swap:

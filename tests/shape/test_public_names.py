@@ -48,9 +48,10 @@ COMMANDS = {
     "": "--help --version",
     "config": "--help name",
     "doctor": "--help --json",
-    "plan": "--allowed --config --dtype --gpu-gb --gpu-node --gpus --gpus-per-host --help --host-gb --host-gbps --json"
-    " --largest-param --link-gbps --memory --model --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
-    " --write",
+    "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus --gpus-per-host --help --host-gb"
+    " --host-gbps --json --largest-param --link-gbps"
+    " --memory --model --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
+    " --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick --ranks"

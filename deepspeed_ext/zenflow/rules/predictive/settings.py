@@ -35,7 +35,7 @@ class PredictiveSettings(RuleSettings):
         Raises:
             ConfigError: overlapped steps have an interval for which the optimizer has no estimate.
         """
-        interval, longest = config.update_interval, layout.longest_interval
+        interval, longest = config.interval, layout.longest_interval
         if config.overlapped and longest is not None:
             if interval is not None and interval > longest:
                 raise ConfigError(

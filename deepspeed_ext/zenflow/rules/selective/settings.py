@@ -65,7 +65,7 @@ class SelectiveSettings(RuleSettings):
             ConfigError: intervals contradict each other.
         """
         settings = cls(
-            update_interval=config.update_interval,
+            update_interval=config.interval,
             lag=config.overlap_lag if config.overlapped else None,
             warm_up_steps=max(1, config.full_warm_up_rounds),
             block_size=config.select_block_size,
