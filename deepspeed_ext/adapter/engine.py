@@ -195,12 +195,13 @@ class Engine(EngineSettings):
 
         Raises:
             CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
+            ConfigError: with ZenFlow, the optimizer has a setting with which it cannot step. Nothing has changed.
             StateError: see `backward`; or there was no backward pass since the last step.
         """
         self._require(ZenFlowStepping.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if ends_step:
-            self._require(ZenFlowStepping.require_gradients)
+            self._require(ZenFlowStepping.require_steppable)
         with self._recording(ZenFlowStepping.recording_step):
             super().step(lr_kwargs)
         if ends_step:
@@ -396,3 +397,7 @@ class HybridEngine(DeepSpeedHybridEngine, Engine):
 
 class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        self._require(ZenFlowStepping.require_steppable)  # a pipeline calls no `step`
+        super()._take_model_step(lr_kwargs)

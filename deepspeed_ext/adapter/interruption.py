@@ -49,11 +49,9 @@ class Interruption:
 
     def record(self, work: Work, error: BaseException | None) -> None:
         """Record that `error` has interrupted `work`; None: an exception that nobody has seen."""
-        if error is None:
-            cause = "an exception"
-        else:
-            cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
-        self.work, self._cause = work, cause
+        said = f" ({error})" if str(error or "") else ""
+        self._cause = "an exception" if error is None else f"{type(error).__name__}{said}"
+        self.work = work
 
     def healed(self) -> None:
         """Forget the record: a whole load has replaced everything."""

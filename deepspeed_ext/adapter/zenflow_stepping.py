@@ -135,13 +135,19 @@ class ZenFlowStepping(GradientsOnHost):
         if self._is_loading is not None:
             self._is_loading = True
 
-    def require_gradients(self) -> None:
-        """Check that there is something to step with.
+    def require_steppable(self) -> None:
+        """Check, before anything changes, that a step is possible.
 
         Raises:
+            ConfigError: a parameter group has a setting with which the worker cannot step.
             StateError: no backward pass has begun since the last step.
         """
-        if self._backward_pass.passes == self._passes_taken and not self.zenflow_adam.link.failed:
+        if self.zenflow_adam.link.failed:  # all ranks get its error
+            return
+        config = self._start.run.config
+        predicts = config.rule == "predictive" and config.overlapped
+        self.zenflow_adam.kind.require_steppable(predicts=predicts)
+        if self._backward_pass.passes == self._passes_taken:
             raise StateError(
                 "step() was called, but no backward pass since the last step has gone through an output "
                 "of this engine, so there are no gradients: call engine.backward(loss) first, with a "

@@ -150,7 +150,7 @@ def test_an_exception_inside_autograd_is_noticed_afterwards() -> None:
         # The weight's gradient comes first, since `engine` runs after `Raises`.
         engine(Raises.apply(leaf())).sum().backward()
     assert engine.reduced == 1
-    with pytest.raises(StateError, match="^an exception has broken off the last backward pass"):
+    with pytest.raises(StateError, match=r"^an exception has broken off the last backward pass"):
         engine.require_whole()
 
 
@@ -172,7 +172,7 @@ def test_an_exception_before_any_gradient_changes_nothing() -> None:
 
 @contextmanager
 def failing_call(engine: Engine) -> Iterator[None]:
-    with pytest.raises(ValueError), engine.following.recorded(engine.interruption):  # noqa: PT011
+    with pytest.raises(ValueError), engine.following.recorded(engine.interruption):
         yield
 
 

@@ -171,11 +171,16 @@ def test_a_step_passes_through_its_phases() -> None:
     assert step.phase is StepPhase.BETWEEN
 
 
-def test_an_exception_ends_the_step() -> None:
-    step = new_step()
-    with pytest.raises(KeyboardInterrupt), step.of_optimizer():
+def interrupted(step: Step) -> None:
+    with step.of_optimizer():
         step.begin()
         raise KeyboardInterrupt
+
+
+def test_an_exception_ends_the_step() -> None:
+    step = new_step()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(step)
     assert step.phase is StepPhase.BETWEEN
 
 
