@@ -36,7 +36,7 @@ class BackwardPass(BackwardHookStateManager):
         parameters: returns what is trained.
 
     Attributes:
-        passes: number of passes that have begun.
+        passes: number of passes that have ended.
     """
 
     def __init__(self, begins: Callable[[], None], parameters: Callable[[], Iterable[Any]]) -> None:
@@ -46,15 +46,15 @@ class BackwardPass(BackwardHookStateManager):
         self._is_open = False
         self._graph_task = _NO_TASK
         self._reduced = 0  # gradients, of all passes
-        self._reduced_before = 0  # when the last pass began
+        self._reduced_before = 0  # when the last pass began, as the next one
+        self._left_before: list[Any] = []
 
     # -- what DeepSpeed calls ----------------------------------------------------------------------
 
     def enter_backward(self) -> None:
         if not self._is_open:
             self._begins()
-            self.passes += 1
-            self._reduced_before = self._reduced
+            self._reduced_before, self._left_before = self._reduced, self._left()
             self._is_open, self._graph_task = True, torch._C._current_graph_task_id()
             self.post_backward_callback_queued = False
         if self.backward_active_depth == 0:
@@ -73,6 +73,7 @@ class BackwardPass(BackwardHookStateManager):
 
     def run_grad_acc_post_hooks(self) -> None:
         super().run_grad_acc_post_hooks()
+        self.passes += self._is_open
         self._is_open = False
 
     # -- interruptions -----------------------------------------------------------------------------
@@ -82,7 +83,8 @@ class BackwardPass(BackwardHookStateManager):
         """Wrap a call that may reduce gradients, perhaps inside a pass that goes on."""
         was_open, before = self._is_open, self._reduced
         try:
-            with interruption.recorded(Work.BACKWARD, lambda: self._has_changed(before)):
+            # Inside a pass that goes on, gradients that wait for their hook may be its own.
+            with interruption.recorded(Work.BACKWARD, lambda: self._has_changed(before, may_be_left=not was_open)):
                 yield
         except BaseException:
             if not was_open:
@@ -96,11 +98,16 @@ class BackwardPass(BackwardHookStateManager):
                 interruption.record(Work.BACKWARD, None)
             self._close()
 
-    def _has_changed(self, reduced_before: int) -> bool:
-        """Whether gradients were reduced since then, or autograd has left some to be reduced."""
+    def _has_changed(self, reduced_before: int, *, may_be_left: bool = True) -> bool:
+        """Whether gradients were reduced since then, or autograd has left some that were not."""
         if self._reduced != reduced_before:
             return True
-        return self._is_open and any(param.grad is not None for param in self._parameters())
+        return may_be_left and self._is_open and self._left() != self._left_before
+
+    def _left(self) -> list[Any]:
+        """Which gradients are at the parameters, and how often each was written."""
+        gradients = (param.grad for param in self._parameters())
+        return [gradient if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def _close(self) -> None:
         self._is_open, self.backward_active_depth = False, 0

@@ -201,7 +201,7 @@ class Engine(EngineSettings):
         self._require(ZenFlowStepping.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if ends_step:
-            self._require(ZenFlowStepping.require_steppable)
+            self._require(ZenFlowStepping.require_steppable, self.managed_gradient_accumulation())
         with self._recording(ZenFlowStepping.recording_step):
             super().step(lr_kwargs)
         if ends_step:
@@ -399,5 +399,5 @@ class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        self._require(ZenFlowStepping.require_steppable)  # a pipeline calls no `step`
+        self._require(ZenFlowStepping.require_steppable, True)  # a pipeline calls no `step`
         super()._take_model_step(lr_kwargs)

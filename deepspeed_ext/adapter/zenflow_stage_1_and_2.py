@@ -209,6 +209,13 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
                 for total, part in zip(self.averaged_gradients[index], completed, strict=True):
                     total.add_(part)
 
+    @property
+    def _has_completed(self) -> bool:
+        """Only a pass at the boundary of gradient accumulation completes what waits on the accelerator."""
+        groups = range(len(self.bit16_groups))
+        completed = all(self.averaged_gradients.get(index) is not None for index in groups)
+        return completed or self._host_gradients is not None
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, including those that a pass at the boundary has completed."""
         super().zero_grad(set_to_none)

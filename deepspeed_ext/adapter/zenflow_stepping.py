@@ -57,7 +57,7 @@ class ZenFlowStepping(GradientsOnHost):
     """Whether the load that runs has begun to write; None: none runs."""
     _states_away = False
     _passes_taken = 0
-    """Backward passes that had begun when the last step ended."""
+    """Backward passes that had ended when the last step did."""
 
     def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
@@ -135,24 +135,33 @@ class ZenFlowStepping(GradientsOnHost):
         if self._is_loading is not None:
             self._is_loading = True
 
-    def require_steppable(self) -> None:
+    def require_steppable(self, managed: bool) -> None:
         """Check, before anything changes, that a step is possible.
+
+        Args:
+            managed: whether backward passes, not `step`, complete the gradients.
 
         Raises:
             ConfigError: a parameter group has a setting with which the worker cannot step.
-            StateError: no backward pass has begun since the last step.
+            StateError: no backward pass since the last step has completed the gradients.
         """
         if self.zenflow_adam.link.failed:  # all ranks get its error
             return
         config = self._start.run.config
         predicts = config.rule == "predictive" and config.overlapped
         self.zenflow_adam.kind.require_steppable(predicts=predicts)
-        if self._backward_pass.passes == self._passes_taken:
+        has_passed = self._backward_pass.passes != self._passes_taken
+        if not has_passed or (managed and not self._has_completed):
             raise StateError(
-                "step() was called, but no backward pass since the last step has gone through an output "
-                "of this engine, so there are no gradients: call engine.backward(loss) first, with a "
-                "loss that depends on what engine(...) returned"
+                "step() was called, but no backward pass since the last step has completed the gradients: "
+                "call engine.backward(loss) before each step(), with a loss that depends on what "
+                "engine(...) returned"
             )
+
+    @property
+    def _has_completed(self) -> bool:
+        """Whether a step finds gradients after any backward pass since the last step."""
+        return True
 
     def step(self, closure: Any = None) -> None:
         adam, masters = self.zenflow_adam, self._masters

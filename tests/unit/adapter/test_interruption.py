@@ -196,3 +196,18 @@ def test_a_gradient_that_autograd_has_left_counts() -> None:
         raise ValueError("now")
     with pytest.raises(StateError, match=r"^ValueError \(now\)"):
         engine.require_whole()
+
+
+def test_a_gradient_of_an_earlier_pass_does_not_count() -> None:
+    """Stage 1 leaves gradients at the parameters until the last micro-step."""
+    engine = Engine()
+    engine.weight.grad = torch.ones(2)
+    y = engine(leaf())
+
+    def raises(grad: torch.Tensor) -> None:
+        raise ValueError("early")
+
+    y.register_hook(raises)
+    with failing_call(engine):
+        y.sum().backward()
+    engine.require_whole()
