@@ -13,6 +13,7 @@ from deepspeed_ext.adapter.construction import builders, built_together
 from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.held_optimizers import held_optimizers
+from deepspeed_ext.adapter.interruption import Work
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of
 from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
@@ -172,7 +173,7 @@ class Engine(EngineSettings):
                 load.
         """
         self._require(ZenFlowStepping.require_states_here, OffloadStateTypeEnum.lp_params)
-        with self._recording(ZenFlowStepping.recording_backward):  # some modules run backward inside
+        with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +183,7 @@ class Engine(EngineSettings):
             StateError: states are on the host, or an exception has interrupted a step, a backward pass or a load.
         """
         self._require(ZenFlowStepping.require_states_here)
-        with self._recording(ZenFlowStepping.recording_backward):
+        with self._recording(Work.BACKWARD):
             return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
@@ -202,21 +203,19 @@ class Engine(EngineSettings):
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if ends_step:
             self._require(ZenFlowStepping.require_steppable, self.managed_gradient_accumulation())
-        with self._recording(ZenFlowStepping.recording_step):
+        with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step:
             self._parts.saver.after_step()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        with self._recording(ZenFlowStepping.recording_step):  # pipelines call this alone
+        with self._recording(Work.STEP):  # pipelines call this alone
             super()._take_model_step(lr_kwargs)
         logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
         self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
 
-    def _recording(
-        self, work: Callable[[ZenFlowStepping], AbstractContextManager[None]]
-    ) -> AbstractContextManager[None]:
-        return work(self.optimizer) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+    def _recording(self, work: Work) -> AbstractContextManager[None]:
+        return self.optimizer.recording(work) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
         if isinstance(self.optimizer, ZenFlowStepping):
@@ -315,7 +314,7 @@ class Engine(EngineSettings):
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
-        with self._recording(ZenFlowStepping.recording_load), self._parts.resharder.loading(self._loading_run()):
+        with self._recording(Work.LOAD), self._parts.resharder.loading(self._loading_run()):
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _loading_run(self) -> LoadingRun:

@@ -110,16 +110,15 @@ class ZenFlowStepping(GradientsOnHost):
     def _trained(self) -> Iterator[Any]:
         """All parameters that are trained."""
 
-    def recording_step(self) -> AbstractContextManager[None]:
-        """Wrap a step, of the engine or of this optimizer alone; record an exception that leaves it."""
-        return self._interruption.recorded(Work.STEP)
-
-    def recording_backward(self) -> AbstractContextManager[None]:
-        """Wrap a call that may reduce gradients; record an exception that leaves it once it has."""
-        return self._backward_pass.recorded(self._interruption)
+    def recording(self, work: Work) -> AbstractContextManager[None]:
+        """Wrap a call that steps, loads, or may reduce gradients; record an exception that leaves it, if it has begun
+        to change something."""
+        if work is Work.BACKWARD:
+            return self._backward_pass.recorded(self._interruption)
+        return self._recording_load() if work is Work.LOAD else self._interruption.recorded(work)
 
     @contextmanager
-    def recording_load(self) -> Iterator[None]:
+    def _recording_load(self) -> Iterator[None]:
         """Wrap a load; record an exception that leaves it once it has begun to write."""
         self._is_loading = False
         try:
@@ -165,7 +164,7 @@ class ZenFlowStepping(GradientsOnHost):
 
     def step(self, closure: Any = None) -> None:
         adam, masters = self.zenflow_adam, self._masters
-        with self.recording_step(), self._step.of_optimizer():
+        with self.recording(Work.STEP), self._step.of_optimizer():
             with adam.link.keeping():
                 for index, receiver in enumerate(self._step.receivers):
                     receiver.data = self._weights(index)
