@@ -13,10 +13,10 @@ from deepspeed_ext.adapter.construction import built_together
 from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.held_optimizers import held_optimizers
+from deepspeed_ext.adapter.interruption import Work
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of
 from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
-from deepspeed_ext.adapter.step import Step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
@@ -181,19 +181,21 @@ class Engine(EngineSettings):
         """Run the module.
 
         Raises:
-            StateError: its weights are on the host, or a step, a backward pass or a load was broken off.
+            StateError: its weights are on the host, or an exception has interrupted a step, a backward pass or a
+                load.
         """
         self._require(ZenFlowStepping.require_states_here, OffloadStateTypeEnum.lp_params)
-        return super().forward(*inputs, **kwargs)
+        with self._recording(Work.BACKWARD):  # some modules run backward inside
+            return super().forward(*inputs, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: states are on the host, or a step, a backward pass or a load was broken off.
+            StateError: states are on the host, or an exception has interrupted a step, a backward pass or a load.
         """
         self._require(ZenFlowStepping.require_states_here)
-        with self._whole(Step.of_backward):
+        with self._recording(Work.BACKWARD):
             return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
@@ -206,23 +208,26 @@ class Engine(EngineSettings):
 
         Raises:
             CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
-            StateError: see `backward`.
+            ConfigError: with ZenFlow, the optimizer has a setting with which it cannot step. Nothing has changed.
+            StateError: see `backward`; or there was no backward pass since the last step.
         """
         self._require(ZenFlowStepping.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        with self._whole(Step.of_engine):
+        if ends_step:
+            self._require(ZenFlowStepping.require_steppable, self.managed_gradient_accumulation())
+        with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step:
             self._parts.saver.after_step()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        with self._whole(Step.of_engine):  # pipelines call this alone
+        with self._recording(Work.STEP):  # pipelines call this alone
             super()._take_model_step(lr_kwargs)
         logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
         self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
 
-    def _whole(self, work: Callable[[Step], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-        return work(self.optimizer.progress) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+    def _recording(self, work: Work) -> AbstractContextManager[None]:
+        return self.optimizer.recording(work) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
         if isinstance(self.optimizer, ZenFlowStepping):
@@ -317,13 +322,13 @@ class Engine(EngineSettings):
             CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load another checkpoint
                 before training on.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
-            StateError: a step or a backward pass was broken off, or states are on the host.
+            StateError: an exception has interrupted a step or a backward pass, or states are on the host.
         """
         self._require(ZenFlowStepping.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
-        with self._whole(Step.of_load), self._parts.resharder.loading(self._loading_run()):
+        with self._recording(Work.LOAD), self._parts.resharder.loading(self._loading_run()):
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _loading_run(self) -> LoadingRun:
@@ -354,7 +359,7 @@ class Engine(EngineSettings):
         )
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
-        if only_weights(how):  # after a load that was broken off, the rest must be loaded too
+        if only_weights(how):  # after an interrupted load, the rest must be loaded too
             self._require(ZenFlowStepping.require_states_here)
         if self.load_universal_checkpoint():  # changes counters first
             self._require(ZenFlowStepping.load_begins)
@@ -406,7 +411,6 @@ class HybridEngine(DeepSpeedHybridEngine, Engine):
 class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
-    def _backward_prologue(self) -> None:
-        """Leave backward passes unguarded: a stage that is not the last never says that one has ended."""
-        with self._whole(Step.of_backward):
-            super()._backward_prologue()
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        self._require(ZenFlowStepping.require_steppable, True)  # a pipeline calls no `step`
+        super()._take_model_step(lr_kwargs)

@@ -26,7 +26,7 @@ from deepspeed.ops import lion as lion_module
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
@@ -65,6 +65,7 @@ from deepspeed_ext.runtime.log import warn_once
 
 __all__ = [
     "GRADIENT_CLIPPING_DEFAULT",
+    "BackwardHookStateManager",
     "DeepSpeedConfig",
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",

@@ -112,7 +112,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _link_all_hp_params(self) -> None:
         with swapped(Swap(self, "cpu_offload", False)):  # it would link gradients of the masters
             super()._link_all_hp_params()
-        for param in (param for group in self.bit16_groups for param in group):
+        for param in self._trained():
             if param._hp_mapping is not None:
                 gradient = None
                 if self._host_gradients is not None:
@@ -131,6 +131,9 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _weights(self, index: int) -> torch.Tensor:
         rank = dist.get_rank(group=self.real_dp_process_group[index])
         return self.parallel_partitioned_bit16_groups[index][rank].data
+
+    def _trained(self) -> Iterator[Any]:
+        return (param for group in self.bit16_groups for param in group)
 
     def _holders(self, index: int, ranks: RankGroup) -> RankGroup:
         group = self.real_dp_process_group[index]
@@ -204,6 +207,39 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         """As for gradients on the accelerator."""
         assert self._host_gradients is not None, "called only if gradients are on the host"
         return self._norm_of_known(self._host_gradients, list(map(self.get_param_id, params)), params)
+
+    # -- several backward passes in one step ------------------------------------------------------------------
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Do nothing after a pass that has reached no trained parameter, such as ``autograd.grad`` to an
+        input: DeepSpeed has not made the buffers that it would reduce."""
+        if self.ready_for_gradients:
+            super().reduce_ipg_grads(comm_dtype)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Add to what earlier passes of this step have completed. DeepSpeed would replace it if those
+        passes, too, were at the boundary of gradient accumulation."""
+        earlier = {**self.averaged_gradients}
+        super().independent_gradient_partition_epilogue()
+        for index, completed in earlier.items():
+            if completed is not None and completed is not self.averaged_gradients[index]:
+                for total, part in zip(self.averaged_gradients[index], completed, strict=True):
+                    total.add_(part)
+
+    @property
+    def _has_completed(self) -> bool:
+        """Only a pass at the boundary of gradient accumulation completes what waits on the accelerator."""
+        groups = range(len(self.bit16_groups))
+        completed = all(self.averaged_gradients.get(index) is not None for index in groups)
+        return completed or self._host_gradients is not None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, including those that a pass at the boundary has completed."""
+        super().zero_grad(set_to_none)
+        if not self._step.takes_gradients:
+            for completed in self.averaged_gradients.values():
+                for part in completed or ():
+                    part.zero_()
 
     # -- stepping -------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,9 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def _weights(self, index: int) -> torch.Tensor:
         return self.fp16_partitioned_groups_flat[index].data
 
+    def _trained(self) -> Iterator[Any]:
+        return (param for group in self.fp16_groups for param in group)
+
     def _held_numel(self, param: Any) -> int:
         """Elements of `param` in this rank's partition of it; the rest of that partition is padding."""
         size = param.partition_numel()
@@ -161,7 +164,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def _places(self) -> dict[int, Place]:
         """Where each parameter's gradient lies in the slots, and in DeepSpeed's buffer of all gradients."""
         places, offset = {}, 0
-        for param in (param for group in self.fp16_groups for param in group):
+        for param in self._trained():
             index, begin, numel = self.grad_position[self.get_param_id(param)]
             places[param.ds_id] = Place(index, begin, begin + numel, offset)
             offset += numel
@@ -229,7 +232,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             return super()._get_fp32_grad_state_partition(param, *args, **kwargs)
 
     def get_fp32_grad_partitions(self) -> Any:
-        with self._gradients_shown(*(param for group in self.fp16_groups for param in group)):
+        with self._gradients_shown(*self._trained()):
             return super().get_fp32_grad_partitions()
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
@@ -246,6 +249,20 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         if self._host_gradients is not None:
             for param in params:
                 self._host_gradients.changed(param.ds_id)
+
+    # -- several backward passes in one step ------------------------------------------------------------------
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Also take the gradients of parameters that are frozen now: earlier passes of this step may have
+        reached them. DeepSpeed would take zeros."""
+        super().independent_gradient_partition_epilogue()
+        if self.averaged_gradients:
+            offset = 0
+            for index, group in enumerate(self.fp16_groups):
+                sizes = [param.partition_numel() for param in group]
+                flat = self.grad_partitions_flat_buffer[offset : offset + sum(sizes)]
+                self.averaged_gradients[index] = list(flat.split(sizes))
+                offset += sum(sizes)
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -302,7 +319,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             for name in _PAGE_LOCKED:
                 if hasattr(self, name):
                     delattr(self, name)
-        trained = torch.nn.ParameterList(param for group in self.fp16_groups for param in group)
+        trained = torch.nn.ParameterList(self._trained())
         with swapped(Swap(self, "module", trained)):
             super().offload_states(include, device, pin_memory, non_blocking)
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from deepspeed_ext.adapter.autocast_scale import AutocastScale
+from deepspeed_ext.adapter.backward_pass import BackwardPass
 from deepspeed_ext.adapter.grad_norm import norm_tensors
 from deepspeed_ext.adapter.gradients_on_host import GradientsOnHost
-from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
+from deepspeed_ext.adapter.interruption import Interruption, Work
+from deepspeed_ext.adapter.step import GradientReceiver, Step
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
@@ -63,6 +65,11 @@ class ZenFlowStepping(GradientsOnHost):
     _copies_state = True
     _waits_after_weights = False
     """Whether DeepSpeed waits for the device once all weights are written (see `OffloadedAdam.finish_weights`)."""
+    _is_loading: bool | None = None
+    """Whether the load that runs has begun to write; None: none runs."""
+    _states_away = False
+    _passes_taken = 0
+    """Backward passes that had ended when the last step did."""
 
     def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
@@ -97,6 +104,9 @@ class ZenFlowStepping(GradientsOnHost):
         scaler = self.torch_autocast_gradscaler
         self._autocast_scale = None if scaler is None else AutocastScale(scaler)
         self._step = Step([GradientReceiver(state.master.data, grad_dtype) for state in self.zenflow_adam.states])
+        self._interruption = Interruption()
+        self._backward_pass = BackwardPass(self.clear_backward_seen_flag, self._trained)
+        self._backward_hook_state = self._backward_pass
 
     @abstractmethod
     def _runs(self) -> list[list[Run]]:
@@ -129,26 +139,65 @@ class ZenFlowStepping(GradientsOnHost):
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
-    @property
-    def progress(self) -> Step:
-        """What the engine wraps around its steps, backward passes and loads."""
-        return self._step
+    @abstractmethod
+    def _trained(self) -> Iterator[Any]:
+        """All parameters that are trained."""
+
+    def recording(self, work: Work) -> AbstractContextManager[None]:
+        """Wrap a call that steps, loads, or may reduce gradients; record an exception that leaves it, if it has begun
+        to change something."""
+        if work is Work.BACKWARD:
+            return self._backward_pass.recorded(self._interruption)
+        return self._recording_load() if work is Work.LOAD else self._interruption.recorded(work)
+
+    @contextmanager
+    def _recording_load(self) -> Iterator[None]:
+        """Wrap a load; record an exception that leaves it once it has begun to write."""
+        self._is_loading = False
+        try:
+            with self._interruption.recorded(Work.LOAD, lambda: bool(self._is_loading)):
+                yield
+            if self._is_loading:
+                self._interruption.healed()
+        finally:
+            self._is_loading = None
 
     def load_begins(self) -> None:
-        """Called before a load writes anything; see `Step.load_begins`."""
-        self._step.load_begins()
+        """Note that a load writes weights, optimizer or counters from now on."""
+        if self._is_loading is not None:
+            self._is_loading = True
 
-    def backward_prologue(self) -> None:
-        self._step.backward_begins()
-        super().backward_prologue()
+    def require_steppable(self, managed: bool) -> None:
+        """Check, before anything changes, that a step is possible.
 
-    def exit_backward(self) -> None:
-        super().exit_backward()
-        self._step.backward_ends()
+        Args:
+            managed: whether backward passes, not `step`, complete the gradients.
+
+        Raises:
+            ConfigError: a parameter group has a setting with which the worker cannot step.
+            StateError: no backward pass since the last step has completed the gradients.
+        """
+        if self.zenflow_adam.link.failed:  # all ranks get its error
+            return
+        config = self._start.run.config
+        predicts = config.rule == "predictive" and config.overlapped
+        self.zenflow_adam.kind.require_steppable(predicts=predicts)
+        has_passed = self._backward_pass.passes != self._passes_taken
+        if not has_passed or (managed and not self._has_completed):
+            raise StateError(
+                "step() was called, but no backward pass since the last step has completed the gradients: "
+                "call engine.backward(loss) before each step(), with a loss that depends on what "
+                "engine(...) returned"
+            )
+
+    @property
+    def _has_completed(self) -> bool:
+        """Whether a step finds gradients after any backward pass since the last step."""
+        return True
 
     def step(self, closure: Any = None) -> None:
         adam, masters = self.zenflow_adam, self._masters
-        with self._step.of_optimizer():
+        with self.recording(Work.STEP), self._step.of_optimizer():
             with adam.link.keeping():
                 for index, receiver in enumerate(self._step.receivers):
                     receiver.data = self._weights(index)
@@ -165,6 +214,7 @@ class ZenFlowStepping(GradientsOnHost):
                     adam.end_step()
             finally:
                 self._masters = masters
+            self._passes_taken = self._backward_pass.passes
 
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
         """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the gradient."""
@@ -215,42 +265,45 @@ class ZenFlowStepping(GradientsOnHost):
             receiver.release()
         if OffloadStateTypeEnum.optim_states in wanted:
             self.zenflow_adam.offload()
-            self._step.states_away()
+            self._states_away = True
         wanted -= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
         super().offload_states(wanted, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         super().reload_states(non_blocking)
         self.zenflow_adam.reload()
-        self._step.states_back()
+        self._states_away = False
 
     def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is, and that nothing was broken off.
+        """Check that nothing is offloaded, or that none of `states` is, and that nothing was interrupted.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as Ctrl-C has
-                broken off a step, a backward pass or a load.
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as
+                Ctrl-C has interrupted a step, a backward pass or a load.
         """
         self._require_whole()
         self._require_here(states)
 
     def require_saveable(self) -> None:
-        """Like `require_states_here`, but a backward pass may be broken off: it changes nothing that is saved."""
-        self._require_whole(StepPhase.BACKWARD)
+        """Like `require_states_here`, but an interrupted backward pass is accepted: it changes nothing
+        that is saved."""
+        self._require_whole(Work.BACKWARD)
         self._require_here(())
 
     def require_loadable(self) -> None:
-        """Like `require_states_here`, but a load may be broken off: another one writes everything that it has."""
-        self._require_whole(StepPhase.LOADING)
+        """Like `require_states_here`, but an interrupted load is accepted: another one writes
+        everything that it has."""
+        self._require_whole(Work.LOAD)
         self._require_here(())
 
-    def _require_whole(self, *unless: StepPhase) -> None:
+    def _require_whole(self, *unless: Work) -> None:
+        self._backward_pass.notice(self._interruption)
         if not self.zenflow_adam.link.failed:  # otherwise all ranks get its error
-            self._step.require_whole(*unless)
+            self._interruption.require_none(*unless)
 
     def _require_here(self, states: Sequence[Any]) -> None:
-        is_away = self._step.phase is StepPhase.AWAY
-        away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if is_away else set())
+        moments = {OffloadStateTypeEnum.optim_states} if self._states_away else set()
+        away = self.offloaded_states | moments
         if away := away.intersection(states or away):
             raise StateError(
                 f"engine.offload_states has moved {', '.join(sorted(state.value for state in away))} to the host: "
