@@ -36,9 +36,7 @@ Member = str | Takes
 
 
 _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
-    "_get_state": "(self)",
     "_restore_from_bit16_weights": "(self)",
-    "_set_state": "(self, value)",
     "check_overflow": "(self, partition_gradients)",
     "destroy": "(self)",
     "clear_backward_seen_flag": "(self)",
@@ -153,6 +151,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_set_distributed_vars": "(self, args)",
         "_take_model_step": "(self, lr_kwargs)",
         "autotp_size": "(self)",
+        "_zero3_consolidated_16bit_state_dict": "(self, exclude_frozen_parameters)",
         "backward": "(self, loss, retain_graph, scale_wrt_gas)",
         "bf16_master_weights_and_gradients": "(self)",
         "bf16_optimizer_states": "(self)",
@@ -175,6 +174,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "offload_states": Takes(("include",)),
         "optimizer_name": "(self)",
         "reload_states": "(self, non_blocking)",
+        "eval": "(self)",
+        "save_16bit_model": "(self, save_dir, save_filename, exclude_frozen_parameters)",
         "save_checkpoint": "(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
         "step": "(self, lr_kwargs)",
         "steps_per_print": "(self)",
@@ -367,6 +368,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
     "deepspeed.utils.mixed_precision_linkage": {"_hp_mapping": ASSIGNED},
     "deepspeed.utils.tensor_fragment:tensor_fragment": {
         "get_hp_fragment": "(self, optim_state_key)",
+        "get_hp_fragment_address": "(self)",
         "get_lp_grad_fragment": "(self, index_in_param_group)",
     },
     "deepspeed.utils.timer:ThroughputTimer": {

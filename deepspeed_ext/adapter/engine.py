@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Container
@@ -11,6 +12,7 @@ from typing import Any
 
 from deepspeed_ext.adapter.construction import built_together
 from deepspeed_ext.adapter.engine_settings import EngineSettings
+from deepspeed_ext.adapter.exports import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.held_optimizers import held_optimizers
 from deepspeed_ext.adapter.interruption import Work
@@ -36,6 +38,7 @@ from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
+from deepspeed_ext.runtime.log import log_once
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_compilable
@@ -143,6 +146,7 @@ class Engine(EngineSettings):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
         if isinstance(zero_optimizer, ZenFlowStepping):
             parts.adam = zero_optimizer.zenflow_adam
+            wrap_accelerate(Engine)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
@@ -215,6 +219,7 @@ class Engine(EngineSettings):
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if ends_step:
             self._require(ZenFlowStepping.require_steppable, self.managed_gradient_accumulation())
+            self._parts.require_known_state()
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step:
@@ -233,6 +238,12 @@ class Engine(EngineSettings):
         if isinstance(self.optimizer, ZenFlowStepping):
             self.optimizer.zenflow_adam.link.home.require()
             check(self.optimizer, *states)
+
+    def eval(self) -> None:
+        """Evaluate as DeepSpeed does, with the weights that training uses; says so once, with ZenFlow."""
+        super().eval()
+        if isinstance(self.optimizer, ZenFlowStepping) and self.global_rank == 0:
+            log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host -------------------------------------------------------------------------------------------
 
@@ -290,10 +301,35 @@ class Engine(EngineSettings):
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._require(ZenFlowStepping.require_saveable)
+        self._parts.require_known_state()
         self._parts.settle()
         client_state = {} if client_state is None else client_state
         with self._parts.saver.saving(save_latest) as save_latest:
             return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see ``zenflow.save_predicted_weights``.
+
+        Raises:
+            StateError: weights are on the host, or a step, a backward pass or a load was broken off.
+            WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
+        """
+        with self.exporting():
+            return super().save_16bit_model(*args, **kwargs)
+
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self.exporting():
+            return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
+
+    def exporting(self) -> AbstractContextManager[None]:
+        """Context for saving the model alone: with ZenFlow its weights are p, rounded to the nearest value of their
+        dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside. May be nested."""
+        if not isinstance(self.optimizer, ZenFlowStepping):
+            return nullcontext()
+        if self._zenflow is not None and self._zenflow.save_predicted_weights:
+            return nullcontext()
+        self.optimizer.require_states_here(OffloadStateTypeEnum.lp_params)
+        return self.optimizer.exact_weights()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._parts.saver.keeping():

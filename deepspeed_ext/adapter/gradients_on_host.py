@@ -112,7 +112,3 @@ class GradientsOnHost(ZeROOptimizer, ABC):
                 known = [gradients.norms.get(number, unused).to(device).view(1) for number in numbers]
                 norms = known_norm_tensors(known, params)
         return super().get_grad_norm_direct(norms, params)
-
-    def _aside(self, weights: torch.Tensor) -> torch.Tensor:
-        """A copy of a partition's weights: on the host, if the accelerator is to hold no other tensor of its size."""
-        return weights.to("cpu", copy=True) if self.zenflow_adam.link.fills_early else weights.clone()

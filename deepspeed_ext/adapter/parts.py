@@ -217,6 +217,15 @@ class Parts:
             if logs:
                 logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
+    def require_known_state(self) -> None:
+        """Check that what a user has changed of the optimizer's state can be taken over.
+
+        Raises:
+            StateError: see `ShownState.changes`.
+        """
+        if self.adam is not None and not self.adam.link.failed:  # otherwise all ranks get its error
+            self.adam.shown.changes()
+
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A
         collective with ZenFlow."""

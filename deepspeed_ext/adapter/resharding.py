@@ -185,7 +185,7 @@ class Resharder:
         target, saved = target_of(run.optimizer, run.shapes()), SavedCheckpoint(folder)
         same_kind = saved.ranks == target.ranks and saved.has_whole_weights != run.partitions_weights
         if without_state and (same_kind or (saved.has_whole_weights and not run.partitions_weights)):
-            return None
+            return self._exact(saved, target)
         if same_kind and saved.several:
             self._require_newer(saved)
         try:
@@ -198,6 +198,23 @@ class Resharder:
         if is_same and run.continues_zenflow and not without_state:
             require_same_groups(saved, target)
         return None if is_same else Resharding(saved, target, run.partitions_weights, run.config)
+
+    def _exact(self, saved: SavedCheckpoint, target: Target) -> Resharding | None:
+        """What loads p where the weights alone are loaded; None: the saved weights, to which
+        DeepSpeed sets the masters, are p, or the checkpoint is of another model."""
+        run = self._loading
+        if run.partitions_weights or not saved.has_zenflow_state:
+            return None
+        try:
+            target.layout.require_same_parameters(saved.layout)
+        except CheckpointError as error:
+            if run.leads:
+                logger.warning(
+                    f"{saved.folder}: its weights are predictions of ZenFlow, and they become the masters, because p "
+                    f"is that of other parameters ({error})"
+                )
+            return None
+        return Resharding(saved, target, run.partitions_weights, run.config)
 
     def _require_newer(self, saved: SavedCheckpoint) -> None:
         """Refuse optimizer files that may be older than the model's file; DeepSpeed prefers the files of its own

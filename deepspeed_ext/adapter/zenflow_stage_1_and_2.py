@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,10 +43,13 @@ class MasterFragment(TensorFragment):
     Attributes:
         expose: called before the state is read or written. It returns False if the worker has failed: the state then
             reads as NaN on all ranks, and the next step raises the error on every rank.
+        handle: returns p (None) or a moment of the whole partition by its name; None during a load, which puts it into
+            this object. DeepSpeed would keep views of what these held when the views were made.
         gradient: called to read or write the gradient, if it is on the host; None: DeepSpeed has it.
     """
 
     expose: Callable[[], bool] = field(kw_only=True)
+    handle: Callable[[str | None], torch.Tensor | None] = field(kw_only=True)
     gradient: Callable[[], torch.Tensor] | None = field(kw_only=True)
 
     def get_lp_grad_fragment(self, index_in_param_group: int) -> torch.Tensor:
@@ -55,7 +57,11 @@ class MasterFragment(TensorFragment):
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
         exposed = self.expose()
-        fragment = super().get_hp_fragment(optim_state_key)
+        place, whole = self.get_hp_fragment_address(), self.handle(optim_state_key)
+        if whole is None:
+            fragment = super().get_hp_fragment(optim_state_key)
+        else:
+            fragment = whole.narrow(0, place.start, place.numel)
         return fragment if exposed else torch.full_like(fragment, math.nan)
 
 
@@ -100,7 +106,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if self._start.run.config.rule == "selective":
             self.hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions)
             exchange_instead(self)
-        self.single_partition_of_fp32_groups = [state.master for state in self.zenflow_adam.states]
+        self.single_partition_of_fp32_groups = self.zenflow_adam.shown.masters
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
         self.cpu_offload = self.zenflow_adam.link.fills_early
@@ -112,13 +118,15 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _link_all_hp_params(self) -> None:
         with swapped(Swap(self, "cpu_offload", False)):  # it would link gradients of the masters
             super()._link_all_hp_params()
+        adam = self.zenflow_adam
         for param in self._trained():
             if param._hp_mapping is not None:
                 gradient = None
                 if self._host_gradients is not None:
                     gradient = partial(self._host_gradients.shown, self.get_param_id(param))
                 mapping = vars(param._hp_mapping)
-                param._hp_mapping = MasterFragment(**mapping, expose=self.zenflow_adam.expose, gradient=gradient)
+                handle = partial(adam.shown.handle, mapping["param_group_index"])
+                param._hp_mapping = MasterFragment(**mapping, expose=adam.expose, handle=handle, gradient=gradient)
 
     @property
     def _masters(self) -> list[Any]:
@@ -325,22 +333,13 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if saved is None:  # otherwise DeepSpeed has loaded the weights themselves
             self.update_lp_params()
 
-    @contextmanager
-    def exact_weights(self) -> Iterator[None]:
-        """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
-        collective; do not step inside."""
-        self._drain_together(shows_moments=False)
+    def _spread_weights(self, values: Sequence[torch.Tensor] | None) -> None:
         masters = self._masters
-        predicted = [self._aside(self._weights(index)) for index in range(len(masters))]
-        self.update_lp_params()
+        self._masters = list(map(self._weights, range(len(masters)))) if values is None else list(values)
         try:
-            yield
+            self.update_lp_params()  # copies what it takes for masters to the weights, and gathers them
         finally:
-            self._masters = predicted
-            try:
-                self.update_lp_params()
-            finally:
-                self._masters = masters
+            self._masters = masters
 
     def measurements(self) -> dict[str, float]:
         return {**super().measurements(), **self.zenflow_adam.measurements()}

@@ -83,7 +83,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self._clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
         self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
-        self.fp32_partitioned_groups_flat = [state.master for state in self.zenflow_adam.states]
+        self.fp32_partitioned_groups_flat = self.zenflow_adam.shown.masters
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
@@ -365,23 +365,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
         return partition if exposed else torch.full_like(partition, math.nan), sub_group
 
-    @contextmanager
-    def exact_weights(self) -> Iterator[None]:
-        """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
-        collective; do not step inside."""
-        self._drain_together(shows_moments=False)
-        predicted = [self._aside(flat.data) for flat in self.fp16_partitioned_groups_flat]
-        self._write_weights([state.master for state in self.zenflow_adam.states])
-        try:
-            yield
-        finally:
-            self._write_weights(predicted)
-
-    def _write_weights(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy `values` to the partitions of the weights, and gather again what DeepSpeed keeps gathered."""
-        self._partition_all_parameters()
-        for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
-            flat.data.copy_(value.data)
+    def _spread_weights(self, values: Sequence[torch.Tensor] | None) -> None:
+        self._partition_all_parameters()  # what DeepSpeed keeps gathered is gathered again
+        if values is not None:
+            for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
+                flat.data.copy_(value)
         self.invalidate_secondary_tensor()
         if self.persistent_parameters:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)

@@ -10,12 +10,15 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.autocast_scale import AutocastScale
 from deepspeed_ext.adapter.backward_pass import BackwardPass
+from deepspeed_ext.adapter.exports import ExactWeights
 from deepspeed_ext.adapter.grad_norm import norm_tensors
 from deepspeed_ext.adapter.gradients_on_host import GradientsOnHost
 from deepspeed_ext.adapter.interruption import Interruption, Work
@@ -23,11 +26,9 @@ from deepspeed_ext.adapter.step import GradientReceiver, Step
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
-    Swap,
     host_offload_config,
     later_groups,
     pins_offload_buffers,
-    swapped,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
@@ -43,6 +44,7 @@ from deepspeed_ext.runtime.ranks import (
 )
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
 from deepspeed_ext.zenflow.step.copies import Run, largest_block_apart, mixed
+from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
 from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
 
@@ -57,6 +59,8 @@ class ZenFlowStepping(GradientsOnHost):
 
     Attributes:
         zenflow_adam: the optimizer that owns the worker.
+        exact_weights: context in which the model has p, rounded to its dtype, in place of predicted weights; see
+            `ExactWeights`.
     """
 
     torch_autocast_gradscaler: Any
@@ -103,6 +107,8 @@ class ZenFlowStepping(GradientsOnHost):
         self._warn_of_mixed_blocks()
         scaler = self.torch_autocast_gradscaler
         self._autocast_scale = None if scaler is None else AutocastScale(scaler)
+        drain = partial(self._drain_together, shows_moments=False)
+        self.exact_weights = ExactWeights(self.zenflow_adam, self._weights, drain, self._spread_weights)
         self._step = Step([GradientReceiver(state.master.data, grad_dtype) for state in self.zenflow_adam.states])
         self._interruption = Interruption()
         self._backward_pass = BackwardPass(self.clear_backward_seen_flag, self._trained)
@@ -312,23 +318,12 @@ class ZenFlowStepping(GradientsOnHost):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _get_state(self) -> Any:
-        """The base optimizer's state, as the last step leaves it; the next one continues from what is written there."""
-        if self.zenflow_adam.shows_state and self.zenflow_adam.plan is None:
-            self.zenflow_adam.expose()
-        return super()._get_state()
-
-    def _set_state(self, value: Any) -> None:
-        super()._set_state(value)
-
-    state = property(_get_state, _set_state)
-
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
         self.zenflow_adam.drain(shows_moments=self._copies_state)
         scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
-        with swapped(Swap(self.zenflow_adam, "shows_state", False)):
-            theirs = super().state_dict()
+        with self.zenflow_adam.shown.quiet():
+            theirs = tree_map_only(ShownTensor, plain, super().state_dict())
         return {**theirs, checkpoint.STATE_KEY: self._zenflow_state(), **scale}
 
     def _zenflow_state(self) -> dict[str, Any]:
@@ -359,9 +354,15 @@ class ZenFlowStepping(GradientsOnHost):
         with together(ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read_saved_state(state_dict_list)
         _require_same_position(saved, ranks)
-        super().load_state_dict(
-            state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
-        )
+        with adam.shown.quiet():
+            super().load_state_dict(
+                state_dict_list,
+                load_optimizer_states,
+                load_from_fp32_weights,
+                checkpoint_folder,
+                load_serial,
+                param_shapes,
+            )
         with together(ranks, CheckpointError):
             if load_optimizer_states or checkpoint_folder:
                 self._adopt_state()
@@ -373,7 +374,8 @@ class ZenFlowStepping(GradientsOnHost):
                 state = state_dict_list[self._dp_ranks.rank] or {}
                 self._autocast_scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._autocast_scale.state_dict()))
         if load_optimizer_states or checkpoint_folder:
-            self._exchange_weights(saved if exact else None)
+            with adam.shown.quiet():
+                self._exchange_weights(saved if exact else None)
 
     def _drain_together(self, *, shows_moments: bool = True) -> None:
         """Call `OffloadedAdam.drain` on all ranks; raise on all if any rank's worker has failed. A collective."""
@@ -403,19 +405,25 @@ class ZenFlowStepping(GradientsOnHost):
 
     def _adopt_state(self) -> None:
         """Copy the moments and step count that DeepSpeed has loaded to the arena."""
-        checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
+        checkpoint.adopt_optimizer_state(self.zenflow_adam)
 
     @abstractmethod
     def _refresh_weights(self, saved: SavedState | None) -> None:
         """Update this rank's weights after masters were loaded: from the saved state if it has them, otherwise from the
         masters."""
 
+    @abstractmethod
+    def _spread_weights(self, values: Sequence[torch.Tensor] | None) -> None:
+        """Copy `values`, if given, to this rank's partitions of the weights, and let all ranks have them. A
+        collective."""
+
     def _exchange_weights(self, saved: SavedState | None) -> None:
         """Send the weights to the other ranks if they were not loaded from the checkpoint. May be a collective."""
 
     def _restore_from_bit16_weights(self) -> None:
         self._drain_together()
-        super()._restore_from_bit16_weights()
+        with self.zenflow_adam.shown.quiet():
+            super()._restore_from_bit16_weights()
         self.zenflow_adam.masters_changed()
 
     def destroy(self) -> None:

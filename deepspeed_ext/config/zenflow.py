@@ -108,6 +108,11 @@ class ZenFlowConfig(ConfigSection):
     the rest by a thread. The next pass of the worker waits until p, m and v are written. The checkpoint appears under
     its name, and in ``latest``, once it is complete, after a later step or in ``engine.destroy()``."""
 
+    save_predicted_weights: bool = False
+    """What ``save_16bit_model``, the Trainer's ``save_model`` and other exports of the model alone write: p, rounded to
+    the nearest value of the weights' dtype, or the weights that training uses, which anticipate an update. Checkpoints
+    have both."""
+
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
     """Longest time that the worker's start, or a wait for it, may take before it is an error. While one rank waits
     for its worker, the others wait for that rank in a collective. So the value must be below the process group's

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from tools import architecture
 
 FILES = sorted(architecture.PACKAGE.rglob("*.py"))
-MOST_LINES, MOST_PUBLIC_METHODS = 600, 15
+MOST_LINES, MOST_PUBLIC_METHODS = 600, 16
 STEPS = {"From backward": 8, "config field": 5, "From `save_checkpoint`": 5, "From `load_checkpoint`": 6}
 TOP = {
     "adapter",

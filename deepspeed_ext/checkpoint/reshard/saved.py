@@ -76,8 +76,8 @@ class SavedPartitions:
             self.scalars.append({name: value for name, value in values.items() if name not in each})
         self._saved = self._read_saved_state()
         if self._saved is not None and self._saved.position:
-            for scalars in self.scalars:  # `read` applies the collected gradients
-                scalars["step"] = self._saved.updates
+            for scalars, count in zip(self.scalars, self._saved.counts, strict=True):
+                scalars["step"] = count  # `read` applies the collected gradients
 
     def _read_saved_state(self) -> SavedState | None:
         if STATE_KEY not in self.state:

@@ -286,7 +286,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         if self.schedule.plan().source is not WeightSource.EXACT:
             self._publish_again()
 
-    def restart(self, updates: int | None) -> None:
+    def restart(self, counts: Sequence[int] | None) -> None:
         for state in self.states:
             state.estimator = state.sample = state.errors = None
             if state.drift is not None:
