@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401 (tests compare with torch's AdamW)
-from tests.support import ranks
+from tests.support import ranks, shared_device
 from tests.support.matrix import beyond_one_in, beyond_the_sample
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -45,6 +45,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--part"):
         _ONLY_PART.append(config.getoption("--part"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Of a machine with an accelerator: what the tests of ranks that share it have shown."""
+    for line in shared_device.summary() if torch.accelerator.is_available() else ():
+        terminalreporter.write_line(line)
 
 
 def _part_of(item: pytest.Item) -> str:

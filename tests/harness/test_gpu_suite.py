@@ -62,7 +62,7 @@ def test_a_part_that_fails_or_overruns_loses_nothing_of_the_others(tmp_path: Pat
 
 
 def test_what_is_done_is_not_repeated_and_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--toy", "--resume", "--jobs", "1", "--budget"]
+    arguments = ["--device", "cpu", "--toy", "--jobs", "1", "--budget"]
     assert suite.measure([fake("one", "pass")], suite.arguments().parse_args([*arguments, "100"])) == 0
     both = [fake("one", "raise SystemExit(1)"), fake("two", "pass")]
     assert suite.measure(both, suite.arguments().parse_args([*arguments, "1"])) == 1
@@ -70,8 +70,36 @@ def test_what_is_done_is_not_repeated_and_what_does_not_fit_is_left_out(tmp_path
     assert rows == {"one": "done", "two": "left out"}
 
 
+def test_what_a_part_had_measured_when_it_died_is_kept(tmp_path: Path) -> None:
+    """Also if the suite was killed with it, before it could take the part's file over."""
+    write = "from tests.perf import report; report.write({!r}, {{}}, [{{'ms': 1}}]); "
+    chosen = [replace(fake("dies", write.format("half") + "import os; os._exit(3)"), toy_result="half")]
+    chosen.append(replace(fake("stays", write.format("whole") + "__import__('time').sleep(60)", 8), toy_result="whole"))
+    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1"])
+    assert suite.measure(chosen, args) == 1
+    kept = json.loads((tmp_path / "gpu.json").read_text())["settings"]["results"]
+    assert [kept[name]["rows"] for name in ("half", "whole")] == [[{"ms": 1}]] * 2
+
+    report.write("half", {}, [{"ms": 1}, {"ms": 2}])
+    record = suite.record_of(args)
+    record.take_over(chosen, toy=True)
+    assert record.results["half"]["rows"] == [{"ms": 1}, {"ms": 2}]
+
+
+def test_a_file_of_results_is_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write("one", {}, [{"ms": 1}])
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report.write("one", {}, [{"ms": 2}])
+    assert json.loads((tmp_path / "one.json").read_text())["rows"] == [{"ms": 1}]
+
+
 def test_tests_run_beside_each_other_and_what_is_timed_runs_alone() -> None:
-    tests = [Part(name, "pytest", (), (), 60) for name in "abc"]
+    tests = [Part(name, "pytest", (), (), 60, timed=False) for name in "abc"]
     timed = fake("timed", "pass")
     assert suite._may_start(timed, [], jobs=1)
     assert suite._may_start(tests[1], tests[:1], jobs=2)
@@ -133,7 +161,7 @@ def test_every_test_is_in_one_part() -> None:
     assert gpu_tests.part_of(gpu_tests.COPIES, {"device": "accelerator"}) == "tests/copies"
     assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 1}) == "tests/training"
     assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 2}) == "tests/training-2"
-    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 3}) == "tests/others"
+    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 3}) == "tests/training-3"
     assert gpu_tests.part_of("tests/unit/test_new.py", {"ranks": 2}) == "tests/others"
     for group in gpu_tests.GROUPS:
         assert all((report.ROOT / file).is_file() for file in group.files)

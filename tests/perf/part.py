@@ -34,6 +34,7 @@ class Part:
         usual: seconds that it takes where nothing is slow, to say how much is left; 0: not known.
         covers: what it shows, for the list.
         ranks: on a machine with fewer devices, it runs only if its name is asked for.
+        timed: whether it measures times, and so runs alone; others run beside each other.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Part:
     usual: float = 0.0
     covers: str = ""
     ranks: int = 1
+    timed: bool = True
 
     def is_in(self, names: Sequence[str]) -> bool:
         """Whether one of `names` is this part's or the beginning of it."""
@@ -58,7 +60,8 @@ class Part:
 
 def operators(name: str) -> Part:
     """The part that compiles what later ones load; it takes no time if that is done."""
-    return Part(name, "tools.build_operators", (), (), 300, usual=90, covers="compiles DeepSpeed's Adam, once")
+    covers = "compiles DeepSpeed's Adam, once"
+    return Part(name, "tools.build_operators", (), (), 300, usual=40, covers=covers, timed=False)
 
 
 @dataclass
