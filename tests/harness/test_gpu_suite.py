@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.perf import bandwidth, bench_offload_step, bench_startup, gpu_parts, gpu_tests, report, sides, suite
+from tests.perf import bandwidth, bench_decoder, bench_startup, decoder_ways, gpu_parts, gpu_tests, report, suite
 from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.part import OUT, Part, Running
@@ -141,8 +141,7 @@ def test_names_pick_a_part_and_all_below_it() -> None:
     names = [part.name for part in gpu_parts.parts()]
     assert len(names) == len(set(names))
     below = [part.name for part in gpu_parts.parts() if part.is_in(["step/1.5b"])]
-    assert len(below) == len(bench_offload_step.ALONE_SIDES)
-    assert all(name.startswith("step/1.5b/") for name in below)
+    assert below == ["step/1.5b/ours", "step/1.5b/zero", "step/1.5b/compiled"]
     assert not any(part.is_in(["step/1.5"]) for part in gpu_parts.parts())
 
 
@@ -187,44 +186,48 @@ def test_the_list_says_what_ten_minutes_have_room_for(on: str, capsys: pytest.Ca
     assert int(seconds) <= 570
 
 
-def test_two_ranks_on_one_device_run_only_if_they_are_named() -> None:
-    part = next(part for part in gpu_parts.parts() if part.name == "startup/1b/2-rank")
-    args = suite.arguments().parse_args(["--parts", "startup"])
+def test_what_needs_more_devices_runs_only_if_it_is_named() -> None:
+    part = Part("pair", "timeit", (), (), 60, covers="two devices", ranks=2)
+    args = suite.arguments().parse_args(["--parts", "all"])
     args.device = "accelerator"
     assert "needs 2 devices" in suite.why_not(part, 1000, args, devices=1)
-    assert "gloo" in suite.why_not(part, 1000, args, devices=1)
     assert not suite.why_not(part, 1000, args, devices=2)
     args.parts = [part.name]
     assert not suite.why_not(part, 1000, args, devices=1)
-    assert "are left of the budget" in suite.why_not(part, part.usual - 1, args, devices=2)
 
 
-def test_parts_of_one_way_to_train_measure_one() -> None:
-    for part in gpu_parts.parts():
-        if part.module == "tests.perf.bench_offload_step":
-            assert len(bench_offload_step.arguments().parse_args(part.arguments).only) == 1
+def test_half_an_hour_has_room_for_the_programme_in_its_order() -> None:
+    parts = gpu_parts.parts()
+    names = [part.name for part in parts]
+    first = parts[: names.index("losses") + 1]
+    assert list(dict.fromkeys(part.name.partition("/")[0] for part in first)) == [
+        *("operators", "cores", "link", "step", "7b", "rivals", "ratio", "startup", "gather", "losses")
+    ]
+    assert sum(part.usual for part in first) < 30 * 60
+    assert all(part.usual < 570 for part in parts), "a call of ten minutes has room for each"
+    assert all(part.usual < part.limit for part in parts)
+
+
+def steps_parts() -> list[tuple[Part, Any]]:
+    parts = [part for part in gpu_parts.parts() if part.module == "tests.perf.bench_decoder"]
+    return [(part, bench_decoder.arguments().parse_args(part.arguments)) for part in parts]
+
+
+def test_every_step_that_is_measured_is_one_of_thirty_or_more_and_has_a_default_beside_it() -> None:
+    for part, args in steps_parts():
+        assert args.turns * args.steps >= 30, part.name
+        assert args.warm_up is None, "as many as the way needs"
+    shown = {way for _, args in steps_parts() for way in args.ways}
+    assert shown >= {way.name for way in (*decoder_ways.RIVALS, decoder_ways.ZERO, decoder_ways.ZERO_UNCHECKED)}
+    assert decoder_ways.OURS.zero == {"zenflow": {}}
+
+
+def test_no_two_parts_keep_different_rows_under_one_name() -> None:
+    kept = [(args.name, way, batch) for _, args in steps_parts() for way in args.ways for batch in args.batches]
+    assert len(kept) == len(set(kept))
 
 
 # -- what the parts measure -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_decoder_is_measured_one_way_after_the_other_and_rows_add_up(tmp_path: Path) -> None:
-    def measured(side: sides.Side) -> list[dict[str, Any]]:
-        command = ["--model", "toy", "--batches", "1x16", "2x16", "--turns", "1", "--steps", "2", "--only", side.name]
-        tables, _ = bench_offload_step.measure(bench_offload_step.arguments().parse_args(command))
-        (rows,) = tables.values()
-        return rows
-
-    assert [row["practicality"] for row in measured(sides.ZERO)] == [1.0, 1.0]
-    rows = measured(sides.PREDICTIVE_1)
-    names = [(row["variant"], row["batch"]) for row in rows]
-    assert names == [(name, batch) for name in ("ZeRO", "predictive, interval 1") for batch in ("1x16", "2x16")]
-    assert rows[3]["practicality"] == pytest.approx(rows[1]["median ms"] / rows[3]["median ms"])
-    assert rows[2]["bytes down"] == rows[2]["bytes up"] == 2 * rows[2]["million parameters"] * 1e6
-    assert rows[2]["idle share, no kernel"] is None, "no device, no idle share"
-    kept = json.loads((tmp_path / "offload_step_toy.json").read_text())["rows"]
-    assert all(row["made"]["versions"]["torch"] == torch.__version__ for row in kept)
 
 
 def test_startup_gives_time_and_memory_of_both_sides() -> None:
@@ -243,7 +246,7 @@ def test_copies_are_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("100m", 1e8), ("0.5b", 5e8), ("1.5b", 1.5e9), ("3b", 3e9), ("7b", 6.74e9)]
+    ("name", "parameters"), [("7m", 6.74e6), ("100m", 1e8), ("0.5b", 5e8), ("1.5b", 1.5e9), ("3b", 3e9), ("7b", 6.74e9)]
 )
 def test_models_have_the_size_that_they_are_called_by(name: str, parameters: float) -> None:
     with torch.device("meta"):

@@ -3,9 +3,9 @@
     python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts startup step/1.5b ...] [--budget SECONDS] [--list]
                               [--jobs N] [--again] [--store] [--device accelerator|cpu] [--toy]
 
-Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever becomes of it, the
-next one runs; parts that time nothing run beside each other. A part that the budget has no room for is left out, and one
-with more ranks than there are devices unless it is named; the end says which. A name picks a part and all below it
+Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever becomes
+of it, the next one runs; parts that time nothing run beside each other. A part that the budget has no room
+for is left out, and one with more ranks than there are devices unless it is named; the end says which. A name picks a part and all below it
 (``step/1.5b``). ``--list`` shows all of that without running anything: the seconds are those of a model (gpu_time.py).
 After every part, everything so far is in one file: outcomes, the ends of outputs and the results, also those of a part
 that failed or ran out of time half-way; what the file held of other parts stays. It is ``gpu.json``, ``gpu-tests.json``

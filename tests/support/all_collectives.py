@@ -254,7 +254,7 @@ class Call:
 
 def called() -> list[Call]:
     """Every call of a collective in the package, in the order of the files."""
-    found = []
+    found = list[Call]()
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.relative_to(PACKAGE).parts[:2] != NOT_HERE:
             found += _calls_of(ast.parse(path.read_text()), str(path.relative_to(PACKAGE)), "")

@@ -117,9 +117,10 @@ def _broadcast(peers: Peers) -> bool:
 
 def _coalesced_gather(peers: Peers) -> bool:
     """Several all-gathers of bytes in one launch, as those of single parameters are."""
-    where = {"device": peers.device, "dtype": torch.uint8}
-    targets = [torch.empty(peers.ranks * numel, **where) for numel in (64, 4096, 1 << 18)]
-    own = [torch.full((each.numel() // peers.ranks,), peers.rank, **where) for each in targets]
+    targets = [
+        torch.empty(peers.ranks * numel, device=peers.device, dtype=torch.uint8) for numel in (64, 4096, 1 << 18)
+    ]
+    own = [torch.full_like(each[: each.numel() // peers.ranks], peers.rank) for each in targets]
     with dist._coalescing_manager(group=peers.other, device=peers.device, async_ops=True) as work:
         for target, part in zip(targets, own, strict=True):
             dist.all_gather_into_tensor(target, part, group=peers.other)
@@ -181,8 +182,8 @@ def _be_a_rank(rank: int, ranks: int, store: str, device: str) -> None:
         assert accelerator is not None
         where = torch.device(accelerator.type, 0)
         torch.accelerator.set_device_index(0)
-    group = {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", **group)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     numbers = torch.arange(1, ranks + 1, dtype=torch.float32, device=where)
     mine = torch.full((NUMEL,), rank + 1.0, device=where)
     peers = Peers(rank, ranks, where, dist.new_group(list(range(ranks))), mine, numbers.repeat_interleave(NUMEL))
@@ -196,8 +197,7 @@ def _be_a_rank(rank: int, ranks: int, store: str, device: str) -> None:
             found = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         if rank == 0:
             took = 1e3 * (time.perf_counter() - begin)
-            sys.stdout.write(json.dumps({"case": name, "found": found, "ms": took}) + "\n")
-            sys.stdout.flush()
+            _say(json.dumps({"case": name, "found": found, "ms": took}))
     os._exit(0)  # what follows would wait for the peers
 
 
@@ -237,9 +237,8 @@ def probe(ranks: int, seconds: float = SECONDS, device: str = "accelerator") -> 
         for rank in range(ranks):
             words = ["--rank", str(rank), "--ranks", str(ranks), "--device", device]
             command = [sys.executable, "-m", "tests.support.nccl_probe", *words, "--store", f"{folder}/store"]
-            streams = {"stdout": out if rank == 0 else log, "stderr": log, "stdin": subprocess.DEVNULL}
-            settings = os.environ | environment(rank)
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=settings, **streams))
+            settings, told = os.environ | environment(rank), out if rank == 0 else log
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=settings, stdout=told, stderr=log))
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
         while time.monotonic() - begin < seconds and any(each.poll() is None for each in processes):
@@ -259,6 +258,11 @@ def probe(ranks: int, seconds: float = SECONDS, device: str = "accelerator") -> 
     return Probed(ranks, passed, failed, time.monotonic() - begin)
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Probe, or be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -274,10 +278,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for ranks in args.ranks:
         found.append(probe(ranks, args.seconds, args.device))
         for case, took in found[-1].passed.items():
-            print(f"{ranks} ranks: {case}: ok, {took:.1f} ms")
+            _say(f"{ranks} ranks: {case}: ok, {took:.1f} ms")
         for case, what in found[-1].failed.items():
-            print(f"{ranks} ranks: {case}: FAILED, {what}", flush=True)
-    print(json.dumps([asdict(each) for each in found]))
+            _say(f"{ranks} ranks: {case}: FAILED, {what}")
+    _say(json.dumps([asdict(each) for each in found]))
     return int(any(each.failed for each in found))
 
 

@@ -150,12 +150,17 @@ def summary() -> list[str]:
     return [f"{ranks} ranks on one device: {each.name} ({each.why})" for ranks, each in found.items()]
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     """Ask the probe for 2 and 3 ranks, or the file of an earlier run, and say what it found."""
     for ranks in (2, 3):
         found = backend_between(ranks)
-        print(f"{ranks} ranks on one device: {found.name} ({found.why})", flush=True)
-    print(json.dumps(json.loads(_file().read_text())))
+        _say(f"{ranks} ranks on one device: {found.name} ({found.why})")
+    _say(_file().read_text() if _file().exists() else "the probe was not asked")
     return 0
 
 
