@@ -60,13 +60,6 @@ def _part_of(item: pytest.Item) -> str:
     return part_of(item.nodeid.partition("::")[0], settings)
 
 
-def _skip_without_devices(item: pytest.Item, needed: int) -> None:
-    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if found < needed:
-        reason = f"needs {needed} accelerators, and this machine has {found}" if needed > 1 else NO_ACCELERATOR
-        item.add_marker(pytest.mark.skip(reason=reason))
-
-
 @pytest.hookimpl(trylast=True)  # `--one-in` counts what -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all-simulated"):
@@ -75,8 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ranks.simulate("accelerator")
     else:
         for item in items:
-            if mark := item.get_closest_marker("gpu"):
-                _skip_without_devices(item, mark.kwargs.get("devices", 1))
+            if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
+                item.add_marker(pytest.mark.skip(reason=NO_ACCELERATOR))
     # With several processes (-n), the files with the longest tests come first: none of them is left for the end.
     items.sort(key=lambda item: "faults" not in item.path.parts)
     left_out: set[pytest.Item] = set()

@@ -24,7 +24,7 @@ NEEDED = ("deepspeed", "pytest", "hypothesis", "pytest_timeout")
 BUILDS = ("setuptools>=70.1", "wheel")
 """What builds this package, as in pyproject.toml; an environment may hold an older setuptools."""
 RIVALS = ("torchao", "flashoptim")
-"""What `make bench-gpu` compares ours with, if it is in the folder; a rival that is not installed is a row that says so."""
+"""What `make bench-gpu` compares ours with, if the folder has it; a rival that is not there is a row that says so."""
 INSTALLED = ("deepspeed", "psutil", "pydantic", "tqdm", "pytest", "pytest-timeout", "hypothesis", *BUILDS)
 PACKAGE_PATHS = ("purelib", "platlib")
 

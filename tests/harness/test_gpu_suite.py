@@ -186,16 +186,6 @@ def test_the_list_says_what_ten_minutes_have_room_for(on: str, capsys: pytest.Ca
     assert int(seconds) <= 570
 
 
-def test_what_needs_more_devices_runs_only_if_it_is_named() -> None:
-    part = Part("pair", "timeit", (), (), 60, covers="two devices", ranks=2)
-    args = suite.arguments().parse_args(["--parts", "all"])
-    args.device = "accelerator"
-    assert "needs 2 devices" in suite.why_not(part, 1000, args, devices=1)
-    assert not suite.why_not(part, 1000, args, devices=2)
-    args.parts = [part.name]
-    assert not suite.why_not(part, 1000, args, devices=1)
-
-
 def test_half_an_hour_has_room_for_the_programme_in_its_order() -> None:
     parts = gpu_parts.parts()
     names = [part.name for part in parts]

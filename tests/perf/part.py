@@ -33,7 +33,6 @@ class Part:
         result, toy_result: names of the files that it writes; rows of several parts may be in one.
         usual: seconds that it takes where nothing is slow, to say how much is left; 0: not known.
         covers: what it shows, for the list.
-        ranks: on a machine with fewer devices, it runs only if its name is asked for.
         timed: whether it measures times, and so runs alone; others run beside each other.
     """
 
@@ -46,7 +45,6 @@ class Part:
     toy_result: str = ""
     usual: float = 0.0
     covers: str = ""
-    ranks: int = 1
     timed: bool = True
 
     def is_in(self, names: Sequence[str]) -> bool:

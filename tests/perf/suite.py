@@ -5,7 +5,7 @@
 
 Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever becomes
 of it, the next one runs; parts that time nothing run beside each other. A part that the budget has no room
-for is left out, and one with more ranks than there are devices unless it is named; the end says which. A name picks a part and all below it
+for is left out; the end says which. A name picks a part and all below it
 (``step/1.5b``). ``--list`` shows all of that without running anything: the seconds are those of a model (gpu_time.py).
 After every part, everything so far is in one file: outcomes, the ends of outputs and the results, also those of a part
 that failed or ran out of time half-way; what the file held of other parts stays. It is ``gpu.json``, ``gpu-tests.json``
@@ -163,10 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return measure(chosen, args)
 
 
-def why_not(part: Part, left: float, args: argparse.Namespace, devices: int) -> str:
+def why_not(part: Part, left: float, args: argparse.Namespace) -> str:
     """Why a part is not begun with `left` seconds to go; "" if it is."""
-    if args.device == "accelerator" and part.ranks > devices and part.name not in args.parts:
-        return f"needs {part.ranks} devices, and there is {devices}; name the part to run it ({part.covers})"
     needed = LEAST_SECONDS if args.toy else max(part.usual, LEAST_SECONDS)
     return "" if left >= needed else f"takes about {needed:.0f} s, and {max(0, left):.0f} are left of the budget"
 
@@ -178,7 +176,7 @@ def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
         while not _may_start(part, [other for end, other in ends if end > now], args.jobs):
             now = min(end for end, _ in ends if end > now)
         left = (args.budget or float("inf")) - now
-        reason = why_not(part, left, args, max(1, torch.accelerator.device_count()))
+        reason = why_not(part, left, args)
         if not reason:
             ends.append((now + part.usual, part))
         rows.append(vars(part) | {"runs": f"no: {reason}" if reason else "yes"})
@@ -189,7 +187,7 @@ def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
     """Run the parts in their order, those that time nothing beside each other; 0 if all are done."""
     record, deadline = record_of(args), time.monotonic() + (args.budget or float("inf"))
-    commit, devices = report.commit(), max(1, torch.accelerator.device_count())
+    commit = report.commit()
     record.take_over(chosen, args.toy)
     ahead = [part for part in chosen if args.again or not record.is_done(part, commit)]
     waiting, running = list(ahead), list[tuple[Running, float, bool]]()
@@ -204,7 +202,7 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
         while waiting or running:
             while waiting and _may_start(waiting[0], [at_work.part for at_work, *_ in running], args.jobs):
                 part, left = waiting.pop(0), deadline - time.monotonic()
-                if reason := why_not(part, left, args, devices):
+                if reason := why_not(part, left, args):
                     print(f"{part.name}: left out: {reason}\n", flush=True)
                     keep(Outcome(part.name, "left out", output=reason), part, time.time())
                 else:

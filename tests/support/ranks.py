@@ -2,9 +2,10 @@
 
 `run_ranks` is what nearly every multi-rank test uses. `run_fresh_ranks` starts new processes and reports how each
 ended, for tests in which a rank is meant to die. A body is a module-level function of a test module; it is sent by
-name, called with torch.distributed initialised (gloo on the CPU, NCCL on an accelerator, and when ranks must share
-one, what `tests.support.shared_device` finds to work; always a file rendezvous, never a port), and its return value
-travels back by pickle. On the device "sim", the ranks have the simulated accelerator; so they have on others after `simulate`.
+name, called with torch.distributed initialised, and its return value travels back by pickle. The backend is gloo on
+the CPU and NCCL on an accelerator; when ranks must share one, what `tests.support.shared_device` finds to work. The
+rendezvous is always a file, never a port. On the device "sim", the ranks have the simulated accelerator; so they have
+on others after `simulate`.
 """
 
 from __future__ import annotations
