@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from tests.perf.part import OUT, Part, Running
 from tests.support.pages import Block, failures
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
+from tests.support.waiting import wait_until
 from tools import offline, wheels
 
 
@@ -84,6 +86,21 @@ def test_what_a_part_had_measured_when_it_died_is_kept(tmp_path: Path) -> None:
     record = suite.record_of(args)
     record.take_over(chosen, toy=True)
     assert record.results["half"]["rows"] == [{"ms": 1}, {"ms": 2}]
+
+
+def test_a_part_that_is_ended_leaves_no_process_in_another_group(tmp_path: Path) -> None:
+    """ninja gives each compiler a group of its own; one that went on would write into what the next part loads."""
+    statement = (
+        "import subprocess, pathlib; "
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True); "
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid)); child.wait()"
+    )
+    running = Running(fake("builds", statement), "cpu", True, limit=600)
+    wait_until((tmp_path / "pid").exists, "the start of the child")
+    wait_until(lambda: bool((tmp_path / "pid").read_text()), "its id")
+    running.end()
+    child = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", "its end")
 
 
 def test_a_file_of_results_is_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

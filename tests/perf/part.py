@@ -9,8 +9,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+
+import psutil
 
 from deepspeed_ext.runtime.progress import Progress
 from tests.perf import report
@@ -131,7 +134,12 @@ class Running:
 
 
 def _end_group(leader: int) -> None:
-    try:
+    """End a process, its group, and what it has started in other groups, as ninja does with compilers."""
+    others = list[psutil.Process]()
+    with suppress(psutil.NoSuchProcess):
+        others = psutil.Process(leader).children(recursive=True)
+    with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    for process in others:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
