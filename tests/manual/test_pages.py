@@ -28,6 +28,7 @@ NOT_RUN = {
     ("docs/getting_started.md", "export DSEXT_AUTOLOAD=1"): "tests/unit/test_autoload.py runs processes with it",
     ("docs/lab/openmp_threads.md", "pip install --no-deps --target /tmp/tpc threadpoolctl"): "builds a second OpenMP",
     ("docs/lab/openmp_threads.md", 'operators = [ctypes.CDLL("libregion.so"), '): "needs the second OpenMP above",
+    ("docs/lab/gpu.md", "python -m tests.perf.bench_offload_step --model 1.5b"): "the program of the measured commit",
     ("docs/trainers.md", "from accelerate import Accelerator"): "tests/unit/zenflow/test_accelerate.py runs it",
     ("docs/lab/simulated_defects.md", "git worktree add ../older 5d571ae"): "makes a checkout beside this one",
 }
