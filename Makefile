@@ -157,7 +157,7 @@ bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without a
 bench-report: $(VENV)/.stamp-dev  ## write docs/lab/archive/benchmarks.md and its figures from what `make bench ARGS=--store` has measured
 	python -m tests.perf.page
 
-bench-gpu:  ## measure all that needs a GPU, without network (PARTS="startup step/1.5b" BUDGET=570)
+bench-gpu:  ## measure all that needs a GPU, without network (PARTS="7b step/1.5b" BUDGET=570); the same command goes on
 	@python=$$($(GPU_PYTHON) tools/offline.py); \
 	$(OFFLINE) "$$python" -m tests.perf.suite --budget $(BUDGET) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
@@ -175,6 +175,7 @@ docs: $(VENV)/.stamp-dev  ## write the config reference, the tables of what fits
 	python -m tools.config_reference
 	python -m tools.drop_in
 	python -m tools.fits
+	python -m tests.support.all_collectives
 	python -m tools.architecture
 	python -m tools.architecture_picture
 	python -m tools.front_picture

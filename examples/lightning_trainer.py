@@ -37,5 +37,5 @@ def train(output: Path, strategy: DeepSpeedStrategy, resume: bool = False, **cha
 
 
 if __name__ == "__main__":
-    zero = {"stage": 2, "zenflow": {"update_interval": 1}}
+    zero = {"stage": 2, "zenflow": {"update_rule": "predictive"}}
     train(ROOT / "outputs" / "lightning", DeepSpeedStrategy(config={"zero_optimization": zero}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401 (tests compare with torch's AdamW)
-from tests.support import ranks
+from tests.support import ranks, shared_device
 from tests.support.matrix import beyond_one_in, beyond_the_sample
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -47,18 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
         _ONLY_PART.append(config.getoption("--part"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Of a machine with an accelerator: what the tests of ranks that share it have shown."""
+    for line in shared_device.summary() if torch.accelerator.is_available() else ():
+        terminalreporter.write_line(line)
+
+
 def _part_of(item: pytest.Item) -> str:
     from tests.perf.gpu_tests import part_of
 
     settings = item.callspec.params if hasattr(item, "callspec") else {}
     return part_of(item.nodeid.partition("::")[0], settings)
-
-
-def _skip_without_devices(item: pytest.Item, needed: int) -> None:
-    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if found < needed:
-        reason = f"needs {needed} accelerators, and this machine has {found}" if needed > 1 else NO_ACCELERATOR
-        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(trylast=True)  # `--one-in` counts what -m and -k have left
@@ -69,8 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ranks.simulate("accelerator")
     else:
         for item in items:
-            if mark := item.get_closest_marker("gpu"):
-                _skip_without_devices(item, mark.kwargs.get("devices", 1))
+            if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
+                item.add_marker(pytest.mark.skip(reason=NO_ACCELERATOR))
     # With several processes (-n), the files with the longest tests come first: none of them is left for the end.
     items.sort(key=lambda item: "faults" not in item.path.parts)
     left_out: set[pytest.Item] = set()

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_ext.commands.memory.fit import ways
+from deepspeed_ext.commands.memory import activations
+from deepspeed_ext.commands.memory.activations import HEAD, VOCABULARY
+from deepspeed_ext.commands.memory.fit import GPU_RESERVE, HOST_RESERVE, RANK_RESERVE
 from deepspeed_ext.commands.memory.parts import Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
+from deepspeed_ext.commands.memory.ways import name_of, ways
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.flatten.plan import TIERS
 from studies.time_model import inputs, upstream
@@ -33,28 +36,80 @@ GPU_GIB = (24, 40, 80, 141)
 GPUS = (1, 2, 4, 8)
 HOST_GIB = (64, 128, 256, 512, 1024, 2048)
 
-HEAD, VOCABULARY, TOKENS = 128, 32768, 4096
-GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * GIB, 8 * GIB, GIB // 2
-"""Bytes that stay free: of a GPU, of a host, and of a host for each of its ranks."""
-
 SIZES = (1, 3, 7, 13, 32, 70)
 """Billions of parameters in the tables of time."""
 _MACHINES = inputs.read().machines
+
+
+@dataclass(frozen=True)
+class Link:
+    """A kind of machine by its link.
+
+    Attributes:
+        machine: its speeds; the link's is that from the GPU to the host.
+        up: bytes per second from the host to the GPU.
+        per_host: GPUs of a host.
+        says: what such a machine is.
+    """
+
+    machine: Machine
+    up: float
+    per_host: int
+    says: str
+
+    def time(self, model: Model, ranks: Ranks, setup: Setup) -> StepTime:
+        """An optimizer step: what it exposes are weights that go up, what it hides gradients that go down."""
+        down = step_time(model, ranks, setup, self.machine)
+        up = step_time(model, ranks, setup, replace(self.machine, link=self.up))
+        return replace(down, exposed=up.exposed)
+
+
+def _symmetric(name: str, per_host: int, says: str) -> Link:
+    machine = _MACHINES[name]
+    return Link(machine, machine.link, per_host, says)
+
+
 LINKS = {
-    "PCIe 4": (_MACHINES["8 x A100"], 8, "8 x A100, two sockets with 8 channels of DDR4-3200 each"),
-    "PCIe 5": (_MACHINES["8 x H200"], 8, "8 x H100 or H200, two sockets with 8 channels of DDR5-4800 each"),
-    "NVLink-C2C": (_MACHINES["1 x GH200"], 1, "GH200, each GPU with its own host"),
+    "PCIe 4": _symmetric("8 x A100", 8, "8 x A100, two sockets with 8 channels of DDR4-3200 each"),
+    "PCIe 5": _symmetric("8 x H200", 8, "8 x H100 or H200, two sockets with 8 channels of DDR5-4800 each"),
+    "NVLink-C2C": Link(replace(_MACHINES["1 x GH200"], link=170e9), 416e9, 1, "GH200, each GPU with its own host"),
 }
-"""Link -> speeds, GPUs of a host, and what such a machine is."""
+"""By link."""
 
 ZERO_OFFLOAD, ZENFLOW, OURS = "ZeRO-Offload", "DeepSpeed-ZenFlow", "ZenFlow exact"
 IN_STEP, EARLY = "ZenFlow exact, copies in the step", "ZenFlow exact, gradients on host"
 """What a run of ours does by itself where there is no room for copies beside the step, or for gradients."""
 ROUNDED, CODED = ", bf16 moments", ", 8-bit moments"
-MOMENTS = {ROUNDED: "bfloat16", CODED: "int8"}
-"""Behind the name of a way of ours: the same with this `zenflow.state_dtype`, which is not exact."""
-SMALL = ("ZeRO-Offload, weights on host", "ZenFlow weights on host")
+MOMENTS = (ROUNDED, CODED)
+"""Behind the name of a way of ours: the same with such moments, which are not exact."""
+SMALL = ("ZeRO-Offload, weights on host", "ZenFlow exact, weights on host")
 """Ways that take less of a GPU, at stage 3."""
+
+FLASH_BYTES = 7
+"""Of FlashOptim's AdamW on the GPU: bf16 weights, 8 bits of correction, two moments of 8 bits, and the gradient."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A machine that people own.
+
+    Attributes:
+        host_gib: memory of the host, for each size that is common.
+    """
+
+    name: str
+    gpus: int
+    gpu_gib: int
+    host_gib: tuple[int, ...]
+
+
+OWNED = (
+    Owned("RTX 4090", 1, 24, (64, 96, 128, 192)),
+    Owned("RTX 5090", 1, 32, (64, 96, 128, 192)),
+    Owned("2 x RTX 3090", 2, 24, (64, 128, 192)),
+    Owned("GH200", 1, 96, (480,)),
+    Owned("8 x H100", 8, 80, (1024, 2048)),
+)
 
 
 @dataclass(frozen=True)
@@ -86,12 +141,8 @@ SHAPES = tuple(Shape(width) for width in range(512, 24577, 64))
 
 
 def activation_bytes(shape: Shape) -> int:
-    """Bytes of activations of one sequence, if each layer's input is kept and everything else recomputed: the inputs,
-    and the larger of one layer at work (18 values per token and width, and as many gradients) and the logits (16-bit,
-    fp32 and the gradient)."""
-    kept = 2 * shape.layers * TOKENS * shape.width
-    layer, logits = 2 * 2 * 18 * TOKENS * shape.width, (2 + 4 + 4) * TOKENS * VOCABULARY
-    return kept + max(layer, logits)
+    """Bytes of activations of one sequence."""
+    return activations.activation_bytes(shape.layers, shape.width)
 
 
 def _moments(name: str) -> str:
@@ -104,10 +155,8 @@ def setup_of(name: str, stage: Stage) -> Setup:
     if name == ZENFLOW:
         return upstream.setup(stage)
     if end := _moments(name):
-        exact = setup_of(name.removesuffix(end), stage)
-        assert exact.zenflow is not None, "a way of ours"
-        return replace(exact, zenflow=exact.zenflow.model_copy(update={"state_dtype": MOMENTS[end]}))
-    return next(setup for found, setup in ways() if found == name and setup.stage == stage)
+        name = name.removesuffix(end).replace(" exact", end.removeprefix(","))
+    return next(setup for setup in ways() if name_of(setup) == name and setup.stage == stage)
 
 
 @functools.cache
@@ -146,8 +195,22 @@ def _best(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> Sh
     """`largest`, of ours with copies beside or in the step or gradients on the host, whichever is larger."""
     end = _moments(name)
     same = [each + end for each in (OURS, IN_STEP, EARLY)] if name == OURS + end else [name]
-    found = [largest(each, stage, gpus, gpu_gib, host_gib) for each in same]
-    return max((shape for shape in found if shape), key=lambda shape: shape.params, default=None)
+    return _largest_of(largest(each, stage, gpus, gpu_gib, host_gib) for each in same)
+
+
+@functools.cache
+def flash_largest(stage: Stage, gpus: int, gpu_gib: int) -> Shape | None:
+    """The largest model that FlashOptim's AdamW trains, on GPUs alone: each holds everything (stage 2, DDP), or its
+    share and two layers that are gathered (stage 3, FSDP2)."""
+
+    def fits(shape: Shape) -> bool:
+        held = FLASH_BYTES * shape.params
+        if stage == 3 and gpus > 1:
+            held = held // gpus + 2 * 2 * 12 * shape.width**2
+        return held + activation_bytes(shape) + GPU_RESERVE <= gpu_gib * GIB
+
+    count = _first_not(fits)
+    return SHAPES[count - 1] if count else None
 
 
 def _first_not(fits: Callable[[Shape], bool]) -> int:
@@ -176,8 +239,29 @@ def _memory_table(gpu_gib: int) -> str:
     for stage in STAGES:
         for gpus in GPUS:
             cells = [_cell(stage, gpus, gpu_gib, host) for host in HOST_GIB]
-            rows.append([str(stage), str(gpus), *cells])
-    return _table(["stage", "GPUs", *(f"{host:,} GB" for host in HOST_GIB)], rows)
+            flash = _billions(flash_largest(stage, gpus, gpu_gib))
+            rows.append([str(stage), str(gpus), *cells, flash])
+    return _table(["stage", "GPUs", *(f"{host:,} GB" for host in HOST_GIB), "FlashOptim"], rows)
+
+
+def _owned_table() -> str:
+    """For each machine the largest model of each way at its best stage, then with weights on the host."""
+    names = (ZERO_OFFLOAD, ZENFLOW, OURS, OURS + ROUNDED, OURS + CODED)
+    rows = []
+    for machine in OWNED:
+        for host in machine.host_gib:
+            size = (machine.gpus, machine.gpu_gib, host)
+            found = [_largest_of(_best(name, stage, *size) for stage in STAGES) for name in names]
+            found += [largest(name, 3, *size) for name in SMALL]
+            found.append(_largest_of(flash_largest(stage, *size[:2]) for stage in STAGES))
+            rows.append([machine.name, f"{host:,} GB", *map(_billions, found)])
+    ways = ("ZeRO-Offload", ZENFLOW, "ours", "bf16 moments", "8-bit moments")
+    on_host = ("ZeRO-Offload, weights on host", "ours, weights on host")
+    return _table(["machine", "host", *ways, *on_host, "FlashOptim"], rows)
+
+
+def _largest_of(shapes: Iterable[Shape | None]) -> Shape | None:
+    return max((shape for shape in shapes if shape), key=lambda shape: shape.params, default=None)
 
 
 def _cell(stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> str:
@@ -280,16 +364,16 @@ def _verdict() -> str:
     )
 
 
-def _seconds(name: str, model: Model, ranks: Ranks, machine: Machine, stage: Stage = 3) -> StepTime:
+def _seconds(name: str, model: Model, ranks: Ranks, link: Link, stage: Stage = 3) -> StepTime:
     if name == ZENFLOW:
-        return upstream.step(model, ranks, stage, machine)
-    return step_time(model, ranks, setup_of(name, stage), machine)
+        return upstream.step(model, ranks, stage, link.machine)
+    return link.time(model, ranks, setup_of(name, stage))
 
 
 def _tokens(link: str, gpus: int, way: str = OURS) -> int:
-    machine, per_host, _ = LINKS[link]
-    model = Model(7 * 10**9, 10**8, "bfloat16")
-    return _seconds(way, model, Ranks(gpus, min(gpus, per_host)), machine).tokens(model.params, machine)
+    found, model = LINKS[link], Model(7 * 10**9, 10**8, "bfloat16")
+    time = _seconds(way, model, Ranks(gpus, min(gpus, found.per_host)), found)
+    return time.tokens(model.params, found.machine)
 
 
 def _tokens_table() -> str:
@@ -303,11 +387,11 @@ def _tokens_table() -> str:
 
 
 def _time_rows(link: str) -> Iterator[list[str]]:
-    machine, per_host, _ = LINKS[link]
-    ranks = Ranks(8, per_host)
+    found = LINKS[link]
+    machine, ranks = found.machine, Ranks(8, found.per_host)
     for billions in SIZES:
         model = Model(billions * 10**9, 10**8, "bfloat16")
-        ours, offload, zenflow = (_seconds(name, model, ranks, machine) for name in (OURS, ZERO_OFFLOAD, ZENFLOW))
+        ours, offload, zenflow = (_seconds(name, model, ranks, found) for name in (OURS, ZERO_OFFLOAD, ZENFLOW))
         needs = f"{ours.tokens(model.params, machine):,}"
         yield [link, str(billions), f"{ours.beside:.2f}", needs, f"{offload.exposed:.2f}", f"{zenflow.exposed:.2f}"]
 
@@ -332,10 +416,14 @@ def _shapes() -> str:
 
 def _machines() -> str:
     rows = [
-        [link, says, f"{machine.link / 1e9:g}", f"{machine.host / 1e9:.0f}", f"{machine.flops / 1e12:g}"]
-        for link, (machine, _, says) in LINKS.items()
+        [
+            *(name, link.says, f"{link.machine.link / 1e9:g}", f"{link.up / 1e9:g}"),
+            *(f"{link.machine.host / 1e9:.0f}", f"{link.machine.flops / 1e12:g}"),
+        ]
+        for name, link in LINKS.items()
     ]
-    return _table(["link", "machine", "link, GB/s each way", "host memory, GB/s", "TFLOP/s of a GPU"], rows)
+    head = ["link", "machine", "down, GB/s", "up, GB/s", "host memory, GB/s", "TFLOP/s of a GPU"]
+    return _table(head, rows)
 
 
 INTRODUCTION = """# What fits, and what is hidden
@@ -368,7 +456,15 @@ Billions of parameters of the largest dense model on one host: ZeRO-Offload / De
 not exact. Weights in bf16, DeepSpeed 0.19.8. **Bold**: ours, exact, is the largest of the first three. A number that
 stays the same to the right is limited by the GPU. `-`: not even 0.08 billion. Ours copies beside the next step where a
 GPU has room for that, otherwise in the step, and gradients during backward where it has no room for them, as a run
-chooses by itself.
+chooses by itself. The last column is FlashOptim's AdamW, which keeps everything on the GPU and is nearly exact: weights
+of 24 bits, moments of 8.
+
+"""
+OWNED_TEXT = """
+### Machines that people own
+
+The same for some machines, each way at the stage where it is largest. FlashOptim keeps everything on the GPU, 7 bytes
+per parameter, so the host plays no role.
 
 """
 SMALL_TEXT = """
@@ -409,13 +505,18 @@ ASSUMED = """
 - **DeepSpeed-ZenFlow** was read in its source: ZeRO-Offload with gradient accumulation, and 16 bytes per parameter more
   on the host. That is 36 at stage 2 without page-locking, where 36.4 were
   [measured](lab/archive/zenflow_step.md#memory).
+- **FlashOptim**: 7 bytes per parameter as its documentation says, gradient included; at stage 2 on each GPU (DDP), at
+  stage 3 divided among them (FSDP2), with two layers gathered. Not run here.
 - **Page-locked memory**: DeepSpeed's is torch's, which takes a power of two of bytes for each array, as [an
   H100](lab/archive/gpu.md#beside-the-plan) showed. With `"pin_memory": false` ZeRO-Offload holds 18.2 bytes at stage 2.
 
 """
 SPEEDS = """
 Those of the [time model](lab/archive/time_model.md#inputs): links as others have measured them,
-host memory at 80 % of its peak, GPUs at half of their dense 16-bit peak.
+host memory at 80 % of its peak, GPUs at half of their dense 16-bit peak. Grace-Hopper's link
+is not the same both ways: others measured 411 to
+421 GB/s up and 170 down on four superchips, and [346 up, 15 % less down](https://github.com/NVIDIA/nvbandwidth/issues/23)
+on another. The slower figures down decide what gradients take, and are used here; the time model has 300 each way.
 
 """
 
@@ -425,7 +526,7 @@ def markdown() -> str:
     parts = [INTRODUCTION, _verdict(), MEMORY, _bytes_table(), LARGEST]
     for gpu_gib in GPU_GIB:
         parts += [f"### GPUs of {gpu_gib} GB\n\n", _memory_table(gpu_gib), "\n"]
-    parts[-1:] = [SMALL_TEXT, _small_table(), TIME, _tokens_table(), SECONDS, _time_table()]
+    parts[-1:] = [OWNED_TEXT, _owned_table(), SMALL_TEXT, _small_table(), TIME, _tokens_table(), SECONDS, _time_table()]
     parts += [ASSUMED, _shapes(), SPEEDS, _machines()]
     return "".join(parts)
 

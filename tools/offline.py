@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("deepspeed", "pytest", "hypothesis", "pytest_timeout")
 BUILDS = ("setuptools>=70.1", "wheel")
 """What builds this package, as in pyproject.toml; an environment may hold an older setuptools."""
+RIVALS = ("torchao", "flashoptim")
+"""What `make bench-gpu` compares ours with, if the folder has it; a rival that is not there is a row that says so."""
 INSTALLED = ("deepspeed", "psutil", "pydantic", "tqdm", "pytest", "pytest-timeout", "hypothesis", *BUILDS)
 PACKAGE_PATHS = ("purelib", "platlib")
 
@@ -79,6 +81,9 @@ def _install(python: Path, wheels: Path) -> None:
         [*pip, "--find-links", str(wheels), *INSTALLED],
         [*pip, "--no-build-isolation", "--no-deps", "--editable", str(ROOT)],
     ]
+    present = [name for name in RIVALS if list(wheels.glob(f"{name}-*.whl"))]
+    if present:
+        commands.append([*pip, "--no-deps", "--find-links", str(wheels), *present])
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PIP_USER")}
     for command in commands:
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from tools.offline import BUILDS
+from tools.offline import BUILDS, RIVALS
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNTIME = ("deepspeed>=0.19.8,<0.20", "hjson", "psutil>=5.9", "pydantic>=2.5", "tqdm")  # as in setup.py, without torch
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--transformers", action="store_true", help="also transformers and accelerate")
     args = parser.parse_args()
     try:
-        roots = [*RUNTIME, *TESTS, *(TRANSFORMERS if args.transformers else ())]
+        roots = [*RUNTIME, *TESTS, *RIVALS, *(TRANSFORMERS if args.transformers else ())]
         wheels = collect(roots, args.folder, args.python_version)
     except WheelsError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -25,6 +25,7 @@ from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.host_memory import available_host_bytes
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import WorkerLink
@@ -68,7 +69,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         self._files: list[Future[None]] = []
         self._saving: tuple[Any, CheckpointFolder] | None = None
         self._begin = self._waited = 0.0
-        self._pid = os.getpid()
+        self._home = OwnProcess("a checkpoint that is being saved")
         self._is_watching_exit = False
 
     def begin_save(self, names_latest: bool) -> None:
@@ -108,7 +109,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         if sum(hole.values.nbytes for hole in others) > available_host_bytes() // local_world_size():
             fill_holes(path, others)
             others = []
-        copies = [Hole(host_copy(hole.values), hole.offset) for hole in others]
+        copies = [Hole(host_copy(hole.values), hole.offset, hole.crc_offsets) for hole in others]
         self._files.append(self._writer.submit(_finish_file, path, copies, self._link.process, numbers))
 
     def commit(self, info: Any) -> bool:
@@ -153,6 +154,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
                 are unchanged.
         """
+        self._home.require()
         if self._saving is not None:  # the other ranks' collective must not time out first
             with self._ending(*self._saving, within_seconds=self._link.longest_wait_seconds):
                 self._complete(*self._saving)
@@ -164,6 +166,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
         """
+        self._home.require()
         if self._saving is not None:
             with self._ending(*self._saving, within_seconds=math.inf):
                 self._complete_alone(*self._saving)
@@ -270,14 +273,16 @@ def _submit_arena(
         if coded is not None and (moment := coded.behind(values)) is not None:
             size = moment.shown.element_size()
             for span in moment.spans(_PART_BYTES // size):
-                parts.append(CodedPart(moment.kind, moment.partition, span, hole.offset + size * span.begin))
+                offset, continues = hole.offset + size * span.begin, span.begin > 0
+                parts.append(CodedPart(moment.kind, moment.partition, span, offset, hole.crc_offsets, continues))
             continue
         place = link.arena.find(values.data_ptr(), nbytes) if values.device.type == "cpu" else None
         if place is None:
             others.append(hole)
             continue
         for begin in range(0, nbytes, _PART_BYTES):
-            parts.append(FilePart(place + begin, min(_PART_BYTES, nbytes - begin), hole.offset + begin))
+            size = min(_PART_BYTES, nbytes - begin)
+            parts.append(FilePart(place + begin, size, hole.offset + begin, hole.crc_offsets, begin > 0))
     return [link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
 
 
@@ -334,7 +339,7 @@ def _statuses(folder: str, names: Sequence[str]) -> Iterator[tuple[str, os.stat_
 
 def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:
     found = engine()
-    if found is None or found._pid != os.getpid():
+    if found is None or not found._home.is_here:
         return
     try:
         if not found.has_written:

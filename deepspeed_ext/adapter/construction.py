@@ -13,22 +13,50 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from deepspeed_ext.adapter.upstream import pipeline_topology
+import torch
+
+from deepspeed_ext.adapter.upstream import model_groups, pipeline_topology
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.backend import dist, get_accelerator, local_rank
 from deepspeed_ext.runtime.garbage import earlier_objects_left_out
-from deepspeed_ext.runtime.ranks import RankGroup, raise_together
+from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
 
-__all__ = ["builders", "built_together", "joint"]
+__all__ = ["built_together", "joint", "ranks_of_model"]
 
 
-def builders(mpu: Any) -> RankGroup:
-    """Return the ranks that build an engine together: all ranks, or only this one with the user's `mpu`.
+def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
+    """Return the ranks that the model is spread over. They build, step, save and load together, so
+    they agree on every choice that changes weights, and an error of one is raised on all.
 
-    An `mpu` may give each engine its own ranks, so some ranks may not take part.
+    Without an `mpu` these are all ranks. An `mpu` may give each engine its own ranks, so some may not
+    take part: then they are the grid of its data-, tensor-, pipeline- and sequence-parallel groups.
+    DeepSpeed reduces norm and overflow over the same grid, at the same points of a step. No collective.
+
+    Args:
+        mpu: as given to ``deepspeed.initialize``, or a pipeline's; AutoTP's groups are of all ranks.
+        keeps_scratch: see `RankGroup.of`.
+
+    Raises:
+        ConfigError: the groups of `mpu` are not a grid.
     """
-    if mpu is not None or not dist.is_initialized():
+    if not dist.is_initialized():
         return RankGroup.alone()
-    return RankGroup.of(None)
+    if mpu is None:
+        return RankGroup.of(None, keeps_scratch=keeps_scratch)
+    axes: list[tuple[set[int], Any]] = []
+    for name, group in model_groups(mpu).items():
+        members = set(torch.distributed.get_process_group_ranks(group))
+        if any(members <= others for others, _ in axes):
+            continue
+        axes = [(others, each) for others, each in axes if not others <= members]
+        if any(len(members & others) > 1 for others, _ in axes):
+            raise ConfigError(
+                f"rank {dist.get_rank()}: mpu.{name}() has ranks {sorted(members)}, of which several "
+                f"are in another group of the mpu, {[sorted(others) for others, _ in axes]}: two "
+                "groups of different axes share one rank, or one holds the other"
+            )
+        axes.append((members, group))
+    return GridRanks.along([RankGroup.of(group, keeps_scratch=keeps_scratch) for _, group in axes])
 
 
 @contextmanager
@@ -42,7 +70,7 @@ def built_together(mpu: Any) -> Iterator[None]:
         if dist.is_initialized():
             with suppress(Exception):  # a rank without a device of its own
                 get_accelerator().set_device(local_rank())  # for the agreement; the block may have failed before
-    raise_together(builders(mpu), error, otherwise=None)
+    raise_together(ranks_of_model(mpu), error, otherwise=None)
 
 
 def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:

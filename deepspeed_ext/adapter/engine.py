@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Container
@@ -9,14 +10,15 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-from deepspeed_ext.adapter.construction import builders, built_together
+from deepspeed_ext.adapter.construction import built_together
 from deepspeed_ext.adapter.engine_settings import EngineSettings
+from deepspeed_ext.adapter.exports import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.held_optimizers import held_optimizers
+from deepspeed_ext.adapter.interruption import Work
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of
 from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
-from deepspeed_ext.adapter.step import Step
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
@@ -29,12 +31,14 @@ from deepspeed_ext.adapter.upstream import (
     is_zero_optimizer,
     swapped,
     throughput_timer,
+    ties_stages,
 )
 from deepspeed_ext.adapter.weak_engine import WeakEngine
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
+from deepspeed_ext.runtime.log import log_once
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_compilable
@@ -54,7 +58,8 @@ class Engine(EngineSettings):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as undo:
-            self._parts = Parts(undo)
+            self._parts = Parts(undo, kwargs.get("mpu"))
+            self._ties_stages = ties_stages(kwargs.get("model"))
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
                 super().__init__(*args, **kwargs)
@@ -83,8 +88,14 @@ class Engine(EngineSettings):
         errors."""
         parts, settings = self._parts, fields_of(self._config.zero_config)
         with parts.refused.keeping():
-            parts.require_supported(settings, self._zenflow, self.use_node_local_storage())
+            parts.require_supported(settings, self._zenflow, self.use_node_local_storage(), **self._spread())
             super()._do_sanity_check()
+
+    def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace layers of the model, as AutoEP does, unless the sanity check has refused that."""
+        if self._spread()["makes_experts"]:
+            self._parts.refused.raise_here()
+        return super()._configure_expert_parallel(*args, **kwargs)
 
     def _set_distributed_vars(self, args: Any) -> None:
         """Set this rank's device, and agree on what the sanity check found. Model and weights are not touched yet.
@@ -95,7 +106,8 @@ class Engine(EngineSettings):
                 the others in its collectives.
         """
         super()._set_distributed_vars(args)
-        ranks, switches = builders(self.mpu), Parts.switches(fields_of(self._config.zero_config), self._zenflow)
+        ranks = self._parts.ranks
+        switches = Parts.switches(fields_of(self._config.zero_config), self._zenflow)
         if raise_together(ranks, self._parts.refused.take(), otherwise=None, flag=any(switches.values())):
             stage = {"stage": int(self.zero_optimization_stage())}
             require_same_plan("zero_optimization", stage | switches, ranks)
@@ -125,25 +137,29 @@ class Engine(EngineSettings):
         parts, settings, zenflow = self._parts, fields_of(self._config.zero_config), self._zenflow
         if settings is None:
             return super()._configure_zero_optimizer(optimizer)
-        ranks = builders(self.mpu)
+        ranks = parts.ranks
         parts.bind_cores(settings, zenflow, RankGroup.of(None), local_rank())
         with together(ranks, otherwise=None):
             run = None if zenflow is None else self._zenflow_run(zenflow, settings.host_share)
-            swaps = parts.optimizer_classes(settings, run, ranks, self.is_sanity_checks_enabled())
+            swaps = parts.optimizer_classes(settings, run, self.is_sanity_checks_enabled())
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
         if isinstance(zero_optimizer, ZenFlowStepping):
             parts.adam = zero_optimizer.zenflow_adam
+            wrap_accelerate(Engine)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
-            parts.attach_gather(self.module, settings, ranks, self.seq_data_parallel_group)
+            parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
 
     def _zenflow_run(self, zenflow: ZenFlowConfig, host_share: float | None) -> ZenFlowRun:
-        groups = () if dist.get_world_size() == 1 else (None, self.seq_data_parallel_group)
+        timeouts: list[float] = []
+        if dist.get_world_size() > 1:
+            groups = None, self.seq_data_parallel_group
+            timeouts = [*map(group_timeout_seconds, groups), self._parts.ranks.timeout_seconds]
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        return ZenFlowRun.of(zenflow, map(group_timeout_seconds, groups), steps, host_share)
+        return ZenFlowRun.of(zenflow, timeouts, steps, host_share)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -169,19 +185,21 @@ class Engine(EngineSettings):
         """Run the module.
 
         Raises:
-            StateError: its weights are on the host, or a step, a backward pass or a load was broken off.
+            StateError: its weights are on the host, or an exception has interrupted a step, a backward pass or a
+                load.
         """
         self._require(ZenFlowStepping.require_states_here, OffloadStateTypeEnum.lp_params)
-        return super().forward(*inputs, **kwargs)
+        with self._recording(Work.BACKWARD):  # some modules run backward inside
+            return super().forward(*inputs, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: states are on the host, or a step, a backward pass or a load was broken off.
+            StateError: states are on the host, or an exception has interrupted a step, a backward pass or a load.
         """
         self._require(ZenFlowStepping.require_states_here)
-        with self._whole(Step.of_backward):
+        with self._recording(Work.BACKWARD):
             return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
@@ -194,27 +212,38 @@ class Engine(EngineSettings):
 
         Raises:
             CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
-            StateError: see `backward`.
+            ConfigError: with ZenFlow, the optimizer has a setting with which it cannot step. Nothing has changed.
+            StateError: see `backward`; or there was no backward pass since the last step.
         """
         self._require(ZenFlowStepping.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        with self._whole(Step.of_engine):
+        if ends_step:
+            self._require(ZenFlowStepping.require_steppable, self.managed_gradient_accumulation())
+            self._parts.require_known_state()
+        with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step:
             self._parts.saver.after_step()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        with self._whole(Step.of_engine):  # pipelines call this alone
+        with self._recording(Work.STEP):  # pipelines call this alone
             super()._take_model_step(lr_kwargs)
         logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
         self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
 
-    def _whole(self, work: Callable[[Step], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-        return work(self.optimizer.progress) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+    def _recording(self, work: Work) -> AbstractContextManager[None]:
+        return self.optimizer.recording(work) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
         if isinstance(self.optimizer, ZenFlowStepping):
+            self.optimizer.zenflow_adam.link.home.require()
             check(self.optimizer, *states)
+
+    def eval(self) -> None:
+        """Evaluate as DeepSpeed does, with the weights that training uses; says so once, with ZenFlow."""
+        super().eval()
+        if isinstance(self.optimizer, ZenFlowStepping) and self.global_rank == 0:
+            log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host -------------------------------------------------------------------------------------------
 
@@ -230,8 +259,9 @@ class Engine(EngineSettings):
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
+        self.optimizer.zenflow_adam.link.home.require()
         try:
-            self._parts.offloader.offload(theirs, self.module, self.optimizer, RankGroup.of(None))
+            self._parts.offloader.offload(theirs, self.module, self.optimizer, self._parts.ranks)
         except Exception:
             self.reload_states()
             raise
@@ -244,14 +274,14 @@ class Engine(EngineSettings):
         """Reload as DeepSpeed does. With ZenFlow it is a collective.
 
         Raises:
-            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator has no memory for them; free some and call
-                this again.
+            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free some, call this again.
         """
         theirs = partial(super().reload_states, *args, **kwargs)
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
-        self._parts.offloader.reload(theirs, RankGroup.of(None))
+        self.optimizer.zenflow_adam.link.home.require()
+        self._parts.offloader.reload(theirs, self._parts.ranks)
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -271,10 +301,35 @@ class Engine(EngineSettings):
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._require(ZenFlowStepping.require_saveable)
+        self._parts.require_known_state()
         self._parts.settle()
         client_state = {} if client_state is None else client_state
         with self._parts.saver.saving(save_latest) as save_latest:
             return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see ``zenflow.save_predicted_weights``.
+
+        Raises:
+            StateError: weights are on the host, or a step, a backward pass or a load was broken off.
+            WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
+        """
+        with self.exporting():
+            return super().save_16bit_model(*args, **kwargs)
+
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self.exporting():
+            return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
+
+    def exporting(self) -> AbstractContextManager[None]:
+        """Context for saving the model alone: with ZenFlow its weights are p, rounded to the nearest value of their
+        dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside. May be nested."""
+        if not isinstance(self.optimizer, ZenFlowStepping):
+            return nullcontext()
+        if self._zenflow is not None and self._zenflow.save_predicted_weights:
+            return nullcontext()
+        self.optimizer.require_states_here(OffloadStateTypeEnum.lp_params)
+        return self.optimizer.exact_weights()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._parts.saver.keeping():
@@ -303,13 +358,13 @@ class Engine(EngineSettings):
             CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load another checkpoint
                 before training on.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
-            StateError: a step or a backward pass was broken off, or states are on the host.
+            StateError: an exception has interrupted a step or a backward pass, or states are on the host.
         """
         self._require(ZenFlowStepping.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
-        with self._whole(Step.of_load), self._parts.resharder.loading(self._loading_run()):
+        with self._recording(Work.LOAD), self._parts.resharder.loading(self._loading_run()):
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _loading_run(self) -> LoadingRun:
@@ -326,8 +381,8 @@ class Engine(EngineSettings):
             optimizer=self.optimizer,
             module=self.module,
             config=self._config,
-            # with an `mpu`, the ranks of this engine
-            ranks=RankGroup.of(None if self.mpu is None else self.seq_data_parallel_group),
+            ranks=self._parts.ranks,
+            sharers=RankGroup.of(self.seq_data_parallel_group),
             stage=int(self.zero_optimization_stage()),
             shapes=self._get_zero_param_shapes,
             can_reshard=can_reshard,
@@ -340,7 +395,7 @@ class Engine(EngineSettings):
         )
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
-        if only_weights(how):  # after a load that was broken off, the rest must be loaded too
+        if only_weights(how):  # after an interrupted load, the rest must be loaded too
             self._require(ZenFlowStepping.require_states_here)
         if self.load_universal_checkpoint():  # changes counters first
             self._require(ZenFlowStepping.load_begins)
@@ -392,7 +447,6 @@ class HybridEngine(DeepSpeedHybridEngine, Engine):
 class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
-    def _backward_prologue(self) -> None:
-        """Leave backward passes unguarded: a stage that is not the last never says that one has ended."""
-        with self._whole(Step.of_backward):
-            super()._backward_prologue()
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        self._require(ZenFlowStepping.require_steppable, True)  # a pipeline calls no `step`
+        super()._take_model_step(lr_kwargs)

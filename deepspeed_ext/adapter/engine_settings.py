@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_ext.adapter.parts import fields_of, section_in_use
-from deepspeed_ext.adapter.upstream import DeepSpeedEngine
+from deepspeed_ext.adapter.upstream import DeepSpeedEngine, tensor_ranks
 from deepspeed_ext.config import ZenFlowConfig
 
 __all__ = ["EngineSettings"]
@@ -13,6 +13,9 @@ __all__ = ["EngineSettings"]
 
 class EngineSettings(DeepSpeedEngine):
     """DeepSpeed's engine, with the settings that ZenFlow replaces reported as off, and those that it implies as on."""
+
+    _ties_stages: bool
+    """Whether stages of a pipeline share parameters."""
 
     @property
     def _zenflow(self) -> ZenFlowConfig | None:
@@ -52,6 +55,15 @@ class EngineSettings(DeepSpeedEngine):
 
     def bf16_optimizer_states(self) -> bool:
         return self._zenflow is None and super().bf16_optimizer_states()
+
+    def _spread(self) -> dict[str, Any]:
+        """How the model is spread over ranks; see `supported.require_spreadable`."""
+        experts = self._config.expert_parallel_config
+        return {
+            "tensor_ranks": max(self.autotp_size(), tensor_ranks(self.mpu)),
+            "ties_stages": self._ties_stages,
+            "makes_experts": experts is not None and experts.enabled,
+        }
 
     @property
     def _rounds_moments(self) -> bool:

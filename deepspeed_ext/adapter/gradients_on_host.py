@@ -17,7 +17,7 @@ from deepspeed_ext.adapter.grad_norm import known_norm_tensors
 from deepspeed_ext.adapter.host_gradients import HostGradients
 from deepspeed_ext.adapter.step import Step
 from deepspeed_ext.adapter.upstream import ZeROOptimizer
-from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.zenflow.gradients_place import GradientBytes
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.worker.sizes import gradient_bytes
@@ -30,6 +30,9 @@ class GradientsOnHost(ZeROOptimizer, ABC):
 
     micro_step_id: int
     zenflow_adam: OffloadedAdam
+    dp_process_group: Any
+    reduce_bucket_size: int
+    contiguous_gradients: bool
     _step: Step
     _host_gradients: HostGradients | None = None
     """Takes the gradients to the host during backward; None: they wait on the accelerator."""
@@ -54,16 +57,23 @@ class GradientsOnHost(ZeROOptimizer, ABC):
         than that of the weights."""
         return False
 
-    def _gradient_bytes(self, partitions: int, handed_over: torch.dtype) -> GradientBytes | None:
+    @property
+    @abstractmethod
+    def _bucket_bytes(self) -> int:
+        """Bytes of the buckets in which DeepSpeed reduces gradients."""
+
+    def _gradient_bytes(self, partitions: int, handed_over: torch.dtype) -> GradientBytes:
         """What the gradients of so many partitions take on the accelerator or on the host, if they are `handed_over` in
-        that dtype; None: they cannot go to the host during backward."""
-        if not self._can_take_gradients:
-            return None
+        that dtype."""
         weights, summed = [self._weights(index) for index in range(partitions)], self.gradient_accumulation_dtype
         numels = [each.numel() for each in weights]
         items = weights[0].itemsize, summed.itemsize, handed_over.itemsize
         there = gradient_bytes(sum(numels), max(numels, default=0), *items, flattens=self._flattens_sums)
-        return GradientBytes(there, 0 if summed is handed_over else summed.itemsize * sum(numels))
+        if not self._can_take_gradients:  # those of all ranks' partitions, until they are reduced
+            others = dist.get_world_size(group=self.dp_process_group) - 1
+            there += summed.itemsize * sum(numels) * others
+        sums = 0 if summed is handed_over else summed.itemsize * sum(numels)
+        return GradientBytes(there, sums, self._bucket_bytes, self._can_take_gradients)
 
     def _take_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """Start the copy of this rank's part of a reduced gradient of this micro-step to the host; `number` is the
@@ -102,7 +112,3 @@ class GradientsOnHost(ZeROOptimizer, ABC):
                 known = [gradients.norms.get(number, unused).to(device).view(1) for number in numbers]
                 norms = known_norm_tensors(known, params)
         return super().get_grad_norm_direct(norms, params)
-
-    def _aside(self, weights: torch.Tensor) -> torch.Tensor:
-        """A copy of a partition's weights: on the host, if the accelerator is to hold no other tensor of its size."""
-        return weights.to("cpu", copy=True) if self.zenflow_adam.link.fills_early else weights.clone()

@@ -17,6 +17,7 @@ from deepspeed_ext.checkpoint.file import reading, save_id_of, with_save_id, wit
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.remedies import advised, remedy_for
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
+from deepspeed_ext.checkpoint.sums import checking
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator
@@ -281,7 +282,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 another checkpoint before training on.
         """
         with together(self._ranks, CheckpointError):
-            with reading(path):
+            with reading(path), checking(path):
                 content = self._read(path, map_location)
             save_id, content = save_id_of(content), without_save_id(content)
         found = self._ranks.distinct(save_id, MOST_TOLD)

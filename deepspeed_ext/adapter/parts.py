@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from deepspeed_ext.adapter import gather_hooks
+from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.offloading import Offloader
 from deepspeed_ext.adapter.resharding import Resharder
@@ -29,7 +30,7 @@ from deepspeed_ext.runtime.ranks import KeptError, RankGroup, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder
+from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder, require_spreadable
 
 __all__ = ["ZERO_STAGE_WEIGHTS", "Parts", "destroy_parts", "fields_of", "section_in_use"]
 
@@ -53,6 +54,7 @@ class Parts:
 
     Args:
         undo: receives what to undo if the engine's constructor fails after a part was built.
+        mpu: the user's, or a pipeline's; see `ranks_of_model`.
 
     Attributes:
         refused: keeps what the check of the config has found, until all ranks can raise it.
@@ -62,8 +64,9 @@ class Parts:
         saver, resharder, offloader: save, load and move the engine's states.
     """
 
-    def __init__(self, undo: ExitStack) -> None:
+    def __init__(self, undo: ExitStack, mpu: Any = None) -> None:
         self._undo = undo
+        self._mpu = mpu
         self.refused = KeptError()
         self.binding: CoreBinding | None = None
         self.gather: SingleParameterGather | None = None
@@ -73,16 +76,24 @@ class Parts:
         self.offloader = Offloader()
         self._cores_refreshed = False
 
+    @cached_property
+    def ranks(self) -> RankGroup:
+        """The ranks that the model is spread over; see `ranks_of_model`. Valid once this rank has its device."""
+        return ranks_of_model(self._mpu, keeps_scratch=True)
+
     # -- while the engine is built ------------------------------------------------------------------------------------
 
     @staticmethod
-    def require_supported(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None, node_local: bool) -> None:
+    def require_supported(
+        settings: ZeroConfig | None, zenflow: ZenFlowConfig | None, node_local: bool, **spread: Any
+    ) -> None:
         """Check the config of an engine.
 
         Args:
             settings: see `fields_of`.
             zenflow: see `section_in_use`.
             node_local: whether each node saves to its own storage.
+            spread: how the model is spread over ranks; see `require_spreadable`.
 
         Raises:
             ConfigError: ``zenflow`` is combined with an unsupported setting.
@@ -90,6 +101,7 @@ class Parts:
         if zenflow is not None:
             require_section(settings)
             require_shared_folder(settings, node_local)
+            require_spreadable(zenflow, **spread)
 
     @staticmethod
     def switches(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None) -> dict[str, bool]:
@@ -121,9 +133,7 @@ class Parts:
                 undo=self._undo,
             )
 
-    def optimizer_classes(
-        self, settings: ZeroConfig, run: ZenFlowRun | None, builders: RankGroup, check_replicas: bool
-    ) -> list[Swap]:
+    def optimizer_classes(self, settings: ZeroConfig, run: ZenFlowRun | None, check_replicas: bool) -> list[Swap]:
         """Return swaps for DeepSpeed's optimizer classes.
 
         Args:
@@ -131,20 +141,20 @@ class Parts:
             check_replicas: verify before flattening that all ranks have equal parameters.
         """
         if run is None:
-            ours = partial(ZeroOptimizer, settings=settings, builders=builders, check_replicas=check_replicas)
+            ours = partial(ZeroOptimizer, settings=settings, ranks=self.ranks, check_replicas=check_replicas)
             return [optimizer_class(ours)]
         placement = self.binding.worker_placement if self.binding is not None else None
-        start = ZenFlowStart(run, builders, placement, self._undo)
+        start = ZenFlowStart(run, self.ranks, placement, self._undo)
         stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, start=start)
         return [
             optimizer_class(stage_1_and_2),
             stage3_optimizer_class(partial(ZenFlowZeroOptimizerStage3, start=start)),
         ]
 
-    def attach_gather(self, module: Any, settings: ZeroConfig, builders: RankGroup, group: Any) -> None:
-        """Gather the parameters of `module` singly, if `settings` ask for it. A collective of `builders` and of
+    def attach_gather(self, module: Any, settings: ZeroConfig, group: Any) -> None:
+        """Gather the parameters of `module` singly, if `settings` ask for it. A collective of `ranks` and of
         `group`."""
-        with within(builders, RankGroup.of(group, builders.device)):
+        with within(self.ranks, RankGroup.of(group, self.ranks.device)):
             self.gather = gather_hooks.attach(module, settings, group)
 
     def save_together(self, kind: type | None, config: Any, world: RankGroup, leads: bool, async_save: bool) -> bool:
@@ -207,6 +217,15 @@ class Parts:
             if logs:
                 logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
+    def require_known_state(self) -> None:
+        """Check that what a user has changed of the optimizer's state can be taken over.
+
+        Raises:
+            StateError: see `ShownState.changes`.
+        """
+        if self.adam is not None and not self.adam.link.failed:  # otherwise all ranks get its error
+            self.adam.shown.changes()
+
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A
         collective with ZenFlow."""
@@ -228,7 +247,13 @@ class Parts:
 
     def closing(self) -> ExitStack:
         """Finish a save now; return a stack that closes what outlives DeepSpeed's `destroy`, then raises the save's
-        error."""
+        error.
+
+        Raises:
+            StateError: this is a forked process, whose parent's engine goes on.
+        """
+        if self.adam is not None:
+            self.adam.link.home.require()
         kept = self.saver.finished_alone(self.adam)
         afterwards = ExitStack()
         afterwards.callback(kept.raise_here)
@@ -241,7 +266,9 @@ class Parts:
 
 def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
     """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only the worker and
-    hooks that this removes refer to it."""
+    hooks that this removes refer to it. Does nothing in a forked process."""
+    if not optimizer.zenflow_adam.link.home.is_here:
+        return
     try:
         saver.finish_alone()
     finally:

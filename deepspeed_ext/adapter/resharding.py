@@ -63,7 +63,7 @@ class Resharding:
         self.target = target
         self.whole_weights = saved.has_whole_weights and not partitions_weights
         self.model_path = saved.model_file()
-        self.files = _OpenedFile(config_params, saved.model())
+        self.files = _OpenedFile(config_params, saved.sound_model())
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class LoadingRun:
         optimizer: DeepSpeed's ZeRO optimizer.
         config: DeepSpeed's parsed config.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
+        ranks: the ranks that the model is spread over.
+        sharers: those among which its parameters are divided.
         can_reshard: whether another layout can be loaded; equal on all ranks.
         has_experts: whether some parameters belong to fewer ranks than others.
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
@@ -88,6 +90,7 @@ class LoadingRun:
     module: torch.nn.Module
     config: Any
     ranks: RankGroup
+    sharers: RankGroup
     stage: int
     shapes: Callable[[], Any]
     can_reshard: bool
@@ -145,7 +148,7 @@ class Resharder:
         run = self._loading
         if run.has_experts and run.continues_zenflow and not without_state:
             with together(run.ranks, CheckpointError):
-                _require_same_ranks(folder, run.ranks.size)
+                _require_same_ranks(folder, run.sharers.size)
         if not run.can_reshard:
             return None
         found = None
@@ -182,7 +185,7 @@ class Resharder:
         target, saved = target_of(run.optimizer, run.shapes()), SavedCheckpoint(folder)
         same_kind = saved.ranks == target.ranks and saved.has_whole_weights != run.partitions_weights
         if without_state and (same_kind or (saved.has_whole_weights and not run.partitions_weights)):
-            return None
+            return self._exact(saved, target)
         if same_kind and saved.several:
             self._require_newer(saved)
         try:
@@ -195,6 +198,23 @@ class Resharder:
         if is_same and run.continues_zenflow and not without_state:
             require_same_groups(saved, target)
         return None if is_same else Resharding(saved, target, run.partitions_weights, run.config)
+
+    def _exact(self, saved: SavedCheckpoint, target: Target) -> Resharding | None:
+        """What loads p where the weights alone are loaded; None: the saved weights, to which
+        DeepSpeed sets the masters, are p, or the checkpoint is of another model."""
+        run = self._loading
+        if run.partitions_weights or not saved.has_zenflow_state:
+            return None
+        try:
+            target.layout.require_same_parameters(saved.layout)
+        except CheckpointError as error:
+            if run.leads:
+                logger.warning(
+                    f"{saved.folder}: its weights are predictions of ZenFlow, and they become the masters, because p "
+                    f"is that of other parameters ({error})"
+                )
+            return None
+        return Resharding(saved, target, run.partitions_weights, run.config)
 
     def _require_newer(self, saved: SavedCheckpoint) -> None:
         """Refuse optimizer files that may be older than the model's file; DeepSpeed prefers the files of its own

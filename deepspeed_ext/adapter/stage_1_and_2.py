@@ -32,7 +32,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     Args:
         args, kwargs: as for DeepSpeed's own class.
         settings: the config fields that belong to deepspeed_ext.
-        builders: the ranks that build the engine together.
+        ranks: the ranks that the model is spread over.
         check_replicas: verify before flattening that all ranks have equal parameters.
 
     Attributes:
@@ -45,10 +45,10 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     """Whether the masters that DeepSpeed makes are used."""
 
     def __init__(
-        self, *args: Any, settings: ZeroFields, builders: RankGroup, check_replicas: bool = False, **kwargs: Any
+        self, *args: Any, settings: ZeroFields, ranks: RankGroup, check_replicas: bool = False, **kwargs: Any
     ) -> None:
         self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
-        with within(builders, self._construction_ranks):
+        with within(ranks, self._construction_ranks):
             self.flatten_plans: list[FlattenPlan] = []
             self.startup = StartupProfile()
             self._flatten_ranks: list[RankGroup] = []

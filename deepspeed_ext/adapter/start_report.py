@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
-from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.backend import SHARED_MEMORY, dist, get_accelerator, shares_host_memory
 from deepspeed_ext.runtime.cpulist import format_cpulist
-from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.device_queues import single_queue
+from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 
@@ -38,6 +40,11 @@ def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | Non
         ranks = dist.get_world_size()
         title = f"ZeRO stage {int(settings.stage)} on {ranks} rank{'s' if ranks > 1 else ''}, with"
         logger.info("\n".join([title, *lines]))
+    zenflow = isinstance(optimizer, ZenFlowStepping)
+    if zenflow and not get_accelerator().is_synchronized_device() and (told := single_queue(os.environ)):
+        warn_once(told)
+    if zenflow and shares_host_memory():
+        warn_once(f"the accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}")
 
 
 def _report(

@@ -3,8 +3,7 @@ r"""The protocol of a step: what DeepSpeed calls between `step()` and its return
 ======================================= ==================================== ==========================================
 stages 1 and 2                          stage 3                              what ours does
 ======================================= ==================================== ==========================================
-``engine.step``                         the same                             BETWEEN -> STEPPING
-``step``                                the same                             STEPPING -> CHECKING; receivers stand in
+``step``                                the same                             BETWEEN -> CHECKING; receivers stand in
                                                                              for the masters
 ``check_overflow``                      ``check_overflow``, with fp16        left out, unless a rank's norm may leave
                                                                              gradients out
@@ -18,9 +17,8 @@ for each partition, in order:
                                                                              hands the gradient over; after the last:
                                                                              writes all weights
 the ranks exchange the weights          persistent parameters are gathered   selective rule: only what has changed
-``step`` returns                        the same                             ends the step; TAKING -> STEPPING
+``step`` returns                        the same                             ends the step; TAKING -> BETWEEN
 scheduler, ``zero_grad``, counters      the same
-``engine.step`` returns                 the same                             STEPPING -> BETWEEN
 ======================================= ==================================== ==========================================
 
 A test records the calls of real steps and compares them with `CALLS`.
@@ -29,9 +27,8 @@ If gradients are on the host before the step, DeepSpeed takes the way of its CPU
 ``complete_grad_norm_calculation_for_cpu_offload`` in place of ``get_grad_norm_direct``, and ``reset_cpu_buffers`` at
 the end of the step or of an overflow; neither ``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
 
-An exception that breaks off a step, a backward pass or a load, even between two calls, leaves the phase in which it
-came. The engine then refuses what would build on a part: after a step everything, after a backward pass everything but
-a save, after a load everything but another load.
+An exception that leaves one of these calls is recorded (`interruption`). The engine then refuses
+what would build on a part.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ from contextlib import contextmanager
 
 import torch
 
-from deepspeed_ext.errors import StateError
 from deepspeed_ext.runtime.backend import get_accelerator
 
 __all__ = ["CALLS", "GradientReceiver", "Step", "StepPhase"]
@@ -74,25 +70,11 @@ sub-group, and stage 3 with fp16 calls ``check_overflow`` first."""
 
 
 class StepPhase(enum.Enum):
-    """What goes on, or was broken off, and how far it has got."""
+    """How far the optimizer's step has got."""
 
-    BETWEEN = "nothing"
-    AWAY = "nothing, and states are on the host"
-    BACKWARD = "gradients are computed and reduced; weights and optimizer stay as they are"
-    LOADING = "weights, optimizer and counters are written from a checkpoint"
-    STEPPING = "the engine steps; its optimizer has not begun, or has ended"
-    CHECKING = "the optimizer looks for overflows and computes the norm; nothing is changed yet"
+    BETWEEN = "no step runs"
+    CHECKING = "it looks for overflows and computes the norm; nothing is changed yet"
     TAKING = "gradients are handed over and weights are written"
-
-
-_REMEDY = "build a new engine, and load the last checkpoint"
-_BROKEN_OFF = {
-    StepPhase.BACKWARD: "the last backward pass, which may have reduced a part of the gradients. Weights and optimizer "
-    f"are those of the step before and can be saved. To train on, {_REMEDY}",
-    StepPhase.LOADING: "the last load, so weights, optimizer and counters may be of several checkpoints: load one as a "
-    "whole",
-}
-_OF_A_STEP = "the last optimizer step, of which weights, optimizer and scheduler may hold a part: " + _REMEDY
 
 
 class GradientReceiver:
@@ -123,7 +105,7 @@ class Step:
     """The state of the current step or, between steps, of the next one.
 
     Attributes:
-        phase: what goes on now. Between calls of the engine: what was broken off, if it is neither BETWEEN nor AWAY.
+        phase: how far it has got.
         receivers: one for each partition, in order.
     """
 
@@ -131,90 +113,17 @@ class Step:
         self.phase = StepPhase.BETWEEN
         self.receivers = list(receivers)
         self._factor: float | None = None
-        self._is_wrapped = False  # whether a backward pass goes on in `of_backward`
-        self._has_loaded: bool | None = None  # whether the load that goes on has begun; None: none goes on
-        self._cause = ""
-
-    # -- transitions --------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def of_engine(self) -> Iterator[None]:
-        """Wrap DeepSpeed's engine while it steps. May be nested, for a part of the step that is also called alone."""
-        if self.phase is not StepPhase.BETWEEN:
-            yield
-            return
-        self._cause, self.phase = "", StepPhase.STEPPING
-        with self._noting_cause():
-            yield
-        self.phase = StepPhase.BETWEEN
 
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
-        """Wrap DeepSpeed's optimizer while it steps, inside an engine's step or without one."""
-        with self.of_engine():
-            self.phase = StepPhase.CHECKING
-            try:
-                yield
-            finally:
-                self._factor = None
-                for receiver in self.receivers:
-                    receiver.grad = None
-            self.phase = StepPhase.STEPPING
-
-    @contextmanager
-    def of_backward(self) -> Iterator[None]:
-        """Wrap DeepSpeed's engine in a backward pass; a pass that a user calls on a tensor is not wrapped. An exception
-        before `backward_begins` changes nothing."""
-        self._is_wrapped = True
-        try:
-            with self._noting_cause():
-                yield
-        finally:
-            self._is_wrapped = False
-        self.backward_ends()
-
-    def backward_begins(self) -> None:
-        """Note that gradients may be reduced from now on."""
-        if self.phase is StepPhase.BETWEEN:
-            self._cause, self.phase = "", StepPhase.BACKWARD
-
-    def backward_ends(self) -> None:
-        """Note that all gradients are reduced; the engine may still count."""
-        if self.phase is StepPhase.BACKWARD and not self._is_wrapped:
-            self.phase = StepPhase.BETWEEN
-
-    @contextmanager
-    def of_load(self) -> Iterator[None]:
-        """Wrap a load. An exception before `load_begins` changes nothing."""
-        self._has_loaded = False
+        """Wrap DeepSpeed's optimizer while it steps."""
+        self.phase = StepPhase.CHECKING
         try:
             yield
-            if self._has_loaded:
-                self.phase = StepPhase.BETWEEN
-        except BaseException as error:
-            if self._has_loaded:
-                self._note(error)
-            raise
         finally:
-            self._has_loaded = None
-
-    def load_begins(self) -> None:
-        """Note that the load changes weights, optimizer or counters from now on. Outside of a load, do nothing."""
-        if self._has_loaded is not None:
-            self._cause, self.phase, self._has_loaded = "", StepPhase.LOADING, True
-
-    @contextmanager
-    def _noting_cause(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._note(error)
-            raise
-
-    def _note(self, error: BaseException) -> None:
-        if isinstance(error, GeneratorExit):  # an exception between two lines of `with` left this context behind
-            return
-        self._cause = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
+            self.phase, self._factor = StepPhase.BETWEEN, None
+            for receiver in self.receivers:
+                receiver.grad = None
 
     def begin(self) -> bool:
         """Begin to take gradients; return whether this is the first such call in the step."""
@@ -243,33 +152,7 @@ class Step:
         assert self._factor is not None, "DeepSpeed stepped without unscaling"
         return self._factor
 
-    # -- between steps ------------------------------------------------------------------------------------------------
-
     @property
     def takes_gradients(self) -> bool:
         """Whether the optimizer steps, so the reduced gradients are needed."""
         return self.phase in (StepPhase.CHECKING, StepPhase.TAKING)
-
-    def states_away(self) -> None:
-        """Note that states are offloaded."""
-        if self.phase is StepPhase.BETWEEN:
-            self.phase = StepPhase.AWAY
-
-    def states_back(self) -> None:
-        """Note that the offloaded states are on the accelerator again."""
-        if self.phase is StepPhase.AWAY:
-            self.phase = StepPhase.BETWEEN
-
-    def require_whole(self, *unless: StepPhase) -> None:
-        """Refuse to continue after something was broken off.
-
-        Args:
-            unless: phases whose breaking off does not matter here.
-
-        Raises:
-            StateError: the last step, backward pass or load was broken off.
-        """
-        if self.phase not in (StepPhase.BETWEEN, StepPhase.AWAY, *unless):
-            # Without a cause: the exception came before it could be noted, or this is called inside a step.
-            cause = self._cause or "an exception"
-            raise StateError(f"{cause} has broken off {_BROKEN_OFF.get(self.phase, _OF_A_STEP)}")

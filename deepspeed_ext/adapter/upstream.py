@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 import threading
 import weakref
@@ -25,7 +26,7 @@ from deepspeed.ops import lion as lion_module
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
@@ -50,18 +51,21 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Param
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as groups_module
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as master_of
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 from deepspeed.utils.timer import ThroughputTimer
 
 from deepspeed_ext.adapter.contract import broken
 from deepspeed_ext.errors import UpstreamError
-from deepspeed_ext.runtime import builds
+from deepspeed_ext.runtime import builds, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
 from deepspeed_ext.runtime.log import warn_once
 
 __all__ = [
     "GRADIENT_CLIPPING_DEFAULT",
+    "BackwardHookStateManager",
     "DeepSpeedConfig",
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
@@ -92,6 +96,7 @@ __all__ = [
     "entry_swaps",
     "fp16_on_any_cpu",
     "gather_stream",
+    "is_model_parallel_parameter",
     "host_offload_config",
     "is_on_nvme",
     "is_quantized",
@@ -103,17 +108,22 @@ __all__ = [
     "optimizer_class",
     "exchange_instead",
     "pins_offload_buffers",
+    "later_groups",
+    "model_groups",
     "pipeline_topology",
     "schedule_class",
     "stage3_optimizer_class",
     "swapped",
+    "tensor_ranks",
     "throughput_timer",
+    "ties_stages",
     "zero_section_class",
 ]
 
 PartitionedParameter = Any
 """A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""
 
+comm_module = importlib.import_module("deepspeed.comm.comm")
 torch_backend_module = importlib.import_module("deepspeed.comm.torch")  # as an attribute, it is torch itself
 
 SUPPORTED_FROM = (0, 19, 8)
@@ -177,8 +187,8 @@ def entry_swaps(
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
     """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines,
-    its config and the class of its config's ZeRO section, for an operator that training does not need, and for how it
-    compiles operators."""
+    its config and the class of its config's ZeRO section, for an operator that training does not need, for how it
+    compiles operators, and for how it finds ranks without a launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -188,7 +198,25 @@ def entry_swaps(
         zero_section_class(zero_config),
         Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
         announced_builds(),
+        ranks_without_mpi(),
     ]
+
+
+def ranks_without_mpi() -> Swap:
+    """Return a swap for the function that DeepSpeed asks for its rank if no launcher has set one, and which needs
+    mpi4py: without that, the variables of srun and MPI are read, and a process started alone is rank 0 of 1.
+
+    It is asked when communication begins, not before: launchers inside of a script, such as Lightning's, take a rank
+    in the environment as a sign that all processes are there.
+    """
+    discover = comm_module.mpi_discovery
+
+    @functools.wraps(discover)
+    def discovered(*args: Any, **kwargs: Any) -> None:
+        if importlib.util.find_spec("mpi4py") is not None or not launch.find_rank():
+            discover(*args, **kwargs)
+
+    return Swap(comm_module, "mpi_discovery", discovered)
 
 
 def no_shared_buffers() -> Swap:
@@ -265,6 +293,48 @@ def counted_alike(params: Sequence[Any]) -> bool:
 def pipeline_topology(model: Any) -> Any:
     """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any other model."""
     return model.mpu() if isinstance(model, PipelineModule) else None
+
+
+_MODEL_GROUPS = (
+    "get_sequence_data_parallel_group",
+    "get_data_parallel_group",
+    "get_model_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_pipeline_model_parallel_group",
+    "get_pipe_parallel_group",
+    "get_context_parallel_group",
+    "get_sequence_parallel_group",
+)
+"""How DeepSpeed and Megatron name an `mpu`'s methods."""
+
+
+def model_groups(mpu: Any) -> dict[str, Any]:
+    """Return the process groups of an `mpu` over which a model can be spread, by method."""
+    methods = {name: getattr(mpu, name, None) for name in _MODEL_GROUPS}
+    found = {name: method() for name, method in methods.items() if method is not None}
+    return {name: group for name, group in found.items() if group is not None}
+
+
+def later_groups(optimizer: Any) -> list[Any]:
+    """Return this rank's groups in which DeepSpeed communicates in training, but not while it builds an engine: those
+    of experts, by name, and that of secondary partitions (hpZ)."""
+    found: list[Any] = []
+    if getattr(optimizer, "has_moe_layers", False):
+        experts: dict[str, Any] = groups_module._get_expert_parallel_group_dict()
+        found += [experts[name] for name in sorted(experts)]
+    if getattr(optimizer, "zero_hpz_partition_size", 1) > 1:
+        found.append(groups_module._get_zero_param_intra_parallel_group())
+    return found
+
+
+def tensor_ranks(mpu: Any) -> int:
+    """Return the number of tensor-parallel ranks of an `mpu`."""
+    return int(bwc_tensor_model_parallel_world_size(mpu))
+
+
+def ties_stages(model: Any) -> bool:
+    """Whether `model` is a pipeline of which this rank's stage shares a parameter with another one."""
+    return isinstance(model, PipelineModule) and bool(model.tied_comms)
 
 
 class _RoomyAccelerator:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from deepspeed_ext.adapter.upstream import (
     TensorFragment,
     all_gather_of_partitions,
     exchange_instead,
+    is_model_parallel_parameter,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
@@ -31,6 +31,7 @@ from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.copies import Run
 
 __all__ = ["ZenFlowZeroOptimizer"]
 
@@ -42,10 +43,13 @@ class MasterFragment(TensorFragment):
     Attributes:
         expose: called before the state is read or written. It returns False if the worker has failed: the state then
             reads as NaN on all ranks, and the next step raises the error on every rank.
+        handle: returns p (None) or a moment of the whole partition by its name; None during a load, which puts it into
+            this object. DeepSpeed would keep views of what these held when the views were made.
         gradient: called to read or write the gradient, if it is on the host; None: DeepSpeed has it.
     """
 
     expose: Callable[[], bool] = field(kw_only=True)
+    handle: Callable[[str | None], torch.Tensor | None] = field(kw_only=True)
     gradient: Callable[[], torch.Tensor] | None = field(kw_only=True)
 
     def get_lp_grad_fragment(self, index_in_param_group: int) -> torch.Tensor:
@@ -53,7 +57,11 @@ class MasterFragment(TensorFragment):
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
         exposed = self.expose()
-        fragment = super().get_hp_fragment(optim_state_key)
+        place, whole = self.get_hp_fragment_address(), self.handle(optim_state_key)
+        if whole is None:
+            fragment = super().get_hp_fragment(optim_state_key)
+        else:
+            fragment = whole.narrow(0, place.start, place.numel)
         return fragment if exposed else torch.full_like(fragment, math.nan)
 
 
@@ -85,7 +93,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         **kwargs: Any,
     ) -> None:
         self._prepare(start, kwargs)
-        super().__init__(*args, settings=settings, builders=start.builders, check_replicas=check_replicas, **kwargs)
+        super().__init__(*args, settings=settings, ranks=start.ranks, check_replicas=check_replicas, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:
@@ -98,7 +106,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if self._start.run.config.rule == "selective":
             self.hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions)
             exchange_instead(self)
-        self.single_partition_of_fp32_groups = [state.master for state in self.zenflow_adam.states]
+        self.single_partition_of_fp32_groups = self.zenflow_adam.shown.masters
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
         self.cpu_offload = self.zenflow_adam.link.fills_early
@@ -110,13 +118,15 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _link_all_hp_params(self) -> None:
         with swapped(Swap(self, "cpu_offload", False)):  # it would link gradients of the masters
             super()._link_all_hp_params()
-        for param in (param for group in self.bit16_groups for param in group):
+        adam = self.zenflow_adam
+        for param in self._trained():
             if param._hp_mapping is not None:
                 gradient = None
                 if self._host_gradients is not None:
                     gradient = partial(self._host_gradients.shown, self.get_param_id(param))
                 mapping = vars(param._hp_mapping)
-                param._hp_mapping = MasterFragment(**mapping, expose=self.zenflow_adam.expose, gradient=gradient)
+                handle = partial(adam.shown.handle, mapping["param_group_index"])
+                param._hp_mapping = MasterFragment(**mapping, expose=adam.expose, handle=handle, gradient=gradient)
 
     @property
     def _masters(self) -> list[Any]:
@@ -130,6 +140,9 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         rank = dist.get_rank(group=self.real_dp_process_group[index])
         return self.parallel_partitioned_bit16_groups[index][rank].data
 
+    def _trained(self) -> Iterator[Any]:
+        return (param for group in self.bit16_groups for param in group)
+
     def _holders(self, index: int, ranks: RankGroup) -> RankGroup:
         group = self.real_dp_process_group[index]
         return ranks if group is self.dp_process_group else RankGroup.of(group, keeps_scratch=True)
@@ -139,6 +152,21 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     @property
     def _can_take_gradients(self) -> bool:
         return self.partition_gradients  # at stage 1, a rank keeps all of them until they are reduced
+
+    def _runs(self) -> list[list[Run]]:
+        found: list[list[Run]] = [[] for _ in self.single_partition_of_fp32_groups]
+        for param in (param for group in self.params_in_partition for param in group):
+            index, _, begin, numel = self.grad_position[self.get_param_id(param)]
+            is_copy = not is_model_parallel_parameter(param)
+            found[index].append(Run(begin, begin + numel, is_copy, str(tuple(param.shape))))
+        return found
+
+    @property
+    def _bucket_bytes(self) -> int:
+        """Two that alternate if they are reduced during backward."""
+        if not self.contiguous_gradients:
+            return 0
+        return self.dtype.itemsize * self.reduce_bucket_size * (2 if self.overlap_comm else 1)
 
     def _take_gradients_to_host(self) -> None:
         """Let gradients go to the slots of their partitions during backward."""
@@ -187,6 +215,39 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         """As for gradients on the accelerator."""
         assert self._host_gradients is not None, "called only if gradients are on the host"
         return self._norm_of_known(self._host_gradients, list(map(self.get_param_id, params)), params)
+
+    # -- several backward passes in one step ------------------------------------------------------------------
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Do nothing after a pass that has reached no trained parameter, such as ``autograd.grad`` to an
+        input: DeepSpeed has not made the buffers that it would reduce."""
+        if self.ready_for_gradients:
+            super().reduce_ipg_grads(comm_dtype)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Add to what earlier passes of this step have completed. DeepSpeed would replace it if those
+        passes, too, were at the boundary of gradient accumulation."""
+        earlier = {**self.averaged_gradients}
+        super().independent_gradient_partition_epilogue()
+        for index, completed in earlier.items():
+            if completed is not None and completed is not self.averaged_gradients[index]:
+                for total, part in zip(self.averaged_gradients[index], completed, strict=True):
+                    total.add_(part)
+
+    @property
+    def _has_completed(self) -> bool:
+        """Only a pass at the boundary of gradient accumulation completes what waits on the accelerator."""
+        groups = range(len(self.bit16_groups))
+        completed = all(self.averaged_gradients.get(index) is not None for index in groups)
+        return completed or self._host_gradients is not None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, including those that a pass at the boundary has completed."""
+        super().zero_grad(set_to_none)
+        if not self._step.takes_gradients:
+            for completed in self.averaged_gradients.values():
+                for part in completed or ():
+                    part.zero_()
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -272,22 +333,13 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if saved is None:  # otherwise DeepSpeed has loaded the weights themselves
             self.update_lp_params()
 
-    @contextmanager
-    def exact_weights(self) -> Iterator[None]:
-        """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
-        collective; do not step inside."""
-        self._drain_together(shows_moments=False)
+    def _spread_weights(self, values: Sequence[torch.Tensor] | None) -> None:
         masters = self._masters
-        predicted = [self._aside(self._weights(index)) for index in range(len(masters))]
-        self.update_lp_params()
+        self._masters = list(map(self._weights, range(len(masters)))) if values is None else list(values)
         try:
-            yield
+            self.update_lp_params()  # copies what it takes for masters to the weights, and gathers them
         finally:
-            self._masters = predicted
-            try:
-                self.update_lp_params()
-            finally:
-                self._masters = masters
+            self._masters = masters
 
     def measurements(self) -> dict[str, float]:
         return {**super().measurements(), **self.zenflow_adam.measurements()}

@@ -17,6 +17,7 @@ from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
     Swap,
     gather_stream,
+    is_model_parallel_parameter,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
@@ -25,8 +26,9 @@ from deepspeed_ext.checkpoint.saved_state import SavedState
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.copies import Run
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -74,14 +76,14 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
         offloaded. If gradients go to the host during backward, the optimizer still is, so they and their norms take
         that way."""
-        with together(RankGroup.of(self.dp_process_group), otherwise=None):
+        with together(self._start.ranks, otherwise=None):
             self._start_instead()
 
     def _start_instead(self) -> None:
         self._clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
         self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
-        self.fp32_partitioned_groups_flat = [state.master for state in self.zenflow_adam.states]
+        self.fp32_partitioned_groups_flat = self.zenflow_adam.shown.masters
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
@@ -103,6 +105,9 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
 
     def _weights(self, index: int) -> torch.Tensor:
         return self.fp16_partitioned_groups_flat[index].data
+
+    def _trained(self) -> Iterator[Any]:
+        return (param for group in self.fp16_groups for param in group)
 
     def _held_numel(self, param: Any) -> int:
         """Elements of `param` in this rank's partition of it; the rest of that partition is padding."""
@@ -127,6 +132,26 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def _weights_on_host(self) -> bool:
         return bool(self.offload_param)
 
+    def _runs(self) -> list[list[Run]]:
+        found: list[list[Run]] = []
+        for group in self.fp16_groups:
+            found.append([])
+            end = 0
+            for param in group:
+                begin, end = end, end + param.partition_numel()
+                is_copy = not is_model_parallel_parameter(param)
+                found[-1].append(Run(begin, end, is_copy, str(tuple(param.ds_shape))))
+        return found
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.dtype.itemsize * self.reduce_bucket_size if self.contiguous_gradients else 0
+
+    @property
+    def _waits_after_weights(self) -> bool:  # type: ignore[override]
+        """DeepSpeed gathers persistent parameters, and waits for the device."""
+        return bool(self.persistent_parameters)
+
     @property
     def _flattens_sums(self) -> bool:
         return True
@@ -139,7 +164,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def _places(self) -> dict[int, Place]:
         """Where each parameter's gradient lies in the slots, and in DeepSpeed's buffer of all gradients."""
         places, offset = {}, 0
-        for param in (param for group in self.fp16_groups for param in group):
+        for param in self._trained():
             index, begin, numel = self.grad_position[self.get_param_id(param)]
             places[param.ds_id] = Place(index, begin, begin + numel, offset)
             offset += numel
@@ -207,7 +232,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             return super()._get_fp32_grad_state_partition(param, *args, **kwargs)
 
     def get_fp32_grad_partitions(self) -> Any:
-        with self._gradients_shown(*(param for group in self.fp16_groups for param in group)):
+        with self._gradients_shown(*self._trained()):
             return super().get_fp32_grad_partitions()
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
@@ -224,6 +249,20 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         if self._host_gradients is not None:
             for param in params:
                 self._host_gradients.changed(param.ds_id)
+
+    # -- several backward passes in one step ------------------------------------------------------------------
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Also take the gradients of parameters that are frozen now: earlier passes of this step may have
+        reached them. DeepSpeed would take zeros."""
+        super().independent_gradient_partition_epilogue()
+        if self.averaged_gradients:
+            offset = 0
+            for index, group in enumerate(self.fp16_groups):
+                sizes = [param.partition_numel() for param in group]
+                flat = self.grad_partitions_flat_buffer[offset : offset + sum(sizes)]
+                self.averaged_gradients[index] = list(flat.split(sizes))
+                offset += sum(sizes)
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -280,7 +319,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             for name in _PAGE_LOCKED:
                 if hasattr(self, name):
                     delattr(self, name)
-        trained = torch.nn.ParameterList(param for group in self.fp16_groups for param in group)
+        trained = torch.nn.ParameterList(self._trained())
         with swapped(Swap(self, "module", trained)):
             super().offload_states(include, device, pin_memory, non_blocking)
 
@@ -326,23 +365,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
         return partition if exposed else torch.full_like(partition, math.nan), sub_group
 
-    @contextmanager
-    def exact_weights(self) -> Iterator[None]:
-        """Context in which the model has the masters, rounded to its dtype, instead of predicted weights. A
-        collective; do not step inside."""
-        self._drain_together(shows_moments=False)
-        predicted = [self._aside(flat.data) for flat in self.fp16_partitioned_groups_flat]
-        self._write_weights([state.master for state in self.zenflow_adam.states])
-        try:
-            yield
-        finally:
-            self._write_weights(predicted)
-
-    def _write_weights(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy `values` to the partitions of the weights, and gather again what DeepSpeed keeps gathered."""
-        self._partition_all_parameters()
-        for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
-            flat.data.copy_(value.data)
+    def _spread_weights(self, values: Sequence[torch.Tensor] | None) -> None:
+        self._partition_all_parameters()  # what DeepSpeed keeps gathered is gathered again
+        if values is not None:
+            for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
+                flat.data.copy_(value)
         self.invalidate_secondary_tensor()
         if self.persistent_parameters:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)

@@ -9,28 +9,42 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.autocast_scale import AutocastScale
+from deepspeed_ext.adapter.backward_pass import BackwardPass
+from deepspeed_ext.adapter.exports import ExactWeights
 from deepspeed_ext.adapter.grad_norm import norm_tensors
 from deepspeed_ext.adapter.gradients_on_host import GradientsOnHost
-from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
+from deepspeed_ext.adapter.interruption import Interruption, Work
+from deepspeed_ext.adapter.step import GradientReceiver, Step
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
-    Swap,
     host_offload_config,
+    later_groups,
     pins_offload_buffers,
-    swapped,
 )
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, StateError, WorkerError
-from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together
+from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.ranks import (
+    RankGroup,
+    agreed,
+    open_communicators,
+    require_same_plan,
+    together,
+)
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
+from deepspeed_ext.zenflow.step.copies import Run, largest_block_apart, mixed
+from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
 from deepspeed_ext.zenflow.step.supported import require_publishable
 from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
 
@@ -45,12 +59,21 @@ class ZenFlowStepping(GradientsOnHost):
 
     Attributes:
         zenflow_adam: the optimizer that owns the worker.
+        exact_weights: context in which the model has p, rounded to its dtype, in place of predicted weights; see
+            `ExactWeights`.
     """
 
     torch_autocast_gradscaler: Any
     _autocast_scale: AutocastScale | None
     offloaded_states: set[Any]
     _copies_state = True
+    _waits_after_weights = False
+    """Whether DeepSpeed waits for the device once all weights are written (see `OffloadedAdam.finish_weights`)."""
+    _is_loading: bool | None = None
+    """Whether the load that runs has begun to write; None: none runs."""
+    _states_away = False
+    _passes_taken = 0
+    """Backward passes that had ended when the last step did."""
 
     def _prepare(self, start: ZenFlowStart, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of DeepSpeed's construction to those of CPU offload."""
@@ -64,22 +87,48 @@ class ZenFlowStepping(GradientsOnHost):
         """Start the worker. `groups` holds the index of each partition's parameter group."""
         names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
         grad_dtype = getattr(torch, gradient_dtype(*names))
-        weights_dtype, ranks = self._weights(0).dtype, RankGroup.of(self.dp_process_group, keeps_scratch=True)
+        weights_dtype = self._weights(0).dtype
+        self._dp_ranks = ranks = RankGroup.of(self.dp_process_group, keeps_scratch=True)
         require_publishable(self._start.run.config, dtype_name(weights_dtype))
+        holders = [self._holders(index, ranks) for index in range(len(groups))]
+        others = [RankGroup.of(group) for group in later_groups(self)]
+        open_communicators([self._start.ranks, ranks, *holders, *others])
         self.zenflow_adam = start_adam(
             self._start,
             self.optimizer,
             groups,
             self._weights,
             grad_dtype=grad_dtype,
-            ranks=ranks,
-            holders=[self._holders(index, ranks) for index in range(len(groups))],
+            sharers=ranks,
+            holders=holders,
             weights_on_host=self._weights_on_host,
             gradients=self._gradient_bytes(len(groups), grad_dtype),
         )
+        self._warn_of_mixed_blocks()
         scaler = self.torch_autocast_gradscaler
         self._autocast_scale = None if scaler is None else AutocastScale(scaler)
+        drain = partial(self._drain_together, shows_moments=False)
+        self.exact_weights = ExactWeights(self.zenflow_adam, self._weights, drain, self._spread_weights)
         self._step = Step([GradientReceiver(state.master.data, grad_dtype) for state in self.zenflow_adam.states])
+        self._interruption = Interruption()
+        self._backward_pass = BackwardPass(self.clear_backward_seen_flag, self._trained)
+        self._backward_hook_state = self._backward_pass
+
+    @abstractmethod
+    def _runs(self) -> list[list[Run]]:
+        """The parameters of each partition."""
+
+    def _warn_of_mixed_blocks(self) -> None:
+        """Warn of copies on tensor-parallel ranks that would be predicted differently; see `copies`."""
+        partitions, block_size = self._runs(), self.zenflow_adam.rule.block_size
+        found = [name for runs in partitions for name in mixed(runs, block_size)]
+        if found and self._start.run.config.overlapped:
+            warn_once(
+                f"rank {dist.get_rank()}: {len(found)} parameter(s), such as one of shape {found[0]}, of which each "
+                f"tensor-parallel rank has a copy share a block of zenflow.block_size = {block_size} elements with "
+                "divided ones, so predicted weights of the copies may differ: set zenflow.block_size = "
+                f"{largest_block_apart(partitions, block_size)}"
+            )
 
     @property
     @abstractmethod
@@ -96,26 +145,65 @@ class ZenFlowStepping(GradientsOnHost):
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
-    @property
-    def progress(self) -> Step:
-        """What the engine wraps around its steps, backward passes and loads."""
-        return self._step
+    @abstractmethod
+    def _trained(self) -> Iterator[Any]:
+        """All parameters that are trained."""
+
+    def recording(self, work: Work) -> AbstractContextManager[None]:
+        """Wrap a call that steps, loads, or may reduce gradients; record an exception that leaves it, if it has begun
+        to change something."""
+        if work is Work.BACKWARD:
+            return self._backward_pass.recorded(self._interruption)
+        return self._recording_load() if work is Work.LOAD else self._interruption.recorded(work)
+
+    @contextmanager
+    def _recording_load(self) -> Iterator[None]:
+        """Wrap a load; record an exception that leaves it once it has begun to write."""
+        self._is_loading = False
+        try:
+            with self._interruption.recorded(Work.LOAD, lambda: bool(self._is_loading)):
+                yield
+            if self._is_loading:
+                self._interruption.healed()
+        finally:
+            self._is_loading = None
 
     def load_begins(self) -> None:
-        """Called before a load writes anything; see `Step.load_begins`."""
-        self._step.load_begins()
+        """Note that a load writes weights, optimizer or counters from now on."""
+        if self._is_loading is not None:
+            self._is_loading = True
 
-    def backward_prologue(self) -> None:
-        self._step.backward_begins()
-        super().backward_prologue()
+    def require_steppable(self, managed: bool) -> None:
+        """Check, before anything changes, that a step is possible.
 
-    def exit_backward(self) -> None:
-        super().exit_backward()
-        self._step.backward_ends()
+        Args:
+            managed: whether backward passes, not `step`, complete the gradients.
+
+        Raises:
+            ConfigError: a parameter group has a setting with which the worker cannot step.
+            StateError: no backward pass since the last step has completed the gradients.
+        """
+        if self.zenflow_adam.link.failed:  # all ranks get its error
+            return
+        config = self._start.run.config
+        predicts = config.rule == "predictive" and config.overlapped
+        self.zenflow_adam.kind.require_steppable(predicts=predicts)
+        has_passed = self._backward_pass.passes != self._passes_taken
+        if not has_passed or (managed and not self._has_completed):
+            raise StateError(
+                "step() was called, but no backward pass since the last step has completed the gradients: "
+                "call engine.backward(loss) before each step(), with a loss that depends on what "
+                "engine(...) returned"
+            )
+
+    @property
+    def _has_completed(self) -> bool:
+        """Whether a step finds gradients after any backward pass since the last step."""
+        return True
 
     def step(self, closure: Any = None) -> None:
         adam, masters = self.zenflow_adam, self._masters
-        with self._step.of_optimizer():
+        with self.recording(Work.STEP), self._step.of_optimizer():
             with adam.link.keeping():
                 for index, receiver in enumerate(self._step.receivers):
                     receiver.data = self._weights(index)
@@ -132,6 +220,7 @@ class ZenFlowStepping(GradientsOnHost):
                     adam.end_step()
             finally:
                 self._masters = masters
+            self._passes_taken = self._backward_pass.passes
 
     def get_grad_norm_direct(self, gradients: Sequence[torch.Tensor], params: Any, norm_type: float = 2) -> Any:
         """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the gradient."""
@@ -164,7 +253,7 @@ class ZenFlowStepping(GradientsOnHost):
                 grad_scale *= self._autocast_scale.factor()
         self.zenflow_adam.step_partition(index, self._masters[index].grad, grad_scale)
         if index == len(self._masters) - 1:
-            self.zenflow_adam.finish_weights()
+            self.zenflow_adam.finish_weights(starts_copies=not self._waits_after_weights)
 
     # -- away from the accelerator --------------------------------------------------------------------------------
 
@@ -182,42 +271,45 @@ class ZenFlowStepping(GradientsOnHost):
             receiver.release()
         if OffloadStateTypeEnum.optim_states in wanted:
             self.zenflow_adam.offload()
-            self._step.states_away()
+            self._states_away = True
         wanted -= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
         super().offload_states(wanted, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         super().reload_states(non_blocking)
         self.zenflow_adam.reload()
-        self._step.states_back()
+        self._states_away = False
 
     def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is, and that nothing was broken off.
+        """Check that nothing is offloaded, or that none of `states` is, and that nothing was interrupted.
 
         Raises:
-            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as Ctrl-C has
-                broken off a step, a backward pass or a load.
+            StateError: `offload_states` was called, and `reload_states` was not; or an exception such as
+                Ctrl-C has interrupted a step, a backward pass or a load.
         """
         self._require_whole()
         self._require_here(states)
 
     def require_saveable(self) -> None:
-        """Like `require_states_here`, but a backward pass may be broken off: it changes nothing that is saved."""
-        self._require_whole(StepPhase.BACKWARD)
+        """Like `require_states_here`, but an interrupted backward pass is accepted: it changes nothing
+        that is saved."""
+        self._require_whole(Work.BACKWARD)
         self._require_here(())
 
     def require_loadable(self) -> None:
-        """Like `require_states_here`, but a load may be broken off: another one writes everything that it has."""
-        self._require_whole(StepPhase.LOADING)
+        """Like `require_states_here`, but an interrupted load is accepted: another one writes
+        everything that it has."""
+        self._require_whole(Work.LOAD)
         self._require_here(())
 
-    def _require_whole(self, *unless: StepPhase) -> None:
+    def _require_whole(self, *unless: Work) -> None:
+        self._backward_pass.notice(self._interruption)
         if not self.zenflow_adam.link.failed:  # otherwise all ranks get its error
-            self._step.require_whole(*unless)
+            self._interruption.require_none(*unless)
 
     def _require_here(self, states: Sequence[Any]) -> None:
-        is_away = self._step.phase is StepPhase.AWAY
-        away = self.offloaded_states | ({OffloadStateTypeEnum.optim_states} if is_away else set())
+        moments = {OffloadStateTypeEnum.optim_states} if self._states_away else set()
+        away = self.offloaded_states | moments
         if away := away.intersection(states or away):
             raise StateError(
                 f"engine.offload_states has moved {', '.join(sorted(state.value for state in away))} to the host: "
@@ -226,23 +318,12 @@ class ZenFlowStepping(GradientsOnHost):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _get_state(self) -> Any:
-        """The base optimizer's state, as the last step leaves it; the next one continues from what is written there."""
-        if self.zenflow_adam.shows_state and self.zenflow_adam.plan is None:
-            self.zenflow_adam.expose()
-        return super()._get_state()
-
-    def _set_state(self, value: Any) -> None:
-        super()._set_state(value)
-
-    state = property(_get_state, _set_state)
-
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
         self.zenflow_adam.drain(shows_moments=self._copies_state)
         scale = {} if self._autocast_scale is None else {_AUTOCAST_SCALE: self._autocast_scale.state_dict()}
-        with swapped(Swap(self.zenflow_adam, "shows_state", False)):
-            theirs = super().state_dict()
+        with self.zenflow_adam.shown.quiet():
+            theirs = tree_map_only(ShownTensor, plain, super().state_dict())
         return {**theirs, checkpoint.STATE_KEY: self._zenflow_state(), **scale}
 
     def _zenflow_state(self) -> dict[str, Any]:
@@ -273,21 +354,28 @@ class ZenFlowStepping(GradientsOnHost):
         with together(ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read_saved_state(state_dict_list)
         _require_same_position(saved, ranks)
-        super().load_state_dict(
-            state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial, param_shapes
-        )
+        with adam.shown.quiet():
+            super().load_state_dict(
+                state_dict_list,
+                load_optimizer_states,
+                load_from_fp32_weights,
+                checkpoint_folder,
+                load_serial,
+                param_shapes,
+            )
         with together(ranks, CheckpointError):
             if load_optimizer_states or checkpoint_folder:
                 self._adopt_state()
-                exact = checkpoint.restore(adam, saved, f"rank {ranks.rank}")
+                exact = checkpoint.restore(adam, saved, f"rank {dist.get_rank()}")
                 self._refresh_weights(saved if exact else None)
             else:
                 adam.masters_changed()
             if self._autocast_scale is not None and not checkpoint_folder:
-                state = state_dict_list[ranks.rank] or {}
+                state = state_dict_list[self._dp_ranks.rank] or {}
                 self._autocast_scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._autocast_scale.state_dict()))
         if load_optimizer_states or checkpoint_folder:
-            self._exchange_weights(saved if exact else None)
+            with adam.shown.quiet():
+                self._exchange_weights(saved if exact else None)
 
     def _drain_together(self, *, shows_moments: bool = True) -> None:
         """Call `OffloadedAdam.drain` on all ranks; raise on all if any rank's worker has failed. A collective."""
@@ -299,7 +387,7 @@ class ZenFlowStepping(GradientsOnHost):
         """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none."""
         if state_dict_list is None or isinstance(state_dict_list, (str, bytes)):
             return None
-        state = state_dict_list[self.zenflow_adam.ranks.rank]
+        state = state_dict_list[self._dp_ranks.rank]
         if not isinstance(state, Mapping):
             raise CheckpointError(
                 f"the optimizer's state is a {type(state).__name__}, expected a dict: load another checkpoint"
@@ -317,19 +405,25 @@ class ZenFlowStepping(GradientsOnHost):
 
     def _adopt_state(self) -> None:
         """Copy the moments and step count that DeepSpeed has loaded to the arena."""
-        checkpoint.adopt_optimizer_state(self.zenflow_adam, self.optimizer)
+        checkpoint.adopt_optimizer_state(self.zenflow_adam)
 
     @abstractmethod
     def _refresh_weights(self, saved: SavedState | None) -> None:
         """Update this rank's weights after masters were loaded: from the saved state if it has them, otherwise from the
         masters."""
 
+    @abstractmethod
+    def _spread_weights(self, values: Sequence[torch.Tensor] | None) -> None:
+        """Copy `values`, if given, to this rank's partitions of the weights, and let all ranks have them. A
+        collective."""
+
     def _exchange_weights(self, saved: SavedState | None) -> None:
         """Send the weights to the other ranks if they were not loaded from the checkpoint. May be a collective."""
 
     def _restore_from_bit16_weights(self) -> None:
         self._drain_together()
-        super()._restore_from_bit16_weights()
+        with self.zenflow_adam.shown.quiet():
+            super()._restore_from_bit16_weights()
         self.zenflow_adam.masters_changed()
 
     def destroy(self) -> None:

@@ -4,8 +4,8 @@ line."""
 from __future__ import annotations
 
 import difflib
-import reprlib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, PrivateAttr, ValidationError, field_validator, model_validator
@@ -20,7 +20,7 @@ from deepspeed_ext.adapter.upstream import (
     swapped,
 )
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
-from deepspeed_ext.config.file import is_deeper
+from deepspeed_ext.config.file import is_deeper, read_json, require_fields, shown
 from deepspeed_ext.errors import ConfigError
 
 __all__ = ["Config", "ZeroConfig"]
@@ -31,6 +31,11 @@ DEEPEST = 16
 
 class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
     """Our ``zenflow`` section, also an instance of DeepSpeed's class for code that checks the type."""
+
+    @model_validator(mode="after")
+    def validate_fields(self) -> Self:
+        """DeepSpeed's check, all of which our types do, and which knows no interval "measured"."""
+        return self
 
 
 class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
@@ -109,17 +114,25 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     def _explain(cls, error: ValidationError) -> str:
         """One line per mistake in our fields or in a field name; empty for mistakes that only DeepSpeed's own checks
         should report."""
-        lines = []
+        lines: dict[str, list[str]] = {}
         for mistake in error.errors():
-            place = [str(part) for part in mistake["loc"]]
-            path, value = ".".join(["zero_optimization", *place]), _shown(mistake["input"])
+            place = cls._without_branches([str(part) for part in mistake["loc"]])
+            path, value = ".".join(["zero_optimization", *place]), shown(mistake["input"])
             whole_section = place in (["zenflow"], [])  # DeepSpeed has this section too, and reports it itself
             if mistake["type"] == "extra_forbidden":
                 hint = cls._meant(place) or "; remove it or see docs/config_reference.md"
-                lines.append(f"{path} is not a field (its value was {value}){hint}")
+                lines[f"{path} is not a field (its value was {value}){hint}"] = []
             elif not whole_section and place[0] in ZeroFields.model_fields:
-                lines.append(f"{path} = {value}: {mistake['msg']}")
-        return "; ".join(lines)
+                lines.setdefault(f"{path} = {value}", []).append(mistake["msg"])
+        found = [f"{what}: {', or '.join(why)}" if why else what for what, why in lines.items()]
+        return "; ".join(found)
+
+    @classmethod
+    def _without_branches(cls, place: list[str]) -> list[str]:
+        """The path to a field, without what pydantic adds: the branch of its type that a value does not match."""
+        sections = _sections(cls)
+        depth = next((n for n in range(len(place)) if tuple(place[:n]) not in sections), len(place))
+        return place[:depth]
 
     @classmethod
     def _meant(cls, place: Sequence[str]) -> str:
@@ -151,7 +164,19 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
 
 class Config(DeepSpeedConfig):
-    """DeepSpeed's config. What it refuses together with a ``zenflow`` section concerns DeepSpeed's own ZenFlow."""
+    """DeepSpeed's config. What it refuses together with a ``zenflow`` section concerns DeepSpeed's own ZenFlow.
+
+    Raises:
+        ConfigError: the file that it names cannot be read, or ``zero_optimization`` or a section of it has a wrong
+            form.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        is_file = isinstance(config, str) and os.path.exists(config)  # DeepSpeed also takes base64
+        given = read_json(config, "config") if is_file else config
+        if isinstance(given, Mapping):
+            require_fields(given)
+        super().__init__(config, *args, **kwargs)
 
     def _do_error_check(self) -> None:
         zero_config = self.zero_config
@@ -160,16 +185,6 @@ class Config(DeepSpeedConfig):
             return
         with swapped(Swap(self, "zero_config", zero_config.model_copy(update={"zenflow": None}))):
             super()._do_error_check()
-
-
-def _shown(value: Any) -> str:
-    """`value` for a message, shortened if it is long."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxlong = short.maxother = 100
-    try:
-        return short.repr(value)
-    except ValueError:  # Python limits the digits of an int that it prints
-        return "an int with too many digits"
 
 
 def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:

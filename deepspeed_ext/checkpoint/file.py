@@ -50,6 +50,8 @@ def reading(path: str) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointError:  # it names the file
+        raise
     except Exception as error:  # torch and pickle can raise almost anything
         said = " ".join(str(error).split())
         raise CheckpointError(

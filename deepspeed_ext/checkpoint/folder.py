@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.checkpoint.owner import Owner
+from deepspeed_ext.checkpoint.tags import why_unusable
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files
 
@@ -109,6 +110,7 @@ class CheckpointFolder:
     def __init__(self, save_dir: str, tag: str, save_id: str | None = None) -> None:
         self.save_dir = os.path.abspath(save_dir)
         self.path = os.path.abspath(os.path.join(save_dir, tag))
+        self._tag = tag
         self._save_id = save_id
         self._key = (save_id or "")[:_KEY_LENGTH]
         self.staging = self._beside(_STAGING, self._key)
@@ -125,10 +127,11 @@ class CheckpointFolder:
         return sorted(m["key"] or "" for m in found if m is not None and (m["tag"], m["role"]) == (tag, role))
 
     def require_savable(self) -> None:
-        """Refuse a tag whose folder cannot be replaced as a whole.
+        """Refuse a tag whose folder cannot be replaced as a whole, or under which the save could not be found again.
 
         Raises:
-            CheckpointError: the tag does not name a separate folder inside `save_dir`.
+            CheckpointError: the tag does not name a separate folder inside `save_dir`, or names one that something else
+                uses.
         """
         inside = os.path.relpath(self.path, self.save_dir)
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
@@ -136,6 +139,8 @@ class CheckpointFolder:
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder {self.save_dir}: "
                 "use a tag without '..'"
             )
+        if (why := why_unusable(self._tag)) is not None:
+            raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
 

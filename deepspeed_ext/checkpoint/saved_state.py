@@ -46,6 +46,7 @@ class _SavedState(SavedValues):
     moment_dtype: StateDtype = "float32"
     """Dtype of the moments in the run; the base optimizer's state holds them, those of ``int8`` in fp32."""
     updates: Count
+    """Of the partition that has had most."""
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
     weights: list[torch.Tensor] | None = None
     """The partitions in the model's dtype, which stage 3 saves nowhere else."""
@@ -54,6 +55,11 @@ class _SavedState(SavedValues):
     def layout(self) -> StateLayout:
         """The state of the optimizer that saved it."""
         return LION_STATE if self.optimizer == "lion" else ADAM_STATE
+
+    @property
+    def counts(self) -> list[int]:
+        """For each partition, its number of updates."""
+        return [self.updates if each.updates is None else each.updates for each in self.partitions]
 
     @property
     def position(self) -> int:

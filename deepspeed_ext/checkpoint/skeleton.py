@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,19 +18,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepspeed_ext.checkpoint.sums import Record, records
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.memory import host_empty
 
 __all__ = ["Hole", "SkeletonError", "fill_holes", "write_skeleton"]
 
-_LOCAL_HEADER = struct.Struct("<26xHH")
-"""Header of a member of a zip file: 26 bytes, the length of its name, the length of its extra field."""
-_DIRECTORY_ENTRY = struct.Struct("<16x4x8xHHH12x")
-"""Entry of a zip file's directory: a CRC behind 16 bytes, the length of its name, its extra field and its comment."""
-_DESCRIPTOR = b"PK\x07\x08"
-"""What follows a member's bytes if its CRC comes next."""
-_CRC = struct.Struct("<I")
+_STORAGE = "data/"
 _PROTOCOL = 2
 """Of pickle, as in `torch.save`."""
 
@@ -100,7 +92,7 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
 
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(content, path, pickle_module=SimpleNamespace(Pickler=Recorder, __name__=pickle.__name__))
-    found = _records(path)
+    found = _storages(path)
     if [storage.nbytes() for storage in storages.values()] != [record.nbytes for record in found]:
         raise SkeletonError(f"{path} has {len(found)} storages, found {len(storages)}: they do not match in size")
     return [
@@ -119,10 +111,9 @@ def fill_holes(path: str, holes: Sequence[Hole]) -> None:
             offset, crc = hole.offset, 0
             for part in _on_host(hole.values, chunk) if hole.parts is None else hole.parts():
                 memory = files.memory_at(part.data_ptr(), part.nbytes)
-                files.write(descriptor, memory, offset)
-                offset, crc = offset + part.nbytes, zlib.crc32(memory, crc)
-            for place in hole.crc_offsets:
-                files.write(descriptor, memoryview(_CRC.pack(crc)), place)
+                crc = files.write_summed(descriptor, memory, offset, crc)
+                offset += part.nbytes
+            files.write_crc(descriptor, crc, hole.crc_offsets)
 
 
 def _on_host(values: torch.Tensor, chunk: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -149,29 +140,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
-@dataclass(frozen=True)
-class _Record:
-    nbytes: int
-    offset: int
-    crc_offsets: tuple[int, ...]
-
-
-def _records(path: str) -> list[_Record]:
+def _storages(path: str) -> list[Record]:
     """The storages in a file of `torch.save`, in the order of their numbers."""
-    found: dict[int, _Record] = {}
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-        entry = archive.start_dir
-        for member in archive.infolist():
-            crc_offsets = [entry + 16]
-            file.seek(entry)
-            entry += _DIRECTORY_ENTRY.size + sum(_DIRECTORY_ENTRY.unpack(file.read(_DIRECTORY_ENTRY.size)))
-            _, _, name = member.filename.partition("/")
-            if name.startswith("data/"):
-                file.seek(member.header_offset)
-                header = file.read(_LOCAL_HEADER.size)
-                offset = member.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-                file.seek(offset + member.file_size)
-                if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
-                    crc_offsets.append(file.tell())
-                found[int(name.removeprefix("data/"))] = _Record(member.file_size, offset, tuple(crc_offsets))
-    return [found[number] for number in sorted(found)]
+    found = {record.name.removeprefix(_STORAGE): record for record in records(path)}
+    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]

@@ -20,6 +20,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam, has_room_for
 from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
 __all__ = ["STATE_KEY", "adopt_optimizer_state", "host_copy", "restore", "state_of"]
@@ -58,11 +59,14 @@ def _shown(adam: OffloadedAdam) -> dict[str, Any]:
             {
                 "numel": state.master.numel(),
                 "on_accelerator": state.master.numel() - partition.master.numel(),
+                **({} if count == adam.updates else {"updates": count}),
                 "collected": [asdict(step) for step in partition.collected],
                 "gradients": _collected_gradients(adam, partition),
                 **saved,
             }
-            for partition, state, saved in zip(adam.partitions, adam.states, adam.rule.saved(), strict=True)
+            for partition, state, count, saved in zip(
+                adam.partitions, adam.states, adam.counts, adam.rule.saved(), strict=True
+            )
         ],
     }
 
@@ -72,28 +76,11 @@ def _collected_gradients(adam: OffloadedAdam, partition: Partition) -> list[torc
     return [partition.ring[slot] for slot in adam.rule.schedule.latest(len(partition.collected))]
 
 
-def adopt_optimizer_state(adam: OffloadedAdam, optimizer: torch.optim.Optimizer) -> None:
-    """Copy the moments and step count that DeepSpeed has loaded into `optimizer` to the arena.
-
-    Raises:
-        CheckpointError: the partitions have different step counts.
-    """
-    updates = set()
-    for ours in adam.states:
-        state = optimizer.state.get(ours.master, {})
-        for name, target in ours.moments.items():
-            loaded = state.get(name)
-            if loaded is None:
-                target.zero_()
-            elif loaded.data_ptr() != target.data_ptr():
-                target.copy_(loaded.view(-1))
-        step = state.get("step")
-        if step is None:
-            step = optimizer.param_groups[ours.group].get("step") or 0
-        updates.add(int(step))
-    if len(updates) > 1:
-        raise CheckpointError(f"the checkpoint's partitions have different step counts: {sorted(updates)}")
-    adam.masters_changed(updates.pop() if updates else 0)
+def adopt_optimizer_state(adam: OffloadedAdam) -> None:
+    """Copy the moments and step counts that DeepSpeed has loaded into the user's optimizer to the arena."""
+    loaded = adam.shown.loaded()
+    write(loaded)
+    adam.masters_changed([each.updates or 0 for each in loaded])
 
 
 def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
@@ -118,7 +105,7 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
     if changed := _changed_setting(adam, saved) or _unaffordable_interval(adam, saved.schedule.interval):
         for state, values in zip(adam.states, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
-        adam.masters_changed(saved.updates if saved.position else None)
+        adam.masters_changed(saved.counts if saved.position else None)
         logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
         return False
     if saved.kernel != (kernel := adam.link.process.ready.kernel):
@@ -128,7 +115,7 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
         )
     rule.schedule.load_state_dict(dict(saved.schedule), saved.position)
     adam.lock_ring()
-    adam.updates = saved.updates
+    adam.counts = saved.counts
     for partition, values in zip(adam.partitions, saved.partitions, strict=True):
         partition.collected = values.steps
         for target, gradient in zip(_collected_gradients(adam, partition), values.gradients, strict=True):

@@ -15,6 +15,7 @@ __all__ = [
     "MAX_RANKS",
     "MAX_SECONDS",
     "MAX_STEPS",
+    "MAX_TOKENS",
     "MAX_VERIFY_STEPS",
     "milliseconds",
     "node",
@@ -27,6 +28,7 @@ __all__ = [
 MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
 
 MAX_JOB_RANKS = 1 << 20
+MAX_TOKENS = 1 << 40
 MAX_VERIFY_STEPS, MAX_SECONDS = 1000, 24 * 3600
 
 

@@ -24,6 +24,7 @@ from deepspeed_ext.runtime import build_locks
 from deepspeed_ext.runtime.cache import cache_folder
 from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
 from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.host_memory import available_host_bytes, total_host_bytes
 from deepspeed_ext.runtime.launcher_variables import plan_launch
 
@@ -120,7 +121,7 @@ def check_deepspeed() -> Check:
 
 
 def check_accelerator() -> Check:
-    from deepspeed_ext.runtime.backend import get_accelerator
+    from deepspeed_ext.runtime.backend import SHARED_MEMORY, get_accelerator, shares_host_memory
 
     accelerator = get_accelerator()
     name, number = accelerator.device_name(), accelerator.device_count()
@@ -128,7 +129,20 @@ def check_accelerator() -> Check:
         return _warning(
             "accelerator", "none: training runs on the CPU", "install a torch that is built for your accelerator"
         )
-    return _ok("accelerator", f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each")
+    detail = f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each"
+    if shares_host_memory():
+        return _warning("accelerator", f"{detail}, which is the host's memory: offload frees nothing", SHARED_MEMORY)
+    return _ok("accelerator", detail)
+
+
+def check_device_queues() -> Check:
+    from deepspeed_ext.runtime.backend import get_accelerator
+
+    reason = single_queue(os.environ)
+    if reason is None or get_accelerator().device_name() == "cpu":
+        return _ok("device queues", "copies can run beside computation")
+    detail, remedy = reason.split(". ", 1)
+    return _warning("device queues", detail, remedy)
 
 
 def check_device_kernels() -> Check:
@@ -365,6 +379,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_torch,
     check_deepspeed,
     check_accelerator,
+    check_device_queues,
     check_device_kernels,
     check_backends,
     check_compiler,

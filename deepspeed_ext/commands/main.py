@@ -22,6 +22,7 @@ from deepspeed_ext.commands.argument_types import (
     MAX_RANKS,
     MAX_SECONDS,
     MAX_STEPS,
+    MAX_TOKENS,
     MAX_VERIFY_STEPS,
     milliseconds,
     node,
@@ -34,10 +35,19 @@ from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedErro
 __all__ = ["main"]
 
 EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
+EXAMPLES = {
+    "doctor": "deepspeed-ext doctor",
+    "config": "deepspeed-ext config trainer_zenflow > ds.json",
+    "plan": "deepspeed-ext plan --memory --params 7e9 --gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
+    "tune": "deepspeed-ext tune --quick",
+    "verify": "deepspeed-ext verify --config ds.json",
+    "run": "deepspeed-ext run train.py --lr 1e-4",
+}
+"""A command line for the end of each command's --help."""
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
 OF_MEMORY = {
     *("params", "model", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
-    *("link_gbps", "host_gbps", "tflops", "write"),
+    *("link_gbps", "host_gbps", "tflops", "tokens", "all", "write", "for"),
 }
 """Arguments of ``plan`` that belong to only one of its two plans."""
 
@@ -99,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_report(commands)
     _add_run(commands)
+    for name, command in commands.choices.items():
+        command.epilog = f"example: {EXAMPLES[name]}"
+        command.formatter_class = argparse.RawDescriptionHelpFormatter  # which does not break the example
     return parser
 
 
@@ -184,7 +197,21 @@ def _add_memory(plan: _Parser) -> None:
         ("--tflops", "TFLOP/s that a GPU sustains", 400),
     ):
         plan.add_argument(option, metavar="X", type=read_by("parse_speed"), help=f"with --memory: {of} [{default}]")
+    plan.add_argument(
+        "--tokens",
+        metavar="N",
+        type=whole(1, MAX_TOKENS),
+        help="with --memory: tokens per GPU and optimizer step, by which ways are compared [8192]",
+    )
+    plan.add_argument(
+        "--all", action="store_const", const=True, help="with --memory: show every way [the best of each kind]"
+    )
     plan.add_argument("--write", metavar="FILE", help="with --memory: write the config of the suggested run")
+    plan.add_argument(
+        "--for",
+        choices=("script", "trainer"),
+        help="with --write: who reads it: deepspeed.initialize, or the Hugging Face Trainer [script]",
+    )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -357,18 +384,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if passed else EXIT_PROBLEM
 
 
-def _set_launch_variables() -> None:
-    """Add the variables of srun or MPI to the environment, under the names that DeepSpeed reads."""
-    from deepspeed_ext.runtime.launcher_variables import plan_launch
-    from deepspeed_ext.runtime.log import logger
-
-    plan = plan_launch(os.environ)
-    os.environ.update(plan.variables)
-    if plan.variables and os.environ["RANK"] == "0":
-        names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        logger.info(f"{plan.launcher} started rank 0: {', '.join(f'{name}={os.environ[name]}' for name in names)}")
-
-
 def _prepare_run(arguments: argparse.Namespace) -> int:
     """Make this process look like ``python SCRIPT ARGS``, with the extension enabled."""
     script = os.path.realpath(arguments.script)
@@ -376,7 +391,9 @@ def _prepare_run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"found no script {arguments.script}")
     with open(script, "rb"):  # raises if it is not readable
         pass
-    _set_launch_variables()
+    from deepspeed_ext.runtime.launch import set_launch_variables
+
+    set_launch_variables()
     import deepspeed_ext  # records the initial CPU mask, which must happen before torch is imported
 
     deepspeed_ext.enable()

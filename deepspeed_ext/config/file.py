@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_ext.errors import ConfigError
 
-__all__ = ["count_in", "is_deeper", "read_json", "section_of"]
+__all__ = ["count_in", "is_deeper", "read_json", "require_fields", "section_of", "shown"]
 
 MOST_BYTES = 1 << 20
 """A config is smaller than that; anything larger is another file, and hjson takes two seconds for a MiB."""
@@ -18,28 +19,89 @@ MOST_DEPTH = 64
 """Of sections in sections. A config has a handful, and copying one of hundreds fails in Python."""
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """Read the file that ``--config`` names.
+EXAMPLES = {
+    "zero_optimization": '{"stage": 2}',
+    "zenflow": '{"update_rule": "predictive"}',
+    "core_binding": '{"enabled": true}',
+    "offload_optimizer": '{"device": "cpu"}',
+    "offload_param": '{"device": "cpu"}',
+}
+"""The sections that we read, each with one that is right."""
+
+
+def read_json(path: str, what: str = "--config") -> dict[str, Any]:
+    """Read a config file.
+
+    Args:
+        what: the argument that names the file.
 
     Raises:
-        ConfigError: there is none, or it holds no object, or the same key twice.
+        ConfigError: there is none, or it holds no object or an empty one, or the same key twice, or what
+            `require_fields` refuses.
     """
     import hjson
 
+    name = f"{what}: {path[:200]}"
+    if os.path.isdir(path):
+        raise ConfigError(f"{name} is a folder, expected the DeepSpeed config file in it")
     if not os.path.isfile(path):
-        raise ConfigError(f"--config: found no file {path[:200]}")
+        raise ConfigError(f"{what}: found no file {path[:200]}")
     try:
         if os.path.getsize(path) > MOST_BYTES:
-            raise ConfigError(f"--config: {path[:200]} is larger than {MOST_BYTES:,} bytes")
+            raise ConfigError(f"{name} is larger than {MOST_BYTES:,} bytes, so it is no config")
         with open(path, encoding="utf-8") as file:
             config = hjson.load(file, object_pairs_hook=_without_duplicates)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"--config: {path[:200]} is not a readable JSON file: {str(error)[:300]}") from None
+        hint = _yaml_hint(path)
+        raise ConfigError(f"{name} is not a readable JSON file{hint}: {str(error)[:300]}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"--config: {path[:200]} holds a {type(config).__name__}, expected an object")
+        raise ConfigError(
+            f"{name} holds a {type(config).__name__}, expected an object, "
+            f'such as {{"zero_optimization": {EXAMPLES["zero_optimization"]}}}{_yaml_hint(path)}'
+        )
+    if not config:
+        raise ConfigError(f"{name} is empty, expected a DeepSpeed config")
     if is_deeper(config, MOST_DEPTH):
-        raise ConfigError(f"--config: {path[:200]} is nested more than {MOST_DEPTH} deep")
+        raise ConfigError(f"{name} is nested more than {MOST_DEPTH} deep")
+    require_fields(config)
     return config
+
+
+_YAML = "DeepSpeed reads no YAML; give the JSON file that deepspeed_config_file in it names"
+
+
+def _yaml_hint(path: str) -> str:
+    return f" ({_YAML})" if path.lower().endswith((".yaml", ".yml")) else ""
+
+
+def require_fields(config: Mapping[Any, Any]) -> None:
+    """Check the form of ``zero_optimization`` and of the sections in it that we read.
+
+    Raises:
+        ConfigError: one of them is no object, or one of its keys is no text.
+    """
+    zero = config.get("zero_optimization", {})
+    if isinstance(zero, bool):  # DeepSpeed's old form
+        return
+    sections = {"zero_optimization": zero}
+    if isinstance(zero, Mapping):
+        given = {f"zero_optimization.{name}": zero.get(name) for name in EXAMPLES}
+        sections |= {name: value for name, value in given.items() if value not in (None, "auto")}
+    for name, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise ConfigError(_no_object(name, section))
+        if wrong := [key for key in section if not isinstance(key, str)]:
+            kind = type(wrong[0]).__name__
+            raise ConfigError(
+                f"{name} has the key {shown(wrong[0])}, of type {kind}: keys are names of fields, as text"
+            )
+
+
+def _no_object(name: str, value: Any) -> str:
+    """What is wrong with a section that is no object."""
+    example = EXAMPLES.get(name.rpartition(".")[2], "{}")
+    hint = f" ({_YAML})" if isinstance(value, str) and ":" in value else ""
+    return f"{name} = {shown(value)}: expected an object, such as {example}{hint}"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,8 +131,18 @@ def section_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if section in (None, "auto"):
         return {}
     if not isinstance(section, dict):
-        raise ConfigError(f"{name} is a {type(section).__name__}, expected an object")
+        raise ConfigError(_no_object(name, section))
     return section
+
+
+def shown(value: Any) -> str:
+    """`value` for a message, shortened if it is long."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxlong = short.maxother = 100
+    try:
+        return short.repr(value)
+    except ValueError:  # Python limits the digits of an int that it prints
+        return "an int with too many digits"
 
 
 def count_in(config: Mapping[str, Any], name: str) -> int | None:

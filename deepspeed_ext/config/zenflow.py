@@ -1,6 +1,6 @@
 """The ``zenflow`` section."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -30,6 +30,9 @@ ErrorFactor = Annotated[float, Field(ge=0.0, le=1e6), AfterValidator(_factor_or_
 Interval = Annotated[int, Field(ge=1, le=1024)]
 """Optimizer steps per hand-over. The predictive rule keeps a gradient for each of them."""
 
+MEASURED = "measured"
+"""Value of ``update_interval``. Accelerate refuses an "auto" that it does not fill in itself."""
+
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
 BlockSize = Annotated[int, Field(ge=1, le=2**16)]
@@ -48,13 +51,13 @@ class ZenFlowConfig(ConfigSection):
     estimate of the update in flight. ``selective``: ZenFlow as published. Not given: ``selective`` if ``topk_ratio``
     or a ``select_*`` field is given, otherwise ``predictive``."""
 
-    update_interval: Interval | None = None
-    """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given: the smallest
-    interval, at most 2, at which the worker keeps up, measured at the start, or a shorter one if host memory is short.
-    1 follows AdamW most closely; the loss at 4 was up to 7 % higher. Larger intervals need less memory bandwidth on the
-    host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer steps whose mean gradient makes one
-    step of the cold blocks. Not given: chosen at the first selection (see ``auto_ratio``). Never changes
-    ``gradient_accumulation_steps``."""
+    update_interval: Interval | Literal["measured"] | None = None
+    """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given: 1, which follows
+    AdamW most closely; the loss at 4 was up to 7 % higher. ``measured``, or "auto": the smallest interval, at most
+    2, at which the worker keeps up, measured at the start, or a shorter one if host memory is short. Larger intervals
+    need less memory bandwidth on the host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer
+    steps whose mean gradient makes one step of the cold blocks. Not given, ``measured`` or "auto": chosen at the
+    first selection (see ``auto_ratio``). Never changes ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for the worker in every step. Not
@@ -96,14 +99,19 @@ class ZenFlowConfig(ConfigSection):
     if gradients would take more than half of what is free on any rank's accelerator beside the weights. Without effect
     if the accelerator is the CPU, and with ``offload_param``, whose gradients are on the host anyway."""
 
-    offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.25
-    """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that must stay free at the
-    start, for activations, gradients and landing buffers."""
+    offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.15
+    """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that stays free for
+    activations and temporaries. Gradients, their flat copy, buckets and landing buffers are counted beside it."""
 
     async_save: bool = False
     """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the worker, copies of
     the rest by a thread. The next pass of the worker waits until p, m and v are written. The checkpoint appears under
     its name, and in ``latest``, once it is complete, after a later step or in ``engine.destroy()``."""
+
+    save_predicted_weights: bool = False
+    """What ``save_16bit_model``, the Trainer's ``save_model`` and other exports of the model alone write: p, rounded to
+    the nearest value of the weights' dtype, or the weights that training uses, which anticipate an update. Checkpoints
+    have both."""
 
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
     """Longest time that the worker's start, or a wait for it, may take before it is an error. While one rank waits
@@ -148,6 +156,19 @@ class ZenFlowConfig(ConfigSection):
     """``selective`` without ``update_interval``: update cold blocks as soon as their collected gradients reach this
     share of a hot block's gradient of one step. Computed from mean gradients at the first selection; gives an
     interval of 1 to 8 steps."""
+
+    def __init__(self, **data: Any) -> None:
+        """Take the interval "auto" for "measured", before "auto" values are dropped as not given."""
+        if data.get("update_interval") == "auto":
+            data["update_interval"] = MEASURED
+        super().__init__(**data)
+
+    @property
+    def interval(self) -> int | None:
+        """Optimizer steps per hand-over; None: the rule chooses it while it trains."""
+        if self.update_interval is None:
+            return 1 if self.rule == "predictive" else None
+        return None if isinstance(self.update_interval, str) else self.update_interval
 
     @property
     def rule(self) -> RuleName:

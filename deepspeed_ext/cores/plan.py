@@ -67,9 +67,10 @@ class RankPlan:
     numa_node: int
     """Home node: the accelerator's if that is known; -1 if the CPUs are on no node."""
     optimizer_node: int
-    """Node with most of the optimizer's cores; -1 if they are on no node."""
+    """Node of the optimizer's cores; -1 if they are on no node, or on several."""
     flags: tuple[str, ...] = ()
     """``shared``: both roles, or several ranks, use one core. ``smt``: the roles use two hardware threads of one core.
+    ``split``: the optimizer's cores are on several nodes, so each of its threads is pinned to one of them.
     ``throttle_risk``: the CPU quota is below two cores per rank. ``isolated``: the kernel balances no load on any of
     the rank's CPUs."""
     reason: str = ""
@@ -194,7 +195,8 @@ class _HostPlanner:
         facts, usable = self.ranks[rank], self.usable[rank]
         training = tuple(sorted(pu for core in roles.training for pu in usable[core]))
         optimizer = tuple(sorted(usable[core][0] for core in roles.optimizer))
-        if len({core.node for core in roles.optimizer}) > 1:
+        is_split = len({core.node for core in roles.optimizer}) > 1
+        if is_split:
             self._warn(rank, f"optimizer is split over several NUMA nodes: no node has {len(roles.optimizer)} cores")
         owned = sum(pool.shares[rank].values())
         sharers = "of its own" if len(pool.shares) == 1 else f"of {len(pool.cores)} shared by {len(pool.shares)} ranks"
@@ -205,8 +207,8 @@ class _HostPlanner:
             optimizer=optimizer,
             pytorch_threads=len(roles.training),
             numa_node=demand.home,
-            optimizer_node=_main_node(roles.optimizer, demand.home),
-            flags=tuple(self._common_flags(rank)),
+            optimizer_node=-1 if is_split else _main_node(roles.optimizer, demand.home),
+            flags=(*(["split"] if is_split else []), *self._common_flags(rank)),
             reason=reason,
         )
 

@@ -1,5 +1,6 @@
 """Stores results of ``deepspeed-ext tune``, each for exactly the hardware, ranks and software that were measured."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ from pathlib import Path
 from deepspeed_ext import __version__
 from deepspeed_ext.cores.plan import RankFacts
 from deepspeed_ext.cores.topology import Topology
-from deepspeed_ext.runtime.cache import cache_folder
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.cache import cache_folder, require_own
 from deepspeed_ext.runtime.cpulist import MAX_CPU_ID, format_cpulist
 from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.procfs import read_text
@@ -72,8 +74,17 @@ def _cpu_model() -> str:
 
 
 def cached(key: str) -> Path:
-    """Return the path in the cache of the result for `key`."""
-    return cache_folder() / f"tune-{key}.json"
+    """Return the path in the cache of the result for `key`; make the cache folder if there is none.
+
+    Raises:
+        ConfigError: there is no cache, or others can write to it.
+    """
+    if (folder := cache_folder()) is None:
+        raise ConfigError("there is no home, so no cache for the result: set DSEXT_CACHE_DIR, or give --output")
+    require_own(folder)
+    with contextlib.suppress(OSError):  # whoever writes there reports it
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / f"tune-{key}.json"
 
 
 def as_bytes(result: Mapping[str, object]) -> bytes:
@@ -88,10 +99,13 @@ def load_all() -> dict[str, int]:
     """
     found: dict[str, int] = {}
     ignored: list[str] = []
+    paths: list[Path] = []
     try:
-        paths = sorted(cache_folder().glob("tune-*.json"))
-    except (OSError, ValueError) as error:
-        paths, ignored = [], [str(error)]
+        if (folder := cache_folder()) is not None:
+            require_own(folder)
+            paths = sorted(folder.glob("tune-*.json"))
+    except (OSError, ValueError, ConfigError) as error:
+        ignored = [str(error)]
     for path in paths:
         try:
             cores = _read(path)

@@ -36,12 +36,14 @@ class WorkerPlacement:
     numa_node: int = -1
     """NUMA node to prefer for memory; -1 for none."""
     one_each: bool = False
-    """Whether each thread is pinned to its own CPU; for isolated CPUs."""
+    """Whether each thread is pinned to its own CPU: on isolated CPUs, and on those of several memory nodes,
+    where the pages that a thread touches first must stay near."""
 
     @classmethod
     def of(cls, plan: RankPlan) -> "WorkerPlacement":
         """Return the placement of a rank's optimizer process."""
-        return cls(frozenset(plan.optimizer), plan.optimizer_node, "isolated" in plan.flags)
+        one_each = bool({"isolated", "split"} & set(plan.flags))
+        return cls(frozenset(plan.optimizer), plan.optimizer_node, one_each)
 
     def __str__(self) -> str:
         """Return one word for a command line: ``8-15@0`` is CPUs 8 to 15 with memory on node 0."""

@@ -14,13 +14,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 __all__ = [
+    "SHARED_MEMORY",
     "can_register_host_memory",
     "dist",
     "get_accelerator",
     "group_timeout_seconds",
     "local_rank",
     "local_world_size",
+    "shares_host_memory",
 ]
+
+SHARED_MEMORY = "train without the zenflow section and without offload_optimizer"
+"""What to do where the accelerator's memory is the host's."""
 
 
 def local_rank() -> int:
@@ -46,3 +51,14 @@ def group_timeout_seconds(group: Any) -> float:
 def can_register_host_memory() -> bool:
     """Whether the accelerator's class can page-lock memory that its runtime did not allocate."""
     return type(get_accelerator()).register_host_memory is not DeepSpeedAccelerator.register_host_memory
+
+
+def shares_host_memory() -> bool:
+    """Whether the accelerator has no memory of its own but takes the host's (GB10, Jetson, MI300A): there, what is
+    offloaded frees nothing. False if its runtime does not say, and on the CPU."""
+    accelerator = get_accelerator()
+    module = torch.get_device_module(accelerator.device_name())
+    properties = getattr(module, "get_device_properties", None)
+    if accelerator.device_name() == "cpu" or properties is None:
+        return False
+    return bool(getattr(properties(accelerator.current_device()), "is_integrated", False))

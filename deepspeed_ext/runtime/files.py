@@ -7,22 +7,29 @@ import ctypes
 import errno
 import os
 import shutil
+import struct
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 
 __all__ = [
     "is_temporary",
     "memory_at",
     "opened",
+    "read_crc",
     "remove_tree",
     "rename",
     "replace_file",
     "sync_file",
     "sync_folder",
-    "write",
+    "write_crc",
+    "write_summed",
 ]
 
 _TEMPORARY = ".dsext-tmp"
+_CRC = struct.Struct("<I")
+_SUM_BYTES = 1 << 20
+"""Written and summed at once: the core's cache still has what was written."""
 _MOST_REMOVERS = 100
 """Maximum number of times that a folder may change during its removal, because other processes remove parts of it."""
 
@@ -53,6 +60,27 @@ def write(descriptor: int, memory: memoryview, offset: int) -> None:
     while memory:
         written = os.pwrite(descriptor, memory, offset)
         memory, offset = memory[written:], offset + written
+
+
+def write_summed(descriptor: int, memory: memoryview, offset: int, crc: int = 0) -> int:
+    """Like `write`; return the CRC of what has the CRC `crc`, followed by `memory`."""
+    for begin in range(0, len(memory), _SUM_BYTES):
+        part = memory[begin : begin + _SUM_BYTES]
+        write(descriptor, part, offset + begin)
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def write_crc(descriptor: int, crc: int, places: Sequence[int]) -> None:
+    """Write a CRC to its places in a zip file."""
+    for place in places:
+        write(descriptor, memoryview(_CRC.pack(crc)), place)
+
+
+def read_crc(descriptor: int, place: int) -> int:
+    """Read what `write_crc` has written."""
+    found: int = _CRC.unpack(os.pread(descriptor, _CRC.size, place))[0]
+    return found
 
 
 def sync_folder(path: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import quoted
 
-__all__ = ["LaunchPlan", "first_host", "plan_launch", "tasks_on_node"]
+__all__ = ["NEEDED", "RANK_VARIABLES", "LaunchPlan", "alone", "first_host", "plan_launch", "tasks_on_node"]
 
 SETS_THEM_ITSELF = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
 """Variables that identify launchers that set everything. If srun starts these, its variables number launchers, not
@@ -100,6 +100,14 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
     wanted["MASTER_ADDR"] = given.get("MASTER_ADDR") or _address(place)
     wanted["MASTER_PORT"] = str(_port(given, place))
     return LaunchPlan(place.launcher, {name: value for name, value in wanted.items() if name not in given})
+
+
+def alone(environ: Mapping[str, str], free_port: int) -> Mapping[str, str]:
+    """The variables of rank 0 of 1, of a process that no launcher has started and whose rank is not
+    set by hand: those that `environ` lacks."""
+    lone = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    lone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    return {name: value for name, value in lone.items() if not environ.get(name)}
 
 
 def _place(given: Mapping[str, str]) -> _Place | None:

@@ -26,24 +26,30 @@ class OutputFile:
     """Whether `path` is written in place, because it is not a regular file or its folder is not writable."""
 
     @classmethod
-    def check(cls, path: Path | str, name: str) -> "OutputFile":
-        """Check that `path` can be written, and make its folder if that does not exist.
+    def check(cls, path: Path | str, name: str, *, makes_folder: bool = False) -> "OutputFile":
+        """Check that `path` can be written.
 
         Args:
             name: the user's name for it in messages, such as ``--output``.
+            makes_folder: make its folder if that does not exist: for a place that the user has not named.
 
         Raises:
-            ConfigError: `path` is a directory or cannot be written.
+            ConfigError: `path` is a directory or cannot be written, or its folder does not exist.
         """
         try:
-            return cls._examine(os.fspath(path))
+            return cls._examine(os.fspath(path), makes_folder)
         except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
             raise ConfigError(f"{name} {os.fspath(path)!r} cannot be written: {error}") from None
 
     @classmethod
-    def _examine(cls, path: str) -> "OutputFile":
+    def _examine(cls, path: str, makes_folder: bool) -> "OutputFile":
         resolved = Path(os.path.realpath(path))
-        resolved.parent.mkdir(parents=True, exist_ok=True)
+        if makes_folder:
+            resolved.parent.mkdir(parents=True, exist_ok=True)
+        elif not os.path.lexists(resolved.parent):
+            raise FileNotFoundError(
+                errno.ENOENT, "there is no folder of this name; make it first", str(resolved.parent)
+            )
         replaceable = os.access(resolved.parent, os.W_OK | os.X_OK)
         try:
             mode = os.stat(path).st_mode

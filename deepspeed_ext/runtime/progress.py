@@ -47,12 +47,14 @@ class Progress:
     """Reports that a silent wait continues; call `look` repeatedly during the wait.
 
     Args:
-        what: the thing waited for.
+        what: the thing waited for, or what says how far it is.
         processes: ids of the processes that work on it.
         tell: called with each line.
     """
 
-    def __init__(self, what: str, processes: Callable[[], Iterable[int]], tell: Callable[[str], object]) -> None:
+    def __init__(
+        self, what: str | Callable[[], str], processes: Callable[[], Iterable[int]], tell: Callable[[str], object]
+    ) -> None:
         self._what, self._processes, self._tell = what, processes, tell
         self._begin = self._told = self._looked = time.monotonic()
         self._compiled: set[str] = set()
@@ -69,5 +71,6 @@ class Progress:
             return
         self._told = now
         self._compiled |= set(compiled)
-        doing = f"compiling {', '.join(compiled)}{' (minutes, once)' if new else ''}" if compiled else self._what
+        what = self._what if isinstance(self._what, str) else self._what()
+        doing = f"compiling {', '.join(compiled)}{' (minutes, once)' if new else ''}" if compiled else what
         self._tell(f"{doing} ... {now - self._begin:.0f} s")

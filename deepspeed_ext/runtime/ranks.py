@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,15 +26,17 @@ import torch
 
 from deepspeed_ext import errors
 from deepspeed_ext.errors import DeepSpeedExtError, PlanMismatchError, RankError
-from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.backend import dist, get_accelerator, group_timeout_seconds
 from deepspeed_ext.runtime.cpulist import format_cpulist
 
 __all__ = [
     "MOST_TOLD",
+    "GridRanks",
     "KeptError",
     "RankGroup",
     "agreed",
     "all_gather_single",
+    "open_communicators",
     "raise_together",
     "rank_list",
     "require_same_plan",
@@ -87,6 +89,11 @@ class RankGroup:
     def alone(cls) -> RankGroup:
         """This process as the only rank; needs no process group."""
         return cls(None, 0, 1, torch.device("cpu"))
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Timeout of the group's collectives; infinite if the backend reports none."""
+        return group_timeout_seconds(self.group)
 
     @property
     def backend(self) -> Any:
@@ -191,6 +198,86 @@ class RankGroup:
         if self.scratch is not None and len(values) <= _SCRATCH_NUMEL:
             return self.scratch[: len(values)].copy_(tensor)
         return tensor.to(self.device)
+
+
+@dataclass(frozen=True)
+class GridRanks(RankGroup):
+    """Ranks in a grid, such as those of a model that is both data- and tensor-parallel. Torch has no
+    group of all of them, only one along each axis. Every collective runs along one axis after the
+    other, on groups that DeepSpeed uses in every step, too: no communicator is added.
+
+    Attributes:
+        axes: this rank's group along each axis; ranks are numbered along the first axis first.
+    """
+
+    axes: tuple[RankGroup, ...] = ()
+
+    @classmethod
+    def along(cls, axes: Sequence[RankGroup]) -> RankGroup:
+        """The ranks of a grid with these `axes`; one axis alone is a plain group."""
+        axes = [axis for axis in axes if axis.size > 1] or list(axes[:1])
+        if len(axes) == 1:
+            return axes[0]
+        rank, size = 0, 1
+        for axis in axes:
+            rank, size = rank + size * axis.rank, size * axis.size
+        return cls(None, rank, size, axes[0].device, axes[0].scratch, tuple(axes))
+
+    @property
+    def timeout_seconds(self) -> float:
+        return min(axis.timeout_seconds for axis in self.axes)
+
+    @property
+    def backend(self) -> Any:
+        raise AssertionError("a grid has a backend along each axis")
+
+    def global_rank(self, rank: int) -> int:
+        """Return the global number of the grid's `rank`. Launchers number the ranks of a grid axis by
+        axis, so that a step along one axis changes the number equally everywhere."""
+        here = self.axes[0].global_rank(self.axes[0].rank)
+        places = zip(self.axes, self._places(rank), strict=True)
+        return here + sum(axis.global_rank(place) - here for axis, place in places)
+
+    def minimum(self, *values: int) -> tuple[int, ...]:
+        for axis in self.axes:
+            values = axis.minimum(*values)
+        return values
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        for axis in self.axes:
+            axis.add_up(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor
+        for axis in self.axes:
+            found = axis.all_gather(found)
+        return found.reshape(self.size, *tensor.shape)
+
+    def broadcast(self, value: Any, owner: int = 0) -> Any:
+        for axis, place in zip(self.axes, self._places(owner), strict=True):
+            value = axis.broadcast(value, place)
+        return value
+
+    def _places(self, rank: int) -> list[int]:
+        """The number of the grid's `rank` along each axis."""
+        places = []
+        for axis in self.axes:
+            rank, place = divmod(rank, axis.size)
+            places.append(place)
+        return places
+
+
+def open_communicators(groups: Sequence[RankGroup]) -> None:
+    """Run a first collective on each of `groups`, so that memory that is free afterwards stays free: a communicator of
+    NCCL takes memory of its device when it is first used. A collective of each group; every rank calls
+    this with its own groups in the same order. Nothing where the accelerator is the CPU."""
+    if get_accelerator().is_synchronized_device():
+        return
+    opened: set[int] = set()
+    for group in groups:
+        if id(group.group) not in opened or group.group is None:
+            opened.add(id(group.group))
+            group.minimum(0)
 
 
 def raise_together(

@@ -22,10 +22,14 @@ class GradientBytes:
     Attributes:
         accelerator: at once, if they stay on the accelerator until their step.
         sums: on the host, for sums of micro-steps in another dtype than that of the ring, if they go there.
+        buckets: on the accelerator, for gradients that are being reduced, wherever they go then.
+        may_leave: whether they can go to the host during backward.
     """
 
     accelerator: int
     sums: int
+    buckets: int = 0
+    may_leave: bool = True
 
 
 def gradients_go_to_host(run: ZenFlowRun, needed: int, host_needed: int, ranks: RankGroup) -> bool:
@@ -34,7 +38,7 @@ def gradients_go_to_host(run: ZenFlowRun, needed: int, host_needed: int, ranks: 
     Args:
         needed: bytes that gradients take at once if they stay on the accelerator.
         host_needed: bytes of this rank on the host, with gradients there.
-        ranks: the data-parallel ranks; all of them call this once the weights are in their places.
+        ranks: the ranks that the model is spread over; all of them call this once the weights are in their places.
 
     Returns:
         The same on every rank.

@@ -13,8 +13,9 @@ import torch
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.flatten.staging import Staging
+from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import local_world_size
-from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, within
 from deepspeed_ext.zenflow.gradients_place import GradientBytes, gradients_go_to_host
 from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.choose import hosted
@@ -23,7 +24,12 @@ from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare, host_share_that_fits
+from deepspeed_ext.zenflow.step.accelerator_share import (
+    AcceleratorShare,
+    ShareFacts,
+    bytes_beside_share,
+    host_share_that_fits,
+)
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -35,8 +41,8 @@ from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer, allocate_
 from deepspeed_ext.zenflow.transfers.inside_step import Results
 from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, bytes_at_start
 from deepspeed_ext.zenflow.worker.sizes import (
-    RuleSettings,
     accelerator_numel,
+    accelerator_share_bytes,
     arena_specs,
     chunk_slots,
     dtype_name,
@@ -52,13 +58,14 @@ class ZenFlowStart:
 
     Attributes:
         run: the ``zenflow`` section of this run.
-        builders: the ranks that build the engine together.
+        ranks: the ranks that the model is spread over. They agree on every choice that changes
+            weights, and an error of one is raised on all.
         placement: the worker's cores and memory node from the core plan; None: unbound.
         undo: receives what stops the worker and frees the arena, in case the engine's constructor fails later.
     """
 
     run: ZenFlowRun
-    builders: RankGroup
+    ranks: RankGroup
     placement: WorkerPlacement | None
     undo: ExitStack
 
@@ -70,12 +77,12 @@ def start_adam(
     weights: Callable[[int], torch.Tensor],
     *,
     grad_dtype: torch.dtype,
-    ranks: RankGroup,
+    sharers: RankGroup,
     holders: Sequence[RankGroup],
     weights_on_host: bool = False,
     gradients: GradientBytes | None = None,
 ) -> OffloadedAdam:
-    """Start this rank's worker. A collective.
+    """Start this rank's worker. A collective of `start.ranks`.
 
     Args:
         optimizer: the user's Adam, AdamW or Lion.
@@ -83,28 +90,29 @@ def start_adam(
         weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p. They are written in
             place.
         grad_dtype: dtype in which gradients are handed over.
-        ranks: the data-parallel ranks; all of them call this, with partitions in the same order.
+        sharers: the data-parallel ranks, whose partitions are in the same order.
         holders: for each partition, the ranks among which its parameters are divided.
         weights_on_host: whether `weights` are on the host.
-        gradients: what they take; None: the caller cannot take them to the host during backward. The result's
-            ``link.fills_early`` says whether they go there.
+        gradients: what they take, and whether they may go to the host during backward; None: nothing,
+            and they may not. The result's ``link.fills_early`` says whether they go there.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is another.
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the accelerator its share.
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
-    run, config, placement = start.run, start.run.config, start.placement
+    gradients = gradients or GradientBytes(0, 0, may_leave=False)
+    run, config, placement, ranks = start.run, start.run.config, start.placement, start.ranks
     parts = [weights(index) for index in range(len(groups))]
-    _agree(run, groups, (weights_on_host, gradients is not None), ranks)
+    _agree(run, groups, (weights_on_host, gradients.may_leave), ranks, sharers)
     kind, metrics = hosted(optimizer, config), Metrics()
     dtypes = _Dtypes(config.publish_dtype or dtype_name(parts[0].dtype), grad_dtype)
     numels = [part.numel() for part in parts]
     settings = _settings(run, kind, parts, dtypes, weights_on_host, gradients, ranks)
-    heads = _heads(run, numels, settings, ranks)
+    heads = _heads(run, parts, settings, dtypes, gradients, ranks)
     _prepare_kernels(kind, settings, parts, dtypes, any(heads), warns=ranks.rank == 0)
     shape = _Shape(settings, numels, heads, dtypes)
-    buffers = _landing_buffers(run, shape, ranks)
+    buffers = _landing_buffers(run, shape, gradients, ranks)
     threads = unbound_threads(config.reserved_cores, local_world_size()) if placement is None else placement.threads
     link = WorkerLink(
         _specs(shape, hides_transfers=buffers is not None),
@@ -169,11 +177,19 @@ class _Shape:
         return [numel - head for numel, head in zip(self.numels, self.heads, strict=True)]
 
 
-def _agree(run: ZenFlowRun, groups: Sequence[int], places: tuple[bool, bool], ranks: RankGroup) -> None:
+def _agree(
+    run: ZenFlowRun,
+    groups: Sequence[int],
+    places: tuple[bool, bool],
+    ranks: RankGroup,
+    sharers: RankGroup,
+) -> None:
     """Raise on every rank if settings differ between ranks."""
     fields = run.config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
     epoch = run.steps_per_epoch if run.config.select_strategy == "epoch" else None  # ranks may load different data
-    require_same_plan("ZenFlow", (fields, epoch, list(groups), run.host_share, *places), ranks)
+    require_same_plan("ZenFlow", (fields, epoch, run.host_share, *places), ranks)
+    with within(ranks, sharers):  # stages of a pipeline may have different groups
+        require_same_plan("ZenFlow's partitions", list(groups), sharers)
 
 
 def _settings(
@@ -182,7 +198,7 @@ def _settings(
     parts: Sequence[torch.Tensor],
     dtypes: _Dtypes,
     weights_on_host: bool,
-    gradients: GradientBytes | None,
+    gradients: GradientBytes,
     ranks: RankGroup,
 ) -> PredictiveSettings | SelectiveSettings:
     """The rule's settings. A collective if it is measured where gradients go."""
@@ -194,13 +210,15 @@ def _settings(
     on_cpu = parts[0].device.type == "cpu"
     settings = replace(settings, weights_on_host=weights_on_host, fills_early=True, fills_before_y=on_cpu)
     fills_early = weights_on_host
-    if gradients is not None and not weights_on_host:
+    if gradients.may_leave and not weights_on_host:
         arena = bytes_at_start(arena_specs(settings, [part.numel() for part in parts], *dtypes.names))
         fills_early = gradients_go_to_host(run, gradients.accelerator, arena + gradients.sums, ranks)
     return replace(settings, fills_early=fills_early)
 
 
-def _landing_buffers(run: ZenFlowRun, shape: _Shape, ranks: RankGroup) -> list[LandingBuffer] | None:
+def _landing_buffers(
+    run: ZenFlowRun, shape: _Shape, gradients: GradientBytes, ranks: RankGroup
+) -> list[LandingBuffer] | None:
     """Buffers of each partition for copies beside the step; None: copies run inside of it. A collective."""
     settings, like = shape.settings, partial(torch.empty, device="meta")
     (kind, dtype, _), width = settings.per_block, settings.per_block_width
@@ -211,7 +229,9 @@ def _landing_buffers(run: ZenFlowRun, shape: _Shape, ranks: RankGroup) -> list[L
         means = like(size, dtype=getattr(torch, dtype)) if kind in ("block_means", "known") else None
         described.append(Results(like(numel, dtype=getattr(torch, shape.dtypes.published)), means))
     hides = False if settings.fills_early else run.config.hide_transfers
-    return allocate_landing_buffers(hides, described, shape.dtypes.gradient, ranks)
+    later = gradients.accelerator + gradients.buckets
+    later += sum(accelerator_share_bytes(head, settings.block_size, settings.layout) for head in shape.heads)
+    return allocate_landing_buffers(hides, described, shape.dtypes.gradient, ranks, later=later)
 
 
 def _specs(shape: _Shape, *, hides_transfers: bool) -> list[ArraySpec]:
@@ -230,12 +250,27 @@ def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
         Staging(weights.dtype).to_host(weights, master)
 
 
-def _heads(run: ZenFlowRun, numels: Sequence[int], settings: RuleSettings, ranks: RankGroup) -> list[int]:
+def _heads(
+    run: ZenFlowRun,
+    parts: Sequence[torch.Tensor],
+    settings: PredictiveSettings | SelectiveSettings,
+    dtypes: _Dtypes,
+    gradients: GradientBytes,
+    ranks: RankGroup,
+) -> list[int]:
     """How many elements at the start of each partition step on the accelerator. A collective if that is measured."""
-    share, block_size = run.host_share, settings.block_size
+    share, block_size, numels = run.host_share, settings.block_size, [part.numel() for part in parts]
     if share is None:
-        reserve = run.config.offload_reserve_fraction
-        share = host_share_that_fits(numels, block_size, reserve, ranks, settings.layout)
+        hides = run.config.hide_transfers is not False and not settings.fills_early
+        itemsize = parts[0].element_size()
+        beside = partial(bytes_beside_share, settings, *dtypes.names, itemsize, hides)
+
+        def facts() -> ShareFacts:
+            free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
+            later, reserve = gradients.accelerator + gradients.buckets, run.config.offload_reserve_fraction
+            return ShareFacts(numels, block_size, settings.layout, free, total, reserve, later, beside)
+
+        share = host_share_that_fits(facts, ranks)
     return [accelerator_numel(numel, share, block_size) for numel in numels]
 
 

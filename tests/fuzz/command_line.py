@@ -55,6 +55,7 @@ RESULT: dict[str, Any] = {
     "opt_cores_per_rank": 1,
     "pt_cores_per_rank": 1,
     "saturated": True,
+    "noisy": False,
     "points": [{"cores": 1, "step_seconds": 0.1, "gb_per_s": 9.0, "spread": 0.1, "noise": ""}],
     "training": {
         "alone_seconds": 0.1,

@@ -77,7 +77,8 @@ def test_another_run_keeps_what_it_does_not_measure(out: Path) -> None:
     kept = json.loads(out.read_text())
     assert [row["part"] for row in kept["rows"]] == ["one", "two"]
     assert kept["settings"]["results"]["kept"]["rows"] == [{"a": 1}]
-    assert suite.measure([measuring("one", "1 / 0")], arguments("--resume")) == 0, "it is done"
+    assert suite.measure([measuring("one", "1 / 0")], arguments()) == 0, "it is done"
+    assert suite.measure([measuring("one", "1 / 0")], arguments("--again")) == 1
 
 
 def test_measurements_go_to_an_ignored_folder_unless_they_are_to_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:

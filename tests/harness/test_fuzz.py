@@ -17,7 +17,7 @@ from tests.fuzz.target import Case, Target
 from tests.fuzz.targets import TARGETS
 
 SEED = 20261122
-CASES = {"config": 300, "tuning": 100, "command-line": 60, "trees": 40, "launch": 500, "training": 4}
+CASES = {"config": 300, "files": 300, "tuning": 100, "command-line": 60, "trees": 40, "launch": 500, "training": 4}
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.perf import bandwidth, bench_offload_step, bench_startup, gpu_parts, gpu_tests, report, sides, suite
+from tests.perf import bandwidth, bench_decoder, bench_startup, decoder_ways, gpu_parts, gpu_tests, report, suite
 from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.part import OUT, Part, Running
 from tests.support.pages import Block, failures
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
+from tests.support.waiting import wait_until
 from tools import offline, wheels
 
 
@@ -62,7 +64,7 @@ def test_a_part_that_fails_or_overruns_loses_nothing_of_the_others(tmp_path: Pat
 
 
 def test_what_is_done_is_not_repeated_and_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--toy", "--resume", "--jobs", "1", "--budget"]
+    arguments = ["--device", "cpu", "--toy", "--jobs", "1", "--budget"]
     assert suite.measure([fake("one", "pass")], suite.arguments().parse_args([*arguments, "100"])) == 0
     both = [fake("one", "raise SystemExit(1)"), fake("two", "pass")]
     assert suite.measure(both, suite.arguments().parse_args([*arguments, "1"])) == 1
@@ -70,8 +72,51 @@ def test_what_is_done_is_not_repeated_and_what_does_not_fit_is_left_out(tmp_path
     assert rows == {"one": "done", "two": "left out"}
 
 
+def test_what_a_part_had_measured_when_it_died_is_kept(tmp_path: Path) -> None:
+    """Also if the suite was killed with it, before it could take the part's file over."""
+    write = "from tests.perf import report; report.write({!r}, {{}}, [{{'ms': 1}}]); "
+    chosen = [replace(fake("dies", write.format("half") + "import os; os._exit(3)"), toy_result="half")]
+    chosen.append(replace(fake("stays", write.format("whole") + "__import__('time').sleep(60)", 8), toy_result="whole"))
+    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1"])
+    assert suite.measure(chosen, args) == 1
+    kept = json.loads((tmp_path / "gpu.json").read_text())["settings"]["results"]
+    assert [kept[name]["rows"] for name in ("half", "whole")] == [[{"ms": 1}]] * 2
+
+    report.write("half", {}, [{"ms": 1}, {"ms": 2}])
+    record = suite.record_of(args)
+    record.take_over(chosen, toy=True)
+    assert record.results["half"]["rows"] == [{"ms": 1}, {"ms": 2}]
+
+
+def test_a_part_that_is_ended_leaves_no_process_in_another_group(tmp_path: Path) -> None:
+    """ninja gives each compiler a group of its own; one that went on would write into what the next part loads."""
+    statement = (
+        "import subprocess, pathlib; "
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True); "
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid)); child.wait()"
+    )
+    running = Running(fake("builds", statement), "cpu", True, limit=600)
+    wait_until((tmp_path / "pid").exists, "the start of the child")
+    wait_until(lambda: bool((tmp_path / "pid").read_text()), "its id")
+    running.end()
+    child = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", "its end")
+
+
+def test_a_file_of_results_is_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write("one", {}, [{"ms": 1}])
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report.write("one", {}, [{"ms": 2}])
+    assert json.loads((tmp_path / "one.json").read_text())["rows"] == [{"ms": 1}]
+
+
 def test_tests_run_beside_each_other_and_what_is_timed_runs_alone() -> None:
-    tests = [Part(name, "pytest", (), (), 60) for name in "abc"]
+    tests = [Part(name, "pytest", (), (), 60, timed=False) for name in "abc"]
     timed = fake("timed", "pass")
     assert suite._may_start(timed, [], jobs=1)
     assert suite._may_start(tests[1], tests[:1], jobs=2)
@@ -113,8 +158,7 @@ def test_names_pick_a_part_and_all_below_it() -> None:
     names = [part.name for part in gpu_parts.parts()]
     assert len(names) == len(set(names))
     below = [part.name for part in gpu_parts.parts() if part.is_in(["step/1.5b"])]
-    assert len(below) == len(bench_offload_step.ALONE_SIDES)
-    assert all(name.startswith("step/1.5b/") for name in below)
+    assert below == ["step/1.5b/ours", "step/1.5b/zero", "step/1.5b/compiled"]
     assert not any(part.is_in(["step/1.5"]) for part in gpu_parts.parts())
 
 
@@ -133,7 +177,7 @@ def test_every_test_is_in_one_part() -> None:
     assert gpu_tests.part_of(gpu_tests.COPIES, {"device": "accelerator"}) == "tests/copies"
     assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 1}) == "tests/training"
     assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 2}) == "tests/training-2"
-    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 3}) == "tests/others"
+    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 3}) == "tests/training-3"
     assert gpu_tests.part_of("tests/unit/test_new.py", {"ranks": 2}) == "tests/others"
     for group in gpu_tests.GROUPS:
         assert all((report.ROOT / file).is_file() for file in group.files)
@@ -159,44 +203,38 @@ def test_the_list_says_what_ten_minutes_have_room_for(on: str, capsys: pytest.Ca
     assert int(seconds) <= 570
 
 
-def test_two_ranks_on_one_device_run_only_if_they_are_named() -> None:
-    part = next(part for part in gpu_parts.parts() if part.name == "startup/1b/2-rank")
-    args = suite.arguments().parse_args(["--parts", "startup"])
-    args.device = "accelerator"
-    assert "needs 2 devices" in suite.why_not(part, 1000, args, devices=1)
-    assert "gloo" in suite.why_not(part, 1000, args, devices=1)
-    assert not suite.why_not(part, 1000, args, devices=2)
-    args.parts = [part.name]
-    assert not suite.why_not(part, 1000, args, devices=1)
-    assert "are left of the budget" in suite.why_not(part, part.usual - 1, args, devices=2)
+def test_half_an_hour_has_room_for_the_programme_in_its_order() -> None:
+    parts = gpu_parts.parts()
+    names = [part.name for part in parts]
+    first = parts[: names.index("losses") + 1]
+    assert list(dict.fromkeys(part.name.partition("/")[0] for part in first)) == [
+        *("operators", "cores", "link", "step", "7b", "rivals", "ratio", "startup", "gather", "losses")
+    ]
+    assert sum(part.usual for part in first) < 30 * 60
+    assert all(part.usual < 570 for part in parts), "a call of ten minutes has room for each"
+    assert all(part.usual < part.limit for part in parts)
 
 
-def test_parts_of_one_way_to_train_measure_one() -> None:
-    for part in gpu_parts.parts():
-        if part.module == "tests.perf.bench_offload_step":
-            assert len(bench_offload_step.arguments().parse_args(part.arguments).only) == 1
+def steps_parts() -> list[tuple[Part, Any]]:
+    parts = [part for part in gpu_parts.parts() if part.module == "tests.perf.bench_decoder"]
+    return [(part, bench_decoder.arguments().parse_args(part.arguments)) for part in parts]
+
+
+def test_every_step_that_is_measured_is_one_of_thirty_or_more_and_has_a_default_beside_it() -> None:
+    for part, args in steps_parts():
+        assert args.turns * args.steps >= 30, part.name
+        assert args.warm_up is None, "as many as the way needs"
+    shown = {way for _, args in steps_parts() for way in args.ways}
+    assert shown >= {way.name for way in (*decoder_ways.RIVALS, decoder_ways.ZERO, decoder_ways.ZERO_UNCHECKED)}
+    assert decoder_ways.OURS.zero == {"zenflow": {}}
+
+
+def test_no_two_parts_keep_different_rows_under_one_name() -> None:
+    kept = [(args.name, way, batch) for _, args in steps_parts() for way in args.ways for batch in args.batches]
+    assert len(kept) == len(set(kept))
 
 
 # -- what the parts measure -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_decoder_is_measured_one_way_after_the_other_and_rows_add_up(tmp_path: Path) -> None:
-    def measured(side: sides.Side) -> list[dict[str, Any]]:
-        command = ["--model", "toy", "--batches", "1x16", "2x16", "--turns", "1", "--steps", "2", "--only", side.name]
-        tables, _ = bench_offload_step.measure(bench_offload_step.arguments().parse_args(command))
-        (rows,) = tables.values()
-        return rows
-
-    assert [row["practicality"] for row in measured(sides.ZERO)] == [1.0, 1.0]
-    rows = measured(sides.PREDICTIVE_1)
-    names = [(row["variant"], row["batch"]) for row in rows]
-    assert names == [(name, batch) for name in ("ZeRO", "predictive, interval 1") for batch in ("1x16", "2x16")]
-    assert rows[3]["practicality"] == pytest.approx(rows[1]["median ms"] / rows[3]["median ms"])
-    assert rows[2]["bytes down"] == rows[2]["bytes up"] == 2 * rows[2]["million parameters"] * 1e6
-    assert rows[2]["idle share, no kernel"] is None, "no device, no idle share"
-    kept = json.loads((tmp_path / "offload_step_toy.json").read_text())["rows"]
-    assert all(row["made"]["versions"]["torch"] == torch.__version__ for row in kept)
 
 
 def test_startup_gives_time_and_memory_of_both_sides() -> None:
@@ -215,7 +253,7 @@ def test_copies_are_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("100m", 1e8), ("0.5b", 5e8), ("1.5b", 1.5e9), ("3b", 3e9), ("7b", 6.74e9)]
+    ("name", "parameters"), [("7m", 6.74e6), ("100m", 1e8), ("0.5b", 5e8), ("1.5b", 1.5e9), ("3b", 3e9), ("7b", 6.74e9)]
 )
 def test_models_have_the_size_that_they_are_called_by(name: str, parameters: float) -> None:
     with torch.device("meta"):

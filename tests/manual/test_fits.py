@@ -119,3 +119,33 @@ def test_the_verdict_counts_every_case_once() -> None:
     ((more, machines, less),) = re.findall(r"On (\d+) of (\d+) machines .* smaller on (\d+) ", text)
     assert int(machines) == cases / 2
     assert int(more) + int(less) <= int(machines)
+
+
+def test_what_a_link_exposes_goes_up_and_what_it_hides_comes_down() -> None:
+    slow_down = fits.Link(Machine(link=1e9, host=1e15), 4e9, 8, "")
+    slow_up = fits.Link(Machine(link=4e9, host=1e15), 1e9, 8, "")
+    times = [link.time(SEVEN_B, OCTET, fits.setup_of(ZERO_OFFLOAD, 3)) for link in (slow_down, slow_up)]
+    numel = SEVEN_B.params / 8
+    assert [time.exposed for time in times] == [pytest.approx(2 * numel / speed, rel=1e-3) for speed in (4e9, 1e9)]
+    assert [time.beside for time in times] == [pytest.approx(4 * numel / speed, rel=1e-3) for speed in (1e9, 4e9)]
+
+
+def test_flash_optim_fits_by_its_seven_bytes_and_the_next_shape_does_not() -> None:
+    def needs(shape: Shape) -> int:
+        return 7 * shape.params + fits.activation_bytes(shape) + 2 * GIB
+
+    found = fits.flash_largest(2, 1, 80)
+    assert found is not None
+    following = fits.SHAPES[fits.SHAPES.index(found) + 1]
+    assert needs(found) <= 80 * GIB < needs(following)
+    assert fits.flash_largest(2, 8, 80) == found, "each GPU holds everything"
+    divided = fits.flash_largest(3, 8, 80)
+    assert divided is not None
+    assert 6 * found.params < divided.params < 8 * found.params
+
+
+def test_machines_that_people_own_are_on_the_page_each_with_its_hosts() -> None:
+    text = fits.markdown()
+    for machine in fits.OWNED:
+        for host in machine.host_gib:
+            assert f"| {machine.name} | {host:,} GB |" in text

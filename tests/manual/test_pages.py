@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from deepspeed_ext.commands.memory.fit_config import READERS, config_of
+from deepspeed_ext.commands.memory.ways import ways
 from deepspeed_ext.config import CoreBindingConfig, ZenFlowConfig, ZeroFields
 from tests.support import pages
-from tests.support.page_bodies import refusal_without_extension, run_page
+from tests.support.page_bodies import refusal_without_extension, refusals_without_extension, run_page
 from tests.support.pages import Block
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
@@ -25,6 +29,8 @@ NOT_RUN = {
     ("docs/getting_started.md", "export DSEXT_AUTOLOAD=1"): "tests/unit/test_autoload.py runs processes with it",
     (f"{ARCHIVE}/openmp_threads.md", "pip install --no-deps --target /tmp/tpc threadpoolctl"): "builds a second OpenMP",
     (f"{ARCHIVE}/openmp_threads.md", 'operators = [ctypes.CDLL("libregion.so"), '): "needs the second OpenMP above",
+    (f"{ARCHIVE}/gpu.md", "python -m tests.perf.bench_offload_step --model 1.5b"): "the program of the measured commit",
+    ("docs/results.md", "python -m tests.perf.bench_offload_step --model 1.5b"): "the program of the measured commit",
     ("docs/trainers.md", "from accelerate import Accelerator"): "tests/unit/zenflow/test_accelerate.py runs it",
     (f"{ARCHIVE}/simulated_defects.md", "git worktree add ../older 5d571ae"): "makes a checkout beside this one",
 }
@@ -158,6 +164,55 @@ def test_messages_of_others_are_those_that_a_run_without_the_extension_gets() ->
     for section, message in zip(sections, sorted(OF_OTHERS, reverse=True), strict=True):
         (found,) = run_ranks(1, refusal_without_extension, section, pool="pages")
         assert message in found
+
+
+DEEPSPEEDS_OWN = {
+    ("docs/migrating_from_deepspeed_zenflow.md", "topk_ratio"): "the config of DeepSpeed's ZenFlow that is replaced",
+    ("docs/drop_in.md", "overlap_step"): "says what a test adds to configs of DeepSpeed's tests",
+}
+"""Page and a field of a section that stock DeepSpeed may accept -> why."""
+
+
+def zenflow_sections() -> list[tuple[str, dict[str, Any]]]:
+    """Every ``zenflow`` section that users may copy, with where it stands: pages, ready configs, examples, and what
+    ``plan --memory --write`` writes."""
+    paths = [*pages.PAGES, *(ROOT / "configs").glob("*.json"), *(ROOT / "examples").glob("*.py")]
+    found = []
+    for path in paths:
+        where = str(path.relative_to(ROOT))
+        if not where.startswith(f"{ARCHIVE}/") and path.name != "schema.json":
+            found += [(where, section) for section in pages.objects_after('"zenflow":', path.read_text())]
+    written = [config_of(setup, "bfloat16", reader) for setup in ways() for reader in READERS if setup.zenflow]
+    return found + [("--write", config["zero_optimization"]["zenflow"]) for config in written]
+
+
+def test_stock_deepspeed_refuses_every_zenflow_section_of_ours() -> None:
+    """Else a run in which the extension is off would train with DeepSpeed's own ZenFlow, without an error."""
+    found, used = zenflow_sections(), set()
+    assert len(found) > 100
+    places = {where for where, _ in found}
+    assert {"README.md", "configs/zenflow.json", "docs/zenflow.md", "examples/lightning_trainer.py"} <= places
+    sections = list({json.dumps(section): section for _, section in found}.values())
+    (said,) = run_ranks(1, refusals_without_extension, sections, pool="pages")
+    refused = {json.dumps(section): text for section, text in zip(sections, said, strict=True)}
+    for where, section in found:
+        known = {
+            key for key in DEEPSPEEDS_OWN if key[0] == where and key[1] in section and "update_rule" not in section
+        }
+        used |= known
+        text = refused[json.dumps(section)]
+        assert (text == "no error") if known else ("Extra inputs are not permitted" in text), (where, section)
+    assert used == set(DEEPSPEEDS_OWN)
+
+
+def test_ready_configs_and_snippets_of_stage_3_save_a_model_that_loads() -> None:
+    """A trainer that saves at stage 3 without this field writes no weights."""
+    field = "stage3_gather_16bit_weights_on_model_save"
+    texts = [*(ROOT / "configs").glob("*.json"), *(path for path in pages.PAGES if "/lab/" not in str(path))]
+    zero = [each for path in texts for each in pages.objects_after('"zero_optimization":', path.read_text())]
+    at_3 = [section for section in zero if section.get("stage") == 3]
+    assert len(at_3) >= 5
+    assert [section for section in at_3 if section.get(field) is not True] == []
 
 
 def test_help_of_the_makefile_lists_few_commands_first() -> None:

@@ -1,7 +1,7 @@
 """Start-up of the ZeRO-1/2 optimizer: upstream's two paths and each flatten tier, side by side in one run.
 
     python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--stages 1 2] [--offload no yes] [--repeats 5]
-                                       [--only VARIANT ...] [--device cpu|accelerator]
+                                       [--only VARIANT ...] [--no-moments] [--device cpu|accelerator]
 
 Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating between variants.
 Peak bytes of accelerator memory, relative to P, the bytes of the parameters: of the whole construction by the
@@ -59,7 +59,11 @@ class Blocks(nn.Module):
         )
 
 
-def config(variant: str, stage: int, offload: bool) -> dict[str, Any]:
+MOMENTS: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+NO_MOMENTS: dict[str, Any] = {"type": "SGD", "params": {"lr": 1e-4}}
+
+
+def config(variant: str, stage: int, offload: bool, moments: bool = True) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -68,7 +72,7 @@ def config(variant: str, stage: int, offload: bool) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "optimizer": MOMENTS if moments else NO_MOMENTS,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
@@ -120,8 +124,8 @@ class Clock:
         return functools.wraps(original)(method)
 
 
-def one_turn(variant: str, millions: int, stage: int, offload: bool, metered: bool) -> dict[str, float]:
-    model = Blocks(millions)
+def one_turn(variant: str, millions: int, stage: int, offload: bool, moments: bool, metered: bool) -> dict[str, float]:
+    model, made = Blocks(millions), config(variant, stage, offload, moments)
     clock = Clock(LiveBytes() if metered else None)
     ours = not variant.startswith("upstream")
     engine_class, optimizer_class = (Engine, ZeroOptimizer) if ours else (DeepSpeedEngine, DeepSpeedZeroOptimizer)
@@ -133,7 +137,7 @@ def one_turn(variant: str, millions: int, stage: int, offload: bool, metered: bo
         if variant == HOST_PATH:
             stack.enter_context(patch.object(type(get_accelerator()), "available_memory", lambda *_: 0))
         initialize = deepspeed_ext.initialize if ours else deepspeed.initialize
-        engine = initialize(model=model, model_parameters=model.parameters(), config=config(variant, stage, offload))[0]
+        engine = initialize(model=model, model_parameters=model.parameters(), config=made)[0]
     flatten = 0.0
     if ours:
         flatten = engine.optimizer.measurements()["flatten_seconds"]
@@ -155,16 +159,16 @@ def one_turn(variant: str, millions: int, stage: int, offload: bool, metered: bo
 
 
 def body(
-    variants: list[str], millions: int, stage: int, offload: bool, repeats: int
+    variants: list[str], millions: int, stage: int, offload: bool, repeats: int, moments: bool = True
 ) -> dict[str, list[dict[str, float]]]:
     turns: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for turn, variant in report.alternate(variants, repeats):
-        result = one_turn(variant, millions, stage, offload, metered=False)
+        result = one_turn(variant, millions, stage, offload, moments, metered=False)
         if turn >= 0:
             turns[variant].append(result | {"threads": torch.get_num_threads()})
     if get_accelerator().device_name() == "cpu":
         for variant in variants:
-            peak = one_turn(variant, millions, stage, offload, metered=True)["peak / P"]
+            peak = one_turn(variant, millions, stage, offload, moments, metered=True)["peak / P"]
             for result in turns[variant]:
                 result["peak / P"] = peak
     return turns
@@ -216,6 +220,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2), default=[2])
     parser.add_argument("--offload", nargs="+", choices=("no", "yes"), default=["no"], help="of the optimizer's state")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-moments", action="store_true", help="SGD in place of AdamW, whose moments may not fit")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     return parser
@@ -228,7 +233,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     comparisons: list[report.Comparison] = []
     for stage, where in product(args.stages, args.offload):
-        what = (variants, args.millions, stage, where == "yes", args.repeats)
+        what = (variants, args.millions, stage, where == "yes", args.repeats, not args.no_moments)
         turns = slowest_of(run_ranks(args.ranks, body, *what, device=args.device, timeout_seconds=3000))
         rows += rows_of(turns, stage, where == "yes")
         comparisons += comparisons_of(turns, stage, where == "yes")

@@ -21,6 +21,7 @@ ROWS: dict[str, tuple[Side, ...]] = {
     "accumulation": (sides.ACCUMULATION,),
     "upstream": (sides.UPSTREAM_SEQUENTIAL, sides.UPSTREAM_OVERLAPPED),
     "predictive": (sides.PREDICTIVE_1, sides.PREDICTIVE_4),
+    "look-ahead": (sides.NADAM,),
     "published": (sides.PREDICTIVE_1_FP32, sides.PREDICTIVE_4_FP32),
     "selective": (sides.SELECTIVE_4, sides.SELECTIVE_4_LAG, sides.SELECTIVE_2),
 }

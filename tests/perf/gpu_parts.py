@@ -1,24 +1,28 @@
-"""The parts of `make bench-gpu`: all that a machine with an accelerator can measure."""
+"""The parts of `make bench-gpu`: all that a machine with one accelerator can measure.
+
+What is worth most comes first; half an hour has room for all up to the losses, in calls of ten minutes. What stands
+beside each other in one part is measured in turns, so it must fit on an H100 of 80 GB and a host of 126 GiB together
+(`tests.perf.bench_decoder`). There a parked ZeRO-2 of 1.5 billion parameters holds about 22 GiB and takes 31 to
+35 in its turn, ours 7 and 12 to 21; on the host ours holds 18 GiB, ZeRO-Offload 32, DeepSpeed's ZenFlow 70.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from tests.perf import gpu_time, report, sides
-from tests.perf.bench_offload_step import ALONE_SIDES, FEWEST_STEPS, with_practicality
+from tests.perf import bench_decoder, gpu_time
+from tests.perf import decoder_ways as ways
+from tests.perf.decoder_ways import WAYS, Way
 from tests.perf.part import Part, operators
 
-PARAMETERS = {"0.5b": 5e8, "1.5b": 1.5e9, "3b": 3e9, "7b": 6.74e9}
-BATCHES = ((1, 2048), (1, 8192), (4, 8192))
-"""Sequences of a step, and tokens of each."""
-FIRST = "1.5b"
-FIRST_SIDES = (sides.ZERO, sides.PREDICTIVE_1, sides.OFFLOAD_DEEPSPEED, sides.UPSTREAM_OVERLAPPED)
-"""Of the steps: if time is short, these are measured."""
-TURNS, STEPS = 3, 4
-GLOO = "two ranks on one device, through gloo: says nothing of NCCL"
-TIMES = ("median ms", "least ms", "most ms", "longest step ms", "wait ms", "worker ms")
-STEP_COLUMNS = (*TIMES, "tokens/s", "idle share, no kernel", "device GiB", "host GiB", "practicality")
+PARAMETERS = {"1.5b": 1.5e9, "7b": 6.74e9}
+TURNS, STEPS = 3, 10
+SHORT, MIDDLE, USUAL, LONG, LONGER = "1x2048", "1x4096", "1x8192", "1x16384", "4x8192"
+TOY_MODEL = {"1.5b": "toy", "7b": "7m"}
+"""In place of 7 billion parameters a thousandth of them."""
+TOY_BATCHES = {SHORT: "1x32", MIDDLE: "1x48", USUAL: "1x64", LONG: "1x128", LONGER: "2x64"}
 
 
 def slug(name: str) -> str:
@@ -27,62 +31,135 @@ def slug(name: str) -> str:
 
 
 def parts() -> list[Part]:
-    """All of them; what ten minutes have room for comes first."""
-    steps = _steps()
-    first = [step for step in steps if step.is_in([f"step/{FIRST}"])]
+    """All of them, what is worth most first."""
+    super_offload, zenflow, *others = ways.RIVALS
+    amp = WAYS["torchao CPUOffloadOptimizer, AMP"]
     return [
         operators("operators"),
-        _kernels(),
-        _bandwidth(),
-        *(_startup(*row) for row in ((1000, 1, 240), (1000, 2, 300), (3000, 1, 300), (3000, 2, 400))),
-        *first,
-        _startup(7000, 1, 500),
-        *(step for step in steps if step not in first),
+        _core_sets(),
+        _link(),
+        _decoder("step/1.5b/ours", "1.5b", _STEP_WAYS, (USUAL, SHORT, MIDDLE, LONGER), "ours beside ZeRO-2"),
+        _decoder(
+            "step/1.5b/zero",
+            "1.5b",
+            (ways.ZERO, ways.ZERO_UNCHECKED, ways.ZERO_OFFLOAD),
+            (USUAL, SHORT),
+            "ZeRO-2 with and without its overflow check, and ZeRO-Offload",
+        ),
+        _alone(ways.OURS_14.at(3), (USUAL, LONG)),
+        _alone(ways.ZERO_OFFLOAD.at(3), (USUAL,)),
+        _alone(ways.OURS_14_BF16.at(3), (USUAL,)),
+        _decoder(
+            "rivals/offload",
+            "1.5b",
+            (ways.OURS_INTERVAL_1, ways.ZERO_OFFLOAD, *(way for way in others if way != amp)),
+            (USUAL,),
+            "ours beside torchao, FSDP2 and FlashOptim",
+        ),
+        _decoder(
+            "rivals/super", "1.5b", (ways.OURS_INTERVAL_1, super_offload, amp), (USUAL,), "ours beside SuperOffload"
+        ),
+        _decoder(
+            "rivals/zenflow", "1.5b", (ways.OURS_INTERVAL_1, zenflow), (USUAL,), "ours beside DeepSpeed's ZenFlow"
+        ),
+        _decoder(
+            "ratio",
+            "1.5b",
+            (ways.OURS_INTERVAL_1, *ways.OURS_SHARED[1:]),
+            (SHORT,),
+            "a part of the optimizer on the device",
+        ),
+        _decoder("ratio/auto", "1.5b", ways.OURS_SHARED[:1], (SHORT,), "the part that ratio auto takes"),
+        _startup(7000),
         _gather(),
         _convergence(),
+        _alone(ways.OURS_14, (USUAL,)),
+        _alone(ways.ZERO_OFFLOAD, (USUAL,)),
+        _decoder(
+            "step/1.5b/compiled",
+            "1.5b",
+            [WAYS[f"{way.name}, compiled"] for way in (ways.ZERO_UNCHECKED, ways.OURS)],
+            (USUAL,),
+            "layers compiled by torch.compile",
+        ),
     ]
 
 
-def _bandwidth() -> Part:
+_STEP_WAYS = (ways.ZERO_UNCHECKED, ways.OURS, ways.OURS_14, ways.OURS_14_BF16)
+
+
+def _core_sets() -> Part:
     return Part(
-        "bandwidth",
+        "cores",
+        "tests.perf.bench_core_sets",
+        ("--millions", "256"),
+        ("--millions", "1", "--turns", "1"),
+        180,
+        "core_sets",
+        "core_sets",
+        usual=50,
+        covers="bandwidth of the optimizer's pass by set of cores",
+    )
+
+
+def _link() -> Part:
+    return Part(
+        "link",
         "tests.perf.bandwidth",
         ("--mib", "1024"),
         ("--mib", "4"),
         120,
         "bandwidth",
         "bandwidth",
-        usual=gpu_time.START_SECONDS + 15,
+        usual=gpu_time.START_SECONDS + 5,
         covers="copies within and between device and host",
     )
 
 
-def _kernels() -> Part:
+def _decoder(
+    name: str, model: str, chosen: Sequence[Way], batches: Sequence[str], covers: str, result: str = ""
+) -> Part:
+    result = result or f"decoder_{slug(name)}"
+    names = ("--ways", *(way.name for way in chosen))
+    turns = ("--turns", str(TURNS), "--steps", str(STEPS))
+    toy = ("--turns", "1", "--steps", "2", "--warm-up", "2")
+    small = [TOY_BATCHES[batch] for batch in batches]
+    usual = gpu_time.decoder(
+        PARAMETERS[model],
+        [sequences * length for sequences, length in map(bench_decoder.batch_of, batches)],
+        TURNS * STEPS + bench_decoder.SETTLING_STEPS,
+        chosen,
+    )
     return Part(
-        "kernels",
-        "tests.perf.bench_kernels",
-        ("--millions", "256"),
-        ("--millions", "1", "--turns", "1"),
-        120,
-        "kernels",
-        "kernels",
-        usual=gpu_time.START_SECONDS + 10,
-        covers="device kernels beside torch operations and a copy",
+        name,
+        "tests.perf.bench_decoder",
+        (*names, "--model", model, "--batches", *batches, *turns, "--name", result),
+        (*names, "--model", TOY_MODEL[model], "--batches", *small, *toy, "--name", f"{result}_toy"),
+        1.5 * usual + 60,
+        result,
+        f"{result}_toy",
+        usual=usual,
+        covers=covers,
     )
 
 
-def _startup(millions: int, ranks: int, limit: float) -> Part:
+def _alone(way: Way, batches: Sequence[str]) -> Part:
+    """7 billion parameters: no two of these fit beside each other."""
+    return _decoder(f"7b/{slug(way.name)}", "7b", (way,), batches, "7 billion parameters, alone", "decoder_7b")
+
+
+def _startup(millions: int) -> Part:
+    name = f"startup_{millions}m_1ranks"
     return Part(
-        f"startup/{millions // 1000}b/{ranks}-rank",
+        f"startup/{millions // 1000}b",
         "tests.perf.bench_startup",
-        ("--millions", str(millions), "--ranks", str(ranks), "--repeats", "3"),
-        ("--millions", "1", "--ranks", str(ranks), "--repeats", "1"),
-        limit,
-        f"startup_{millions}m_{ranks}ranks",
+        ("--millions", str(millions), "--ranks", "1", "--repeats", "2", "--no-moments"),
+        ("--millions", "1", "--ranks", "1", "--repeats", "1", "--no-moments"),
+        300,
+        name,
         "startup",
-        usual=gpu_time.startup(millions * 1e6, ranks, repeats=3),
-        covers="construction of the ZeRO-2 optimizer" + (f", {GLOO}" if ranks > 1 else ""),
-        ranks=ranks,
+        usual=gpu_time.startup(millions * 1e6, repeats=2),
+        covers="tiers of flattening; SGD, because Adam's moments do not fit",
     )
 
 
@@ -91,66 +168,34 @@ def _gather() -> Part:
     return Part(
         "gather",
         "tests.perf.bench_gather",
-        (*both, "--sizes", "medium", "large", "huge", "--repeats", "5", "--steps", "3"),
+        (*both, "--sizes", "medium", "large", "--repeats", "2", "--steps", "2"),
         (*both, "--sizes", "tiny", "--repeats", "1", "--steps", "1"),
-        400,
+        200,
         "gather",
         "gather",
-        usual=120,
-        covers=f"memory of a ZeRO-3 fetch, {GLOO}",
-        ranks=2,
+        usual=60,
+        covers="memory of a ZeRO-3 fetch, two ranks that share the device: their times mean nothing",
     )
 
 
 def _convergence() -> Part:
     return Part(
-        "convergence",
+        "losses",
         "tests.perf.bench_convergence",
-        ("--rows", "adamw", "predictive", "--seeds", "1", "--model", "100m", "--steps", "300", "--reuse"),
+        ("--rows", "adamw", "predictive", "look-ahead", "--seeds", "1", "--model", "100m", "--steps", "300", "--reuse"),
         ("--rows", "adamw", "--seeds", "1", "--quick", "--reuse"),
-        540,
+        300,
         "convergence_100m",
         "convergence_quick",
-        usual=gpu_time.convergence(1e8, 16 * 512, steps=300, rows=3),
-        covers="losses of a byte model, ours beside AdamW",
-    )
-
-
-def _steps() -> list[Part]:
-    models = sorted(PARAMETERS, key=lambda model: model != FIRST)
-    ordered = sorted(ALONE_SIDES, key=lambda side: FIRST_SIDES.index(side) if side in FIRST_SIDES else len(FIRST_SIDES))
-    return [_step(model, side) for model in models for side in ordered]
-
-
-def _step(model: str, side: sides.Side) -> Part:
-    only = ("--only", side.name)
-    batches = ["x".join(map(str, batch)) for batch in BATCHES]
-    steps = 2 * max(FEWEST_STEPS, side.interval) + TURNS * STEPS
-    return Part(
-        f"step/{model}/{slug(side.name)}",
-        "tests.perf.bench_offload_step",
-        ("--model", model, *only, "--batches", *batches, "--turns", str(TURNS), "--steps", str(STEPS)),
-        ("--model", "toy", *only, "--batches", "1x32", "2x32", "--turns", "1", "--steps", "4"),
-        400,
-        f"offload_step_{model}",
-        "offload_step_toy",
-        usual=gpu_time.step(
-            PARAMETERS[model],
-            [rows * length for rows, length in BATCHES],
-            steps,
-            offloads=side is not sides.ZERO,
-            overlaps=side.extended,
-        ),
-        covers=f"steps of a decoder, {side.name}",
+        usual=gpu_time.convergence(1e8, 16 * 512, steps=300, rows=4),
+        covers="losses of a byte model: AdamW, NAdam, which looks ahead, and ours",
     )
 
 
 def step_tables(results: dict[str, Any]) -> list[str]:
-    """A table for each model whose steps were measured."""
-    blocks = []
-    for name, kept in results.items():
-        rows = kept["rows"] if name.startswith("offload_step_") else []
-        if rows:
-            columns = dict.fromkeys(("variant", "batch"), "") | dict.fromkeys(STEP_COLUMNS, ".2f")
-            blocks.append(f"{name}\n\n{report.table(with_practicality(rows), columns)}")
-    return blocks
+    """A table for each file of steps."""
+    return [
+        f"{name}\n\n{bench_decoder.table(kept['rows'])}"
+        for name, kept in results.items()
+        if name.startswith("decoder_") and kept["rows"]
+    ]

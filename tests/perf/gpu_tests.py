@@ -1,4 +1,7 @@
-"""The parts of `make test-gpu`: every test marked `gpu` is in one of them."""
+"""The parts of `make test-gpu`: every test marked `gpu` is in one of them.
+
+First comes what no GPU has shown: NCCL between ranks, and the tests that failed there once and were mended.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tests.perf.part import Part, operators
 __all__ = ["GROUPS", "part_of", "parts"]
 
 COLLECTIVES, ACCELERATOR = "tests/unit/runtime/test_all_collectives.py", "tests/unit/adapter/test_accelerator.py"
+DEATH, EXPERTS = "tests/unit/faults/test_rank_death.py", "tests/unit/zenflow/test_experts.py"
 COPIES, OFFLOAD_STATES = "tests/unit/zenflow/transfers/test_copies.py", "tests/unit/zenflow/test_offload_states.py"
 FLATTEN = "tests/unit/flatten/test_gpu.py"
 KERNELS = ("tests/unit/zenflow/kernels/test_gpu.py", "tests/unit/zenflow/kernels/test_alignment.py")
@@ -36,22 +40,25 @@ class Group:
     ranks: int | None = None
 
 
-GLOO = "two ranks that share a device, through gloo: nothing of NCCL, unless there are two devices"
+SHARED = "ranks that may share the device, through NCCL if that works there"
 GROUPS = (
-    Group("collectives", "every collective of the package, one rank, NCCL", (COLLECTIVES,), 8, 1),
-    Group("kernels", "device kernels equal torch operations, and are prepared at the start", KERNELS, 15, 2),
-    Group("moments", "moments in bf16 and of 8 bits", ("tests/unit/zenflow/test_state_dtype.py",), 25, 1),
-    Group("lion", "Lion", ("tests/unit/zenflow/test_lion.py",), 20, 2),
-    Group("weights-on-host", "offload_param", ("tests/unit/zenflow/test_offload_param.py",), 25, 2),
-    Group("gradients-on-host", "gradients_on_host", ("tests/unit/adapter/test_host_gradients.py",), 10, 1),
+    Group("collectives", f"every collective of the package, 1, 2 and 3 {SHARED}", (COLLECTIVES,), 25, 3),
+    Group("weights-on-host", f"offload_param, 2 {SHARED}", ("tests/unit/zenflow/test_offload_param.py",), 25, 2),
+    Group("rank-death", f"a rank dies, 2 and 3 {SHARED}", (DEATH,), 60, 2),
+    Group("flatten", f"tiers of flattening, 2 {SHARED}", (FLATTEN,), 10, 1),
+    Group("training-2", f"gather, ZenFlow and resume, 2 {SHARED}", (ACCELERATOR,), 92, 1, ranks=2),
+    Group("training-3", f"gather, ZenFlow and resume, 3 {SHARED}", (ACCELERATOR,), 130, 1, ranks=3),
+    Group("experts", f"expert groups, 2 {SHARED}", (EXPERTS,), 20, 1),
+    Group("offload-states", f"device memory while states are away, 2 {SHARED}", (OFFLOAD_STATES,), 10, 2),
     Group("others", "whatever no other part has", (), 15, 2),
+    Group("kernels", "device kernels equal torch operations, and are prepared at the start", KERNELS, 15, 2),
     Group("copies", "every copy of ZenFlow waits for its source, one rank", (COPIES,), 28 + 60, 1),
     Group("training", "gather, ZenFlow and resume on one rank, NCCL", (ACCELERATOR,), 70, 1, ranks=1),
-    Group("offload-states", "device memory is free while states are away", (OFFLOAD_STATES,), 10, 2),
-    Group("flatten", f"tiers of flattening, {GLOO}", (FLATTEN,), 10, 1),
-    Group("training-2", f"gather, ZenFlow and resume, {GLOO}", (ACCELERATOR,), 92, 1, ranks=2),
+    Group("moments", "moments in bf16 and of 8 bits", ("tests/unit/zenflow/test_state_dtype.py",), 25, 1),
+    Group("lion", "Lion", ("tests/unit/zenflow/test_lion.py",), 20, 2),
+    Group("gradients-on-host", "gradients_on_host", ("tests/unit/adapter/test_host_gradients.py",), 10, 1),
 )
-"""In the order in which they run: what only a GPU can show comes first."""
+"""In the order in which they run."""
 
 
 def part_of(path: str, settings: dict[str, Any]) -> str:
@@ -69,9 +76,20 @@ def part_of(path: str, settings: dict[str, Any]) -> str:
 
 def parts() -> list[Part]:
     """All of them."""
-    found = [operators("tests/operators")]
+    probe = Part(
+        "tests/nccl",
+        "tests.support.shared_device",
+        (),
+        (),
+        120,
+        usual=30,
+        covers="does NCCL run with 2 and 3 ranks on one device? otherwise they talk through gloo",
+        timed=False,
+    )
+    found = [probe, operators("tests/operators")]
     for group in GROUPS:
         name, usual = f"tests/{group.name}", gpu_time.tests(group.simulated_seconds, group.pools)
         arguments = ("-m", "gpu", "--part", name, *group.files)
-        found.append(Part(name, "pytest", arguments, arguments, 2 * usual + 30, usual=usual, covers=group.covers))
+        limits = {"limit": 2 * usual + 30, "usual": usual}
+        found.append(Part(name, "pytest", arguments, arguments, covers=group.covers, timed=False, **limits))
     return found

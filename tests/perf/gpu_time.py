@@ -7,39 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["convergence", "startup", "step", "tests"]
+from tests.perf.decoder_ways import Way
+
+__all__ = ["convergence", "decoder", "startup", "tests"]
 
 START_SECONDS = 20.0
 """Of a process with its ranks: imports of torch and DeepSpeed from a cold disk, the device's context, the group."""
 PYTEST_SECONDS = 15.0
 """Of pytest before its first rank starts: imports and collection."""
-FLOPS = 3e14
+FLOPS = 3.6e14
 """Of bf16 products with their overhead."""
-LINK, PAGEABLE, HOST_MEMORY, GLOO = 50e9, 10e9, 75e9, 1e9
-"""Bytes a second: page-locked over the link, pageable, one socket's Adam, and gloo between two processes."""
+LINK, PAGEABLE, HOST_MEMORY = 50e9, 10e9, 120e9
+"""Bytes a second: page-locked over the link, pageable, and one socket's Adam."""
 NEW_HOST_MEMORY = 5e9
 """Bytes a second of pages that the kernel zeroes and, perhaps, the driver locks."""
 
 
-def startup(parameters: float, ranks: int, repeats: int, variants: int = 5) -> float:
-    """Seconds of `repeats` and one more constructions of each variant, of which one is pageable."""
+def startup(parameters: float, repeats: int, variants: int = 4) -> float:
+    """Seconds of `repeats` and one more constructions of each variant on one rank, of which one is pageable."""
     weights = 2 * parameters
-    exchanged = weights / GLOO if ranks > 1 else 0.0
-    each = weights / LINK + exchanged + 1
-    pageable = 2 * weights / PAGEABLE + exchanged + 1
-    return START_SECONDS * (2 if ranks > 1 else 1) + (repeats + 1) * (pageable + (variants - 1) * each)
+    each, pageable = weights / LINK + 1, 2 * weights / PAGEABLE + 1
+    return START_SECONDS + (repeats + 1) * (pageable + (variants - 1) * each)
 
 
-def step(parameters: float, tokens: Sequence[int], steps: int, offloads: bool, overlaps: bool) -> float:
-    """Seconds of `steps` steps on batches of each number of tokens: forward, backward and recomputation, and an
-    optimizer on the host behind or beside."""
-    host = 28 * parameters / HOST_MEMORY + 4 * parameters / LINK if offloads else 0.0
-    made = 16 * parameters / NEW_HOST_MEMORY if offloads else 2 * parameters / PAGEABLE
-    seconds = START_SECONDS + made
-    for count in tokens:
-        device = 8 * parameters * count / FLOPS + 0.05
-        seconds += steps * (max(device, host) if overlaps else device + host)
-    return seconds
+def decoder(parameters: float, tokens: Sequence[int], steps: int, chosen: Sequence[Way]) -> float:
+    """Seconds of `steps` steps of each way on batches of each number of tokens, and of what comes before: the ways are
+    started beside each other, and warm up so, too."""
+    starts, stretches = [0.0], 0.0
+    for way in chosen:
+        offloads = "offload_optimizer" in way.zero or way.extended or not way.is_engine
+        host = 28 * parameters / HOST_MEMORY + 4 * parameters / LINK if offloads else 0.0
+        made = 16 * parameters / NEW_HOST_MEMORY if offloads else 2 * parameters / PAGEABLE
+        device = [8 * parameters * count / FLOPS + 0.05 for count in tokens]
+        starts.append(START_SECONDS + made + way.warm_up * (device[0] + host))
+        stretches += steps * sum(max(each, host) if way.extended else each + host for each in device)
+    return max(starts) + stretches
 
 
 def convergence(parameters: float, tokens: int, steps: int, rows: int) -> float:

@@ -43,6 +43,7 @@ SHAPES = {
     "0.5b": Shape(1280, 21, 10, 3456, vocabulary=32000, sequence=2048, batch=1, recompute=True),
     "1.5b": Shape(2048, 27, 16, 5504, vocabulary=32000, sequence=2048, batch=1, recompute=True),
     "3b": Shape(2560, 36, 20, 6912, vocabulary=32000, sequence=2048, batch=1, recompute=True),
+    "7m": Shape(256, 7, 4, 688, vocabulary=2400, sequence=128, batch=1, recompute=True),
     "7b": Shape(4096, 32, 32, 11008, vocabulary=32000, sequence=2048, batch=1, recompute=True),
 }
 

@@ -197,11 +197,18 @@ def write(
 ) -> Path:
     """Write the result to its place and return the path."""
     path = path_of(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
     result = {"provenance": provenance(), "settings": settings, "rows": list(rows)}
     result["comparisons"] = [asdict(comparison) for comparison in comparisons]
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    replace(path, json.dumps(result, indent=2) + "\n")
     return path
+
+
+def replace(path: Path, text: str) -> None:
+    """Write the file as a whole: whoever reads it, or is killed here, has the old text or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text)
+    fresh.replace(path)
 
 
 def compact(value: Any, indent: int = 0) -> str:

@@ -16,9 +16,9 @@ from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.reshard.layout import Layout, plan_copies
 from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
-from deepspeed_ext.commands.memory.fit import ways
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
+from deepspeed_ext.commands.memory.ways import ways
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.exchange import RankReport, agree
 from deepspeed_ext.cores.plan import PlanRequest
@@ -199,7 +199,7 @@ def hot_exchange(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
 
 def memory(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     model = Model(SELECTED_NUMEL, typical_largest(SELECTED_NUMEL), "bfloat16")
-    return lambda: [plan_memory(model, Ranks(ranks.size, RANKS_PER_HOST), setup) for _, setup in ways()]
+    return lambda: [plan_memory(model, Ranks(ranks.size, RANKS_PER_HOST), setup) for setup in ways()]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

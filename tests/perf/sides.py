@@ -26,7 +26,8 @@ class Side:
 
     Attributes:
         offload: whether the optimizer's state is on the host.
-        adam: "torch", "torch fused", or "deepspeed" (DeepSpeedCPUAdam, ZenFlowCPUAdam under upstream's ZenFlow).
+        adam: "torch", "torch fused", "torch NAdam", or "deepspeed" (DeepSpeedCPUAdam, ZenFlowCPUAdam under upstream's
+            ZenFlow).
         zenflow: the ``zenflow`` section.
         extended: ours (True) or upstream's.
         accumulation: micro-steps an optimizer step.
@@ -56,7 +57,10 @@ class Side:
     ) -> dict[str, Any]:
         """The DeepSpeed config, bf16; `zero_fields` go into its ``zero_optimization``."""
         adam: dict[str, Any] = {"lr": lr, "betas": list(BETAS), "weight_decay": weight_decay}
-        if self.adam != "deepspeed":
+        looks_ahead = self.adam == "torch NAdam"
+        if looks_ahead:
+            adam |= {"decoupled_weight_decay": True}
+        elif self.adam != "deepspeed":
             adam |= {"torch_adam": True, "fused": self.adam == "torch fused"}
         zero: dict[str, Any] = {"stage": stage, **zero_fields}
         if self.offload:
@@ -69,7 +73,7 @@ class Side:
             "gradient_clipping": CLIP,
             "steps_per_print": 10**9,
             "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": adam},
+            "optimizer": {"type": "NAdam" if looks_ahead else "AdamW", "params": adam},
             "zero_force_ds_cpu_optimizer": self.adam == "deepspeed",
             "zero_allow_untested_optimizer": True,
             "zero_optimization": zero,
@@ -101,6 +105,8 @@ def _selective(interval: int, overlap: bool) -> Side:
 
 ZERO = Side("ZeRO", offload=False, adam="torch fused")
 ADAMW = Side("AdamW")
+NADAM = Side("NAdam", offload=False, adam="torch NAdam")
+"""Adam that takes gradients a little ahead, as ours does with the estimate of the update in flight."""
 ACCUMULATION = Side("accumulation 4", accumulation=4)
 OFFLOAD_TORCH = Side("ZeRO-Offload, torch fused AdamW", adam="torch fused")
 OFFLOAD_DEEPSPEED = Side("ZeRO-Offload, DeepSpeedCPUAdam", adam="deepspeed")
@@ -108,17 +114,6 @@ UPSTREAM_SEQUENTIAL = _upstream("sequential", False)
 UPSTREAM_OVERLAPPED = _upstream("overlapped", True)
 PREDICTIVE_1 = _predictive(1)
 PREDICTIVE_4 = _predictive(4)
-PREDICTIVE_1_CORES = replace(
-    PREDICTIVE_1, name="predictive, interval 1, a core kept", zenflow=PREDICTIVE_1.zenflow | {"pt_reserved_cores": 1}
-)
-PREDICTIVE_1_BFLOAT16, PREDICTIVE_1_INT8 = (
-    replace(
-        PREDICTIVE_1_CORES,
-        name=f"{PREDICTIVE_1_CORES.name}, moments in {dtype}",
-        zenflow=PREDICTIVE_1_CORES.zenflow | {"state_dtype": dtype},
-    )
-    for dtype in ("bfloat16", "int8")
-)
 PREDICTIVE_1_SLOW = replace(PREDICTIVE_1, name="predictive, interval 1, worker of torch operations", native=False)
 PREDICTIVE_1_FP32 = _predictive(1, "float32")
 PREDICTIVE_4_FP32 = _predictive(4, "float32")
@@ -153,9 +148,14 @@ def engine_of(side: Side, model: torch.nn.Module, **settings: Any) -> Iterator[A
 
 def initialize(side: Side, model: torch.nn.Module, **settings: Any) -> Any:
     """The engine alone; see `engine_of`."""
-    start = deepspeed_ext.initialize if side.extended else deepspeed.initialize
     with patch.dict(os.environ, {} if side.native else {"DSEXT_NATIVE_KERNEL": "0"}):
-        return start(model=model, model_parameters=list(model.parameters()), config=side.config(**settings))[0]
+        return start(model, side.config(**settings), side.extended)
+
+
+def start(model: torch.nn.Module, config: dict[str, Any], extended: bool) -> Any:
+    """The engine of a config, ours or DeepSpeed's."""
+    initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
 def parameters_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from tests.perf import host_peak
-from tests.perf.idle import profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.link_meter import LinkBytes
+from tests.perf.memory_now import tree_bytes
 from tests.perf.sides import Side, initialize, rank_and_size
 from tests.perf.simulated_device import SimulatedDevice
 from tests.support.resident import resident_bytes
 
 BUCKET_NUMEL = 1 << 22
 LLAMA_BUCKET_NUMEL = 1 << 27
-
-Batch = tuple[int, int]
-"""Sequences of a step, and tokens of each."""
 
 
 class Linears(nn.Module):
@@ -77,13 +70,12 @@ class Workload:
         finally:
             torch.set_default_dtype(default)
 
-    def batch(self, device: str, batch: Batch | None = None) -> torch.Tensor:
-        """The same input for every step, on `device`; `batch` is a Llama's (None: its shape's)."""
+    def batch(self, device: str) -> torch.Tensor:
+        """The same input for every step, on `device`."""
         if self.model == "linears":
             return torch.randn(self.rows, 1024, dtype=torch.bfloat16, device=device)
         shape = SHAPES[self.model]
-        rows, length = batch or (shape.batch, shape.sequence)
-        return torch.randint(0, shape.vocabulary, (rows, length), device=device)
+        return torch.randint(0, shape.vocabulary, (shape.batch, shape.sequence), device=device)
 
 
 @dataclass(frozen=True)
@@ -141,24 +133,11 @@ class Bench:
 
         return method
 
-    def use(self, batch: Batch) -> None:
-        """Train a Llama on `batch` from here on."""
-        self.input = self.workload.batch(self.device, batch)
-
-    def plain_steps(self, count: int) -> list[float]:
-        """Steps as a training loop makes them, one that reads its loss; nothing else waits for the accelerator until
-        the last has ended. Returns the seconds of each, which add up to all of them."""
-        get_accelerator().synchronize()
-        ends = [time.perf_counter()]
+    def plain_steps(self, count: int) -> None:
+        """Steps between which nothing waits for the accelerator."""
         for _ in range(count):
-            loss = self.engine(self.input)
-            self.engine.backward(loss)
+            self.engine.backward(self.engine(self.input))
             self.engine.step()
-            loss.item()
-            ends.append(time.perf_counter())
-        get_accelerator().synchronize()
-        ends[-1] = time.perf_counter()
-        return [end - begin for begin, end in pairwise(ends)]
 
     def step(self) -> StepFigures:
         synchronize = get_accelerator().synchronize
@@ -199,16 +178,6 @@ def steps(count: int, device_seconds: float) -> list[StepFigures]:
     assert _bench is not None
     _bench.model.set_step_seconds(device_seconds)
     return [_bench.step() for _ in range(count)]
-
-
-def plain_steps(count: int, batch: Batch) -> tuple[list[float], dict[str, float]]:
-    """Body of a rank: seconds of `count` steps on `batch` without a wait for the accelerator, and what our optimizer
-    has measured in the last of them."""
-    assert _bench is not None
-    _bench.use(batch)
-    seconds = _bench.plain_steps(count)
-    ours = _bench.side.extended and _bench.side.zenflow
-    return seconds, dict(_bench.engine.optimizer.measurements()) if ours else {}
 
 
 def threads() -> str:
@@ -261,18 +230,3 @@ def link_bytes(count: int) -> tuple[float, float] | None:
         figures = _bench.engine.optimizer.measurements()
         moved.append((figures["zenflow_bytes_down"], figures["zenflow_bytes_up"]))
     return sum(down for down, _ in moved) / count, sum(up for _, up in moved) / count
-
-
-def use_of_device(count: int) -> dict[str, float | None] | None:
-    """Body of a rank: what the profiler says of the device over `count` steps; None where it says nothing."""
-    assert _bench is not None
-    use = profiled(lambda: _bench.plain_steps(count))
-    return None if use is None else asdict(use)
-
-
-def tree_bytes() -> int:
-    """Memory of this process and its children, each shared page divided among those that map it (PSS)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-    process = psutil.Process()
-    return sum(member.memory_full_info().pss for member in [process, *process.children(recursive=True)])

@@ -1,17 +1,18 @@
 """All that a machine can show, in parts that cannot harm each other: `make bench`, `make bench-gpu`, `make test-gpu`.
 
     python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts startup step/1.5b ...] [--budget SECONDS] [--list]
-                              [--jobs N] [--resume] [--store] [--device accelerator|cpu] [--toy]
+                              [--jobs N] [--again] [--store] [--device accelerator|cpu] [--toy]
 
-Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever becomes of it, the
-next one runs; parts that are tests run beside each other. A part that the budget has no room for is left out, and one
-with more ranks than there are devices unless it is named; the end says which. A name picks a part and all below it
+Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever becomes
+of it, the next one runs; parts that time nothing run beside each other. A part that the budget has no room
+for is left out; the end says which. A name picks a part and all below it
 (``step/1.5b``). ``--list`` shows all of that without running anything: the seconds are those of a model (gpu_time.py).
-After every part, everything so far is in one file: outcomes, the ends of outputs and the results; what it held of other
-parts stays. It is ``gpu.json`` or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the folder that
-the variable OUT names. With ``--on cpu --store`` it is ``benchmarks/cpu.json``, which is tracked, and from which
-`make bench-report` makes a page.
-``--resume`` leaves out what is done in that file at this commit. ``--toy`` runs every part at sizes of no meaning.
+After every part, everything so far is in one file: outcomes, the ends of outputs and the results, also those of a part
+that failed or ran out of time half-way; what the file held of other parts stays. It is ``gpu.json``, ``gpu-tests.json``
+or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the folder that the variable OUT names. With
+``--on cpu --store`` it is ``benchmarks/cpu.json``, which is tracked, and from which `make bench-report` makes a page.
+What is done in that file at this commit is left out, so that the next call goes on; ``--again`` repeats it. ``--toy``
+runs every part at sizes of no meaning.
 """
 
 from __future__ import annotations
@@ -58,16 +59,25 @@ class Record:
     def add(self, outcome: Outcome, result: str, settings: dict[str, Any], newer_than: float) -> None:
         """Keep it with the result that its part has written since `newer_than`, and write everything."""
         self.outcomes[outcome.part] = outcome
-        path = report.path_of(result)
-        if result and path.exists() and path.stat().st_mtime >= newer_than:
-            self.results[result] = _read(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.take(result, newer_than)
         kept = {
             "provenance": report.provenance(),
             "settings": settings | {"results": self.results},
             "rows": [vars(outcome) for outcome in self.outcomes.values()],
         }
-        self.path.write_text(report.compact(kept) + "\n")
+        report.replace(self.path, report.compact(kept) + "\n")
+
+    def take(self, result: str, newer_than: float) -> None:
+        """Take over what a part has written since `newer_than`, whatever became of the part."""
+        path = report.path_of(result)
+        if result and path.exists() and path.stat().st_mtime >= newer_than:
+            self.results[result] = _read(path)
+
+    def take_over(self, parts: Sequence[Part], toy: bool) -> None:
+        """Take over what parts have written after the file: the run that they were in has been killed."""
+        kept_at = self.path.stat().st_mtime if self.path.exists() else 0.0
+        for part in parts:
+            self.take(part.result_of(toy), kept_at)
 
 
 def _read(path: Path) -> Any:
@@ -108,7 +118,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, help="of --on gpu-tests: how many parts run beside each other (half the cores)"
     )
-    parser.add_argument("--resume", action="store_true", help="leave out what is done at this commit")
+    parser.add_argument("--again", action="store_true", help="also run what is done at this commit")
     parser.add_argument("--store", action="store_true", help="of --on cpu: keep the results in benchmarks/cpu.json")
     parser.add_argument("--toy", action="store_true", help="sizes of no meaning, to try the suite itself")
     parser.add_argument("--device", choices=("cpu", "accelerator"), help="of --on gpu (default accelerator)")
@@ -116,7 +126,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def _ended(*signal_and_frame: Any) -> None:
-    sys.exit("error: the suite was ended; what is measured is kept, and --resume goes on")
+    sys.exit("error: the suite was ended; what is measured is kept, and the same command goes on")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,10 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return measure(chosen, args)
 
 
-def why_not(part: Part, left: float, args: argparse.Namespace, devices: int) -> str:
+def why_not(part: Part, left: float, args: argparse.Namespace) -> str:
     """Why a part is not begun with `left` seconds to go; "" if it is."""
-    if args.device == "accelerator" and part.ranks > devices and part.name not in args.parts:
-        return f"needs {part.ranks} devices, and there is {devices}; name the part to run it ({part.covers})"
     needed = LEAST_SECONDS if args.toy else max(part.usual, LEAST_SECONDS)
     return "" if left >= needed else f"takes about {needed:.0f} s, and {max(0, left):.0f} are left of the budget"
 
@@ -168,7 +176,7 @@ def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
         while not _may_start(part, [other for end, other in ends if end > now], args.jobs):
             now = min(end for end, _ in ends if end > now)
         left = (args.budget or float("inf")) - now
-        reason = why_not(part, left, args, max(1, torch.accelerator.device_count()))
+        reason = why_not(part, left, args)
         if not reason:
             ends.append((now + part.usual, part))
         rows.append(vars(part) | {"runs": f"no: {reason}" if reason else "yes"})
@@ -177,11 +185,14 @@ def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
 
 
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
-    """Run the parts in their order, tests beside each other; 0 if all are done."""
+    """Run the parts in their order, those that time nothing beside each other; 0 if all are done."""
     record, deadline = record_of(args), time.monotonic() + (args.budget or float("inf"))
-    commit, devices = report.commit(), max(1, torch.accelerator.device_count())
-    ahead = [part for part in chosen if not (args.resume and record.is_done(part, commit))]
+    commit = report.commit()
+    record.take_over(chosen, args.toy)
+    ahead = [part for part in chosen if args.again or not record.is_done(part, commit)]
     waiting, running = list(ahead), list[tuple[Running, float, bool]]()
+    if kept := [part.name for part in chosen if part not in ahead]:
+        print(f"done at this commit, and kept (--again repeats): {', '.join(kept)}\n", flush=True)
 
     def keep(outcome: Outcome, part: Part, begin: float) -> None:
         outcome.commit = commit
@@ -191,7 +202,7 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
         while waiting or running:
             while waiting and _may_start(waiting[0], [at_work.part for at_work, *_ in running], args.jobs):
                 part, left = waiting.pop(0), deadline - time.monotonic()
-                if reason := why_not(part, left, args, devices):
+                if reason := why_not(part, left, args):
                     print(f"{part.name}: left out: {reason}\n", flush=True)
                     keep(Outcome(part.name, "left out", output=reason), part, time.time())
                 else:
@@ -221,8 +232,8 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
 
 
 def _may_start(part: Part, at_work: Sequence[Part], jobs: int) -> bool:
-    """Tests may run beside each other; whatever is timed runs alone."""
-    return not at_work or (all(one.module == "pytest" for one in (part, *at_work)) and len(at_work) < jobs)
+    """What times nothing may run beside each other; whatever is timed runs alone."""
+    return not at_work or (not any(one.timed for one in (part, *at_work)) and len(at_work) < jobs)
 
 
 def _to_go(ahead: Sequence[Part], toy: bool) -> str:

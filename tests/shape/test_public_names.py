@@ -41,16 +41,18 @@ FIELDS = {
     "CoreBindingConfig": "dry_run enabled optimizer_cores use_tuning_result",
     "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds gradients_on_host hide_transfers offload"
     " offload_reserve_fraction overlap_lag"
-    " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype select_block_size"
+    " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype"
+    " save_predicted_weights select_block_size"
     " select_interval select_strategy state_dtype topk_ratio update_interval update_rule worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",
     "config": "--help name",
     "doctor": "--help --json",
-    "plan": "--allowed --config --dtype --gpu-gb --gpu-node --gpus --gpus-per-host --help --host-gb --host-gbps --json"
-    " --largest-param --link-gbps --memory --model --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
-    " --write",
+    "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus --gpus-per-host --help --host-gb"
+    " --host-gbps --json --largest-param --link-gbps"
+    " --memory --model --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
+    " --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick --ranks"

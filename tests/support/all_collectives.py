@@ -1,7 +1,10 @@
 """Every collective that the package calls, called as it does, on the device and backend of any number of ranks.
 
-With one rank, the package skips them. `ranks_that_communicate` gives a group of one that does not, so that a machine
-with one accelerator runs them through its own backend: NCCL, and not the gloo of two ranks that share a device.
+With one rank, the package skips them. `ranks_that_communicate` gives a group of one that does not.
+
+    python -m tests.support.all_collectives
+
+writes the list of them into docs/gpu.md, with the cases that reach each.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -34,6 +38,8 @@ from tests.support.paths import ROOT
 from tests.support.same import first_difference
 
 PACKAGE = ROOT / "deepspeed_ext"
+PAGE = ROOT / "docs" / "gpu.md"
+BEGIN, END = "<!-- begin: written by `make docs` -->\n", "<!-- end: written by `make docs` -->"
 COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "all_gather_single", "allgather_fn", "broadcast"})
 OBJECTS = "broadcast_object_list"
 NOT_HERE = ("commands", "verify")
@@ -225,15 +231,49 @@ def communicate(way: str) -> str:
 # -- which collectives that reaches ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a collective in the package.
+
+    Attributes:
+        file: relative to the package.
+        function: that it stands in, with its class.
+        collective: the name of what is called.
+    """
+
+    file: str
+    line: int
+    function: str
+    collective: str
+
+    @property
+    def place(self) -> str:
+        """File and line."""
+        return f"{self.file}:{self.line}"
+
+
+def called() -> list[Call]:
+    """Every call of a collective in the package, in the order of the files."""
+    found = list[Call]()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[:2] != NOT_HERE:
+            found += _calls_of(ast.parse(path.read_text()), str(path.relative_to(PACKAGE)), "")
+    return found
+
+
+def _calls_of(tree: ast.AST, file: str, inside: str) -> Iterator[Call]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _calls_of(node, file, f"{inside}.{node.name}".lstrip("."))
+            continue
+        if isinstance(node, ast.Call) and _is_collective(node.func):
+            yield Call(file, node.lineno, inside, ast.unparse(node.func).rpartition(".")[2])
+        yield from _calls_of(node, file, inside)
+
+
 def places() -> set[str]:
     """Every call of a collective in the package, as file and line."""
-    return {
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[:2] != NOT_HERE
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and _is_collective(node.func)
-    }
+    return {call.place for call in called()}
 
 
 def _is_collective(function: ast.expr) -> bool:
@@ -246,12 +286,27 @@ def _is_collective(function: ast.expr) -> bool:
     )
 
 
-def reached() -> set[str]:
-    """The body of a rank: the lines of the package that all of `WAYS` run, as file and line."""
-    with _lines() as found:
-        for way in WAYS:
+def reached() -> dict[str, set[str]]:
+    """The body of a rank: the lines of the package that each of `WAYS` runs, as file and line."""
+    found = {}
+    for way in WAYS:
+        with _lines() as lines:
             communicate(way)
+        found[way] = lines
     return found
+
+
+def page_section(calls: list[Call], lines: dict[str, set[str]]) -> str:
+    """The list of collectives for the page, in Markdown: what is called, where, and the cases that reach it."""
+    rows = dict[tuple[str, str, str], set[str]]()
+    for call in calls:
+        ways = rows.setdefault((call.collective, call.file, call.function), set())
+        ways |= {way for way, found in lines.items() if call.place in found}
+    table = ["| collective | called in | cases |", "| --- | --- | --- |"]
+    for (collective, file, function), ways in sorted(rows.items()):
+        cases = ", ".join(f"`{way}`" for way in WAYS if way in ways)
+        table.append(f"| `{collective}` | `{file}`, `{function}` | {cases} |")
+    return "\n".join(table)
 
 
 @contextmanager
@@ -272,3 +327,17 @@ def _lines() -> Iterator[set[str]]:
         yield found
     finally:
         sys.settrace(before)
+
+
+def main() -> None:
+    from tests.support.all_collectives import reached as body  # found by its module's name in the rank
+    from tests.support.ranks import run_ranks
+
+    (found,) = run_ranks(1, body, device="sim")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    text = page_section(called(), found)
+    PAGE.write_text(f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

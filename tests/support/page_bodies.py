@@ -71,6 +71,22 @@ def refusal_without_extension(zero: dict[str, Any]) -> str:
     return "no error"
 
 
+def refusals_without_extension(sections: list[dict[str, Any]]) -> list[str]:
+    """What stock DeepSpeed says to each ``zenflow`` section, beside ``offload_optimizer``, which its ZenFlow wants."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    return [refusal_of_config({**zero, "zenflow": section}) for section in sections]
+
+
+def refusal_of_config(zero: dict[str, Any]) -> str:
+    """What stock DeepSpeed says when it reads a config with this ``zero_optimization`` section."""
+    deepspeed_ext.disable()
+    try:
+        deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def _model_names(tiny: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = tiny.llama()
@@ -93,7 +109,10 @@ def _first_names(page: str, tiny: Any) -> dict[str, Any]:
     if page in ("docs/resuming.md", "docs/migrating_from_deepspeed_zenflow.md", "docs/trainers.md"):
         config = base_config(SAVED_STAGE, torch.bfloat16)
         if page == "docs/trainers.md":
-            config["zero_optimization"] |= {"zenflow": {}, "core_binding": {"enabled": False}}
+            config["zero_optimization"] |= {
+                "zenflow": {"update_rule": "predictive"},
+                "core_binding": {"enabled": False},
+            }
         names["engine"] = deepspeed_ext.initialize(model=names["model"], config=config)[0]
         _train(names["engine"])
         names["engine"].save_checkpoint("checkpoints")

@@ -72,6 +72,17 @@ def blocks() -> list[Block]:
     return found
 
 
+def objects_after(key: str, text: str) -> list[dict[str, Any]]:
+    """Each JSON object that follows `key` in a text; of Python, dicts that are JSON."""
+    found = []
+    for match in re.finditer(re.escape(key), text):
+        start = text[match.end() :].lstrip()
+        if start.startswith("{"):
+            with contextlib.suppress(json.JSONDecodeError):  # a dict of Python with names in it
+                found.append(json.JSONDecoder().raw_decode(start)[0])
+    return found
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """The commands of a block for bash, as words, without environment variables and `nice` before them."""
     for line in text.replace("\\\n", " ").splitlines():

@@ -25,7 +25,7 @@ def _join_group() -> None:
     from deepspeed.accelerator import get_accelerator
 
     from deepspeed_ext import shared_buffers
-    from tests.support.shared_device import share_devices
+    from tests.support.shared_device import BACKEND, share_devices
 
     accelerator = get_accelerator()
     world_size = int(os.environ["WORLD_SIZE"])
@@ -34,8 +34,7 @@ def _join_group() -> None:
         shares = accelerator.device_count() < world_size
         if shares:
             share_devices()
-        if not shares or accelerator.communication_backend_name() == "sim":
-            backend = accelerator.communication_backend_name()
+        backend = os.environ.get(BACKEND) or accelerator.communication_backend_name()
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group(
         backend,

@@ -2,9 +2,10 @@
 
 `run_ranks` is what nearly every multi-rank test uses. `run_fresh_ranks` starts new processes and reports how each
 ended, for tests in which a rank is meant to die. A body is a module-level function of a test module; it is sent by
-name, called with torch.distributed initialised (gloo on the CPU; NCCL, or gloo when ranks must share a device, on an
-accelerator; always a file rendezvous, never a port), and its return value travels back by pickle. On the device "sim",
-the ranks have the simulated accelerator; so they have on others after `simulate`.
+name, called with torch.distributed initialised, and its return value travels back by pickle. The backend is gloo on
+the CPU and NCCL on an accelerator; when ranks must share one, what `tests.support.shared_device` finds to work. The
+rendezvous is always a file, never a port. On the device "sim", the ranks have the simulated accelerator; so they have
+on others after `simulate`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tests.support import shared_device
 from tests.support.paths import ROOT
 from tests.support.rank_nursery import ForkedRank, Nursery
 
@@ -39,11 +41,16 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended: its value, its error text, or neither if the process died (then `exit_code` says how)."""
+    """How one rank ended: its value, its error text, or neither if the process died (then `exit_code` says how).
+
+    Attributes:
+        hung: it had not ended in its time although no rank had failed; `error` says so, too.
+    """
 
     value: Any = None
     error: str | None = None
     exit_code: int | None = None
+    hung: bool = False
 
 
 class RankPool:
@@ -51,6 +58,7 @@ class RankPool:
 
     def __init__(self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 900.0) -> None:
         self.world_size = world_size
+        self.shares_nccl = False
         self.folder = Path(tempfile.mkdtemp(prefix="dsext-ranks-"))
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes] | ForkedRank] = []
@@ -63,7 +71,8 @@ class RankPool:
                 self.processes.append(start(environment, theirs.fileno(), log))
             theirs.close()
             self.connections.append(ours)
-        self._require(self._collect(START_TIMEOUT_SECONDS), "start")
+        most = shared_device.MOST_SECONDS if self.shares_nccl else START_TIMEOUT_SECONDS
+        self._require(self._collect(most), "start")
 
     def _environment(self, rank: int, device: str, group_timeout_seconds: float) -> dict[str, str]:
         environment = dict(os.environ)
@@ -85,22 +94,42 @@ class RankPool:
             environment.pop("DS_ACCELERATOR", None)
         if device == "sim":
             environment.setdefault("SIMULATED_DEVICES", str(self.world_size))
+        if device == "accelerator":
+            sharing = shared_device.environment(rank, self.world_size)
+            self.shares_nccl = sharing.get(shared_device.BACKEND) == "nccl"
+            environment.update(sharing)
         return environment
 
     def _log_path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
 
-    def run(self, body: Callable[..., Any], args: tuple, kwargs: dict, timeout_seconds: float) -> list[RankOutcome]:
-        """Run `body` on every rank and return how each ended; the pool is unusable if any did not return."""
+    def run(
+        self,
+        body: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        timeout_seconds: float,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> list[RankOutcome]:
+        """Run `body` on every rank and return how each ended; the pool is unusable if any did not return.
+
+        Args:
+            grace_seconds: how long the others may take to end once one has failed.
+        """
         module = body.__module__
         if module == "__main__":  # a benchmark started with python -m
             module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
         task = pickle.dumps((module, body.__qualname__, args, kwargs))
+        if self.shares_nccl:
+            timeout_seconds = min(timeout_seconds, shared_device.MOST_SECONDS)
         for connection in self.connections:
             connection.send_bytes(task)
-        return self._collect(timeout_seconds)
+        outcomes = self._collect(timeout_seconds, grace_seconds)
+        if self.shares_nccl and any(outcome.hung for outcome in outcomes):
+            shared_device.note_hang(f"{body.__module__}.{body.__qualname__}")
+        return outcomes
 
-    def _collect(self, timeout_seconds: float) -> list[RankOutcome]:
+    def _collect(self, timeout_seconds: float, grace_seconds: float = GRACE_SECONDS) -> list[RankOutcome]:
         outcomes: dict[int, RankOutcome] = {}
         deadline = time.monotonic() + timeout_seconds
         while len(outcomes) < self.world_size and (left := deadline - time.monotonic()) > 0:
@@ -110,7 +139,7 @@ class RankPool:
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].error or outcomes[rank].exit_code is not None:
                     # The others may now wait for this rank for ever; give them only a moment to say why they end.
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + grace_seconds)
         for rank in set(range(self.world_size)) - set(outcomes):
             self.processes[rank].send_signal(signal.SIGUSR1)  # the worker dumps its stacks into the log
         if len(outcomes) < self.world_size:
@@ -121,7 +150,7 @@ class RankPool:
             if has_failed
             else f"did not finish within {timeout_seconds:.0f} s"
         )
-        unfinished = RankOutcome(error=why)
+        unfinished = RankOutcome(error=why, hung=not has_failed)
         return [outcomes.get(rank, unfinished) for rank in range(self.world_size)]
 
     def _receive(self, rank: int) -> RankOutcome:
@@ -226,12 +255,13 @@ def run_fresh_ranks(
     device: str = "cpu",
     timeout_seconds: float = 120.0,
     group_timeout_seconds: float = 60.0,
+    grace_seconds: float = GRACE_SECONDS,
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """Like `run_ranks`, in new processes that end with the call; returns how each rank ended instead of raising."""
     pool = RankPool(world_size, _device(device), group_timeout_seconds)
     try:
-        return pool.run(body, args, kwargs, timeout_seconds)
+        return pool.run(body, args, kwargs, timeout_seconds, grace_seconds)
     finally:
         pool.close()
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
+from tests.support.trainer_saves import saved_by_trainer, tiny_llama
 from tests.support.trainers import (
     OVERLAPPED,
     SELECTIVE,
@@ -48,7 +51,7 @@ def trained_logits(folder: Path, stage: int) -> torch.Tensor:
     """Of the engine after training; the Trainer has saved its adapter then."""
     with hf_trained("peft_lora", folder, stage, OVERLAPPED) as trainer:
         trainer.save_model(str(folder / "adapter"))
-        with torch.no_grad():
+        with torch.no_grad(), trainer.model_wrapped.optimizer.exact_weights():
             trainer.model_wrapped.eval()
             return trainer.model_wrapped(input_ids=TOKENS).logits
 
@@ -62,3 +65,13 @@ def test_the_saved_adapter_merges_into_the_trained_model(stage: int, tmp_path: P
         merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
         torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected)
     assert not torch.allclose(untrained, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_saved_adapter_is_the_rounded_masters(stage: int, tmp_path: Path) -> None:
+    """Loaded by PEFT on the plain model, without this package."""
+    (found,) = run_ranks(1, saved_by_trainer, stage, "lora", OVERLAPPED, str(tmp_path))
+    assert found["others"], "the run's own weights are no predictions"
+    loaded = peft.PeftModel.from_pretrained(tiny_llama().bfloat16(), tmp_path)
+    saved = dict(loaded.named_parameters())
+    assert_same({name: saved[name].detach().bfloat16() for name in found["masters"]}, found["masters"])

@@ -17,6 +17,7 @@ from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.file import reading, save_id_of
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
+from deepspeed_ext.checkpoint.sums import SMALL_BYTES, require_sound
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
@@ -42,6 +43,7 @@ class SavedPartitions:
 
     Args:
         state: the optimizer's state dict of its file.
+        path: the file, whose bytes are compared with their sums before the first `read`.
 
     Attributes:
         tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped from the file. p
@@ -53,6 +55,8 @@ class SavedPartitions:
 
     def __init__(self, state: Mapping[str, Any], path: str) -> None:
         self.state = state
+        self._path = path
+        self._is_sound = False
         try:
             masters, base = _masters(state), _base_optimizer(state)
             self.groups: Sequence[Mapping[str, Any]] = base.get("param_groups", ())
@@ -72,8 +76,8 @@ class SavedPartitions:
             self.scalars.append({name: value for name, value in values.items() if name not in each})
         self._saved = self._read_saved_state()
         if self._saved is not None and self._saved.position:
-            for scalars in self.scalars:  # `read` applies the collected gradients
-                scalars["step"] = self._saved.updates
+            for scalars, count in zip(self.scalars, self._saved.counts, strict=True):
+                scalars["step"] = count  # `read` applies the collected gradients
 
     def _read_saved_state(self) -> SavedState | None:
         if STATE_KEY not in self.state:
@@ -84,7 +88,15 @@ class SavedPartitions:
     @torch.no_grad()
     def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
         """Elements `begin` to `end` of a flat tensor's `tensors`, after applying the saved gradients that were not
-        handed over."""
+        handed over.
+
+        Raises:
+            CheckpointError: the file is damaged, or has fewer elements.
+        """
+        if not self._is_sound:
+            with reading(self._path):
+                require_sound(self._path)
+            self._is_sound = True
         whole = self.tensors[flat]
         if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
             raise CheckpointError(
@@ -122,6 +134,7 @@ class SavedCheckpoint:
         self._opened: dict[int, SavedPartitions] = {}
         self._models: dict[str, Mapping[str, Any]] = {}
         self._save_ids: dict[Any, str] = {}  # one path per id
+        self._sound: set[str] = set()  # files whose bytes have been compared with their sums
 
     @cached_property
     def ranks(self) -> int:
@@ -192,14 +205,28 @@ class SavedCheckpoint:
         return os.path.join(self.folder, name)
 
     def model(self, rank: int = 0) -> Mapping[str, Any]:
-        """The content of `model_file`."""
+        """The content of `model_file`; of tensors, only shapes are to be used."""
         path = self.model_file(rank)
         if path not in self._models:
             self._models[path] = self._open(path)
         return self._models[path]
 
+    def sound_model(self, rank: int = 0) -> Mapping[str, Any]:
+        """The content of `model_file`, once all its bytes are compared with their sums.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        content, path = self.model(rank), self.model_file(rank)
+        if path not in self._sound:
+            with reading(path):
+                require_sound(path)
+            self._sound.add(path)
+        return content
+
     def _open(self, path: str) -> Mapping[str, Any]:
         with reading(path):
+            require_sound(path, most_bytes=SMALL_BYTES)
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         if not isinstance(content, Mapping):
             raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint")
@@ -265,7 +292,7 @@ class SavedCheckpoint:
 
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
         """The part of it that `rank` saved, 1-D."""
-        content = self.model(rank)
+        content = self.sound_model(rank)
         return content["module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS][name].reshape(-1)
 
 

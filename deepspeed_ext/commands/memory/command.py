@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from deepspeed_ext.commands.memory import fit_report
-from deepspeed_ext.commands.memory.fit import Fit, config_of, fits, suggested
+from deepspeed_ext.commands.memory.fit import Fit, Question, fits, suggested
+from deepspeed_ext.commands.memory.fit_config import Reader, config_of
 from deepspeed_ext.commands.memory.model_file import ModelFile, read_model
 from deepspeed_ext.commands.memory.parts import Capacity
 from deepspeed_ext.commands.memory.plan import neighbours, plan_memory, settled_on
@@ -63,18 +64,22 @@ def run_from_cli(arguments: Any) -> str:
         _accelerator_bytes() if arguments.accelerator_gib == HERE else _bytes(arguments.accelerator_gib),
         total_host_bytes() if arguments.host_gib == HERE else _bytes(arguments.host_gib),
     )
+    if arguments.accelerator_gib == HERE:
+        named = replace(named, notes=(*named.notes, *_notes_of_this_machine()))
     machine = _machine(arguments)
     if arguments.config is not None:
         return _of_config(arguments, named, ranks, capacity)
     model = Model(named.params, named.largest, DTYPES[arguments.dtype or "bf16"])
-    found = fits(model, ranks, capacity, machine, named.active)
-    text = fit_report.as_text(named.name, found, capacity, machine, named.notes)
-    if written is not None:
-        text += f"\n{_write(written, found)}"
+    question = Question(model, ranks, capacity, machine, named.active or named.params)
+    if arguments.tokens is not None:
+        question = replace(question, tokens=arguments.tokens)
+    found = fits(question)
+    wrote = None if written is None else _write(written, found, vars(arguments)["for"] or "script")
     if arguments.json:
         report = as_json([fit.plan for fit in found], capacity, named.notes)
-        return json.dumps(report | fit_report.as_json(found, machine))
-    return text
+        return json.dumps(report | fit_report.as_json(question, found))
+    text = fit_report.as_text(named.name, question, found, named.notes, all_ways=bool(arguments.all))
+    return text if wrote is None else f"{text}\n{wrote}"
 
 
 def _require_one_model(arguments: Any) -> None:
@@ -82,8 +87,12 @@ def _require_one_model(arguments: Any) -> None:
         raise ConfigError("--params and --model: give one of them; --model says how many parameters there are")
     if arguments.model is not None and arguments.largest_param is not None:
         raise ConfigError("--largest-param: --model says it")
-    if arguments.write is not None and arguments.config is not None:
-        raise ConfigError("--write: not with --config, which is a config already")
+    if arguments.config is not None:
+        for name in ("write", "tokens", "all"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"--{name}: not with --config, which is one run")
+    if vars(arguments)["for"] is not None and arguments.write is None:
+        raise ConfigError("--for: only with --write")
 
 
 def _model(arguments: Any) -> ModelFile:
@@ -99,12 +108,19 @@ def _machine(arguments: Any) -> Machine:
     return replace(Machine(), **{name: value * unit for name, (value, unit) in given.items() if value is not None})
 
 
-def _write(file: OutputFile, found: list[Fit]) -> str:
+def _write(file: OutputFile, found: list[Fit], reader: Reader) -> str:
     best = suggested(found)
     if best is None:
         raise ConfigError("--write: no run fits, or --gpu-gb or --host-gb is missing, so there is no config to write")
-    file.write(f"{json.dumps(config_of(best), indent=2)}\n".encode())
-    return f"Its config is in {file.path}."
+    dtype = best.plan.model.dtype
+    file.write(f"{json.dumps(config_of(best.setup, dtype, reader), indent=2)}\n".encode())
+    return f"Its config is in {file.path}, {_READ_BY[reader]}."
+
+
+_READ_BY: dict[Reader, str] = {
+    "script": "for deepspeed.initialize; --for trainer writes one for the Hugging Face Trainer",
+    "trainer": "for a trainer, whose arguments say batch sizes, learning rate and dtype",
+}
 
 
 def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacity) -> str:
@@ -145,6 +161,14 @@ def _accelerator_bytes() -> int:
     if accelerator.device_name() == "cpu":
         raise ConfigError("--accelerator-gib here: this machine has no accelerator; give its GiB as a number")
     return int(accelerator.total_memory())
+
+
+def _notes_of_this_machine() -> list[str]:
+    from deepspeed_ext.runtime.backend import SHARED_MEMORY, shares_host_memory
+
+    if not shares_host_memory():
+        return []
+    return [f"this accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"]
 
 
 def parse_gib(text: str) -> float | str:

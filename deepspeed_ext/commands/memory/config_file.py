@@ -66,8 +66,9 @@ _LOW_PRECISION = ("bf16_master_weights_and_grads", "fp16_master_weights_and_grad
 def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     sections = [section_of(config, name) for name in ("bf16", "bfloat16", "fp16")]
     offload, param = zero.offload_optimizer, zero.offload_param
+    no_stage = "" if "stage" in section else " (the config gives no zero_optimization.stage)"
     unknown = {
-        "stage 0": int(zero.stage) == 0,
+        f"stage 0{no_stage}": int(zero.stage) == 0,
         'offload_param.device = "nvme"': param is not None and param.device == "nvme",
         'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
         "offload_optimizer.ratio below 1 without zenflow": zero.zenflow is None and zero.host_share != 1,

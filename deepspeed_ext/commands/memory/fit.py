@@ -1,33 +1,78 @@
-"""Answers whether a model fits a machine, for each way to train it, and what each way costs. Pure functions."""
+"""Answers whether a model fits a machine, which way to train it is the best, and what it lacks. Pure functions.
+
+`needs_of` is the one function that asks for bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
+from deepspeed_ext.commands.memory.activations import typical_activations
+from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Phase, Place
 from deepspeed_ext.commands.memory.plan import plan_memory, settled_on
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
-from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.commands.memory.ways import inexactness, kind_of, name_of, ways
 
-__all__ = ["Fit", "config_of", "fits", "suggested", "ways"]
+__all__ = [
+    "GPU_RESERVE",
+    "HOST_RESERVE",
+    "RANK_RESERVE",
+    "SAME_TIME",
+    "Fit",
+    "Question",
+    "best_of_kinds",
+    "faster",
+    "fits",
+    "largest",
+    "nearest",
+    "suggested",
+]
 
-STAGES: tuple[Stage, ...] = (2, 3)
-INTERVAL = 4
-"""Of the selective rule, as published."""
-ROOM_FOR_ACTIVATIONS = 0.2
-"""Share of the accelerator that a suggestion leaves free; if none does, the one that leaves most is suggested."""
+_GIB = 1 << 30
+GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 8 * _GIB, _GIB // 2
+"""Bytes that stay free: of a GPU for its context, collectives and fragmentation; of a host; and of a host for each of
+its ranks."""
+_SMALLEST = 10**6
+SAME_TIME = 0.85
+"""Ways count as equally fast unless one takes less than this part of the other's time: times are arithmetic, and
+most runs are slower (docs/lab/archive/time_model.md)."""
 
-_SECTIONS: dict[str, dict[str, Any]] = {
-    "exact": {"update_interval": 1, "hide_transfers": True},
-    "exact, copies in the step": {"update_interval": 1, "hide_transfers": False, "gradients_on_host": False},
-    "exact, gradients on host": {"update_interval": 1, "gradients_on_host": True},
-    "interval 2": {"update_interval": 2, "hide_transfers": True},
-    "bf16 moments": {"update_interval": 1, "hide_transfers": True, "state_dtype": "bfloat16"},
-    "selective": {"topk_ratio": 0.1, "update_interval": INTERVAL, "overlap_step": True, "hide_transfers": True},
-}
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained where.
+
+    Attributes:
+        ranks: GPUs, and how many share a host.
+        capacity: memory of a GPU and of a host, as far as it is known.
+        active: parameters that a token uses.
+        tokens: tokens per GPU and optimizer step, by which ways are compared.
+    """
+
+    model: Model
+    ranks: Ranks
+    capacity: Capacity
+    machine: Machine
+    active: int
+    tokens: int = 8192
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a run needs.
+
+    Attributes:
+        gpu: of a GPU, at the most, without activations.
+        gpu_backward: of them, beside activations.
+        host: of a host.
+    """
+
+    gpu: int
+    gpu_backward: int
+    host: int
 
 
 @dataclass(frozen=True)
@@ -35,100 +80,140 @@ class Fit:
     """One way to train on one machine.
 
     Attributes:
-        name: the way, without its stage.
         plan: its memory.
         time: its optimizer step.
+        step_seconds: an optimizer step with forward and backward.
         tokens: tokens per GPU and optimizer step from which nothing of the step is exposed; None: some always is.
-        left: bytes that remain at the peak, by place, before activations; empty: the machine is not known.
+        room: bytes of a GPU that are left for activations; None: its memory is not known.
+        left: bytes that are left at the peak with activations and what stays free, by place; empty: the machine is
+            not known.
+        missing: share of a GPU's memory that is missing, and of a host's, added up.
     """
 
-    name: str
     plan: MemoryPlan
     time: StepTime
+    step_seconds: float
     tokens: int | None
+    room: int | None
     left: dict[Place, int]
+    missing: float
 
     @property
-    def short(self) -> list[str]:
+    def setup(self) -> Setup:
+        """The settings of the run."""
+        return self.plan.setup
+
+    @property
+    def name(self) -> str:
+        """The way, with its stage."""
+        return f"stage {self.setup.stage}, {name_of(self.setup)}"
+
+    @property
+    def short(self) -> list[Place]:
         """The places where memory is missing."""
-        return [place.value for place, nbytes in self.left.items() if nbytes < 0]
+        return [place for place, nbytes in self.left.items() if nbytes < 0]
 
 
-def ways(base: Setup | None = None) -> Iterator[tuple[str, Setup]]:
-    """Each way to train, at stages 2 and 3, by name: plain ZeRO, ZeRO-Offload, and ZenFlow with each option."""
-    for stage in STAGES:
-        at_stage = replace(base or Setup(), stage=stage, offload=False, zenflow=None)
-        yield "ZeRO", at_stage
-        offload = replace(at_stage, offload=True, pins=True)
-        yield "ZeRO-Offload", offload
-        for name, section in _SECTIONS.items():
-            yield f"ZenFlow {name}", replace(at_stage, zenflow=ZenFlowConfig(**section))
-        exact = replace(at_stage, zenflow=ZenFlowConfig(**_SECTIONS["exact"]))
-        yield "ZenFlow half on the GPU", replace(exact, host_share=0.5, pins=True)
-        if at_stage.partitions_weights:
-            yield "ZeRO-Offload, weights on host", replace(offload, offload_param=True)
-            yield "ZenFlow weights on host", replace(exact, offload_param=True, pins=True)
-            rounded = replace(at_stage, zenflow=ZenFlowConfig(**_SECTIONS["bf16 moments"]))
-            yield "ZenFlow bf16, weights on host", replace(rounded, offload_param=True, pins=True)
+def needs_of(model: Model, ranks: Ranks, capacity: Capacity, setup: Setup) -> tuple[MemoryPlan, Needs]:
+    """The memory of a run as it settles on such a machine."""
+    plan = plan_memory(model, ranks, settled_on(capacity, model, ranks, setup))
+    backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD)
+    return plan, Needs(plan.peak(Place.ACCELERATOR), backward, plan.host_peak())
 
 
-def fits(model: Model, ranks: Ranks, capacity: Capacity, machine: Machine, active: int | None = None) -> list[Fit]:
-    """Every way on this machine.
+def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
+    """Every way on this machine, or those given."""
+    return [_fit(question, setup) for setup in (ways() if setups is None else setups)]
 
-    Args:
-        ranks: GPUs, and how many share a host.
-        capacity: memory of a GPU and of a host, as far as it is known.
-        active: parameters that a token uses; None: all.
-    """
-    found = []
-    for name, setup in ways():
-        setup = settled_on(capacity, model, ranks, setup)
-        plan, time = plan_memory(model, ranks, setup), step_time(model, ranks, setup, machine)
-        tokens = None if time.exposed else time.tokens(active or model.params, machine)
-        found.append(Fit(name, plan, time, tokens, capacity.left(plan)))
-    return found
+
+def _fit(question: Question, setup: Setup) -> Fit:
+    model, ranks, capacity, machine = question.model, question.ranks, question.capacity, question.machine
+    plan, needs = needs_of(model, ranks, capacity, setup)
+    time = step_time(model, ranks, plan.setup, machine)
+    compute = machine.seconds(question.active, question.tokens)
+    tokens = None if time.exposed else time.tokens(question.active, machine)
+    left, room = dict[Place, int](), None
+    if capacity.accelerator is not None:
+        room = capacity.accelerator - GPU_RESERVE - needs.gpu_backward
+        at_start = capacity.accelerator - GPU_RESERVE - needs.gpu
+        left[Place.ACCELERATOR] = min(at_start, room - typical_activations(question.active))
+    if capacity.host is not None:
+        left[Place.HOST] = capacity.host - HOST_RESERVE - ranks.per_host * RANK_RESERVE - needs.host
+    of_all = {Place.ACCELERATOR: capacity.accelerator, Place.HOST: capacity.host}
+    missing = sum(-nbytes / (of_all[place] or 1) for place, nbytes in left.items() if nbytes < 0)
+    return Fit(plan, time, max(compute, time.beside) + time.exposed, tokens, room, left, missing)
+
+
+def _best(found: Sequence[Fit]) -> Fit | None:
+    """Of ways with the same numerics: of the fastest, the simplest, that is without offload, at the lower stage, and
+    with the whole optimizer on the host."""
+    most = min((fit.step_seconds for fit in found), default=0.0) / SAME_TIME
+    fast = [fit for fit in found if fit.step_seconds <= most]
+    return min(fast, key=_simplicity, default=None)
+
+
+def _simplicity(fit: Fit) -> tuple[float, ...]:
+    return (not fit.setup.on_accelerator, fit.setup.stage, -fit.setup.host_share, fit.step_seconds)
+
+
+def _fitting(found: Sequence[Fit]) -> list[Fit]:
+    """Those that fit, the most exact first; none if the GPU's memory is not known."""
+    fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
+    return sorted(fitting, key=lambda fit: inexactness(fit.setup))
 
 
 def suggested(found: Sequence[Fit]) -> Fit | None:
-    """The first way that fits and leaves room for activations, in this order: plain ZeRO, exact with everything hidden,
-    exact with copies in the step, the others in their order; stage 2 before 3. None: no way fits, or the machine is
-    not known."""
-    names = [*_SECTIONS, "half on the GPU", "weights on host", "bf16, weights on host"]
-    order = ["ZeRO", *(f"ZenFlow {name}" for name in names), "ZeRO-Offload", "ZeRO-Offload, weights on host"]
-    fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
-    fitting.sort(key=lambda fit: (order.index(fit.name), fit.plan.setup.stage))
-    roomy = [fit for fit in fitting if _room(fit) >= ROOM_FOR_ACTIVATIONS]
-    return roomy[0] if roomy else max(fitting, key=_room, default=None)
+    """The best way that fits, with the numerics that are nearest to exact; None: no way fits, or the machine is not
+    known."""
+    fitting = _fitting(found)
+    return _best([fit for fit in fitting if inexactness(fit.setup) == inexactness(fitting[0].setup)])
 
 
-def _room(fit: Fit) -> float:
-    left = fit.left[Place.ACCELERATOR]
-    return left / (left + fit.plan.peak(Place.ACCELERATOR))
+def faster(found: Sequence[Fit]) -> Fit | None:
+    """The fastest way that fits and is less exact than the suggested one, if it is clearly faster."""
+    best = suggested(found)
+    if best is None:
+        return None
+    fastest = min(_fitting(found), key=lambda fit: fit.step_seconds)
+    return fastest if fastest.step_seconds < SAME_TIME * best.step_seconds else None
 
 
-def config_of(fit: Fit) -> dict[str, Any]:
-    """A DeepSpeed config for this way, complete for ``deepspeed.initialize``.
-
-    Trainers on Accelerate want their own values, so there the first four entries and ``optimizer`` are ``"auto"``.
-    """
-    setup = fit.plan.setup
-    zero: dict[str, Any] = {"stage": setup.stage}
-    if setup.offload or setup.offload_param:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": setup.pins}
-    if setup.host_share < 1.0:
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": setup.host_share}
-    if setup.offload_param:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": setup.pins}
-    if setup.zenflow is not None:
-        zero["zenflow"] = setup.zenflow.model_dump(exclude_unset=True)
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        **({} if fit.plan.model.dtype == "float32" else {_SECTION_OF[fit.plan.model.dtype]: {"enabled": True}}),
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "zero_optimization": zero,
-    }
+def nearest(found: Sequence[Fit]) -> Fit:
+    """The way that lacks the least."""
+    return min(found, key=lambda fit: (fit.missing, fit.step_seconds))
 
 
-_SECTION_OF = {"bfloat16": "bf16", "float16": "fp16"}
+def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
+    """The best way of each kind: one that fits, or else lacks the least."""
+    kinds: dict[str, list[Fit]] = {}
+    for fit in found:
+        kinds.setdefault(kind_of(fit.setup), []).append(fit)
+    return [suggested(same) or (nearest(same) if same[0].left else _best(same) or same[0]) for same in kinds.values()]
+
+
+def largest(question: Question, found: Sequence[Fit]) -> tuple[int, Fit] | None:
+    """The most parameters of a typical model that fit this machine, with two digits, and how; None: not even a
+    millionth of this model's. Only ways that no other one beats at both places are tried."""
+    setups = [fit.setup for fit in found if not any(_beats(other, fit) for other in found)]
+
+    def tried(params: int) -> Fit | None:
+        model = Model(params, typical_largest(params), question.model.dtype)
+        active = max(1, round(question.active * params / question.model.params))
+        asked = replace(question, model=model, active=active)
+        return suggested(fits(asked, (replace(setup, flatten_tier=None) for setup in setups)))
+
+    low, high = question.model.params // _SMALLEST, question.model.params
+    if low == 0 or tried(low) is None:
+        return None
+    while high - low > max(1, low // 200):
+        middle = (low + high) // 2 if high < 4 * low else math.isqrt(low * high)
+        low, high = (low, middle) if tried(middle) is None else (middle, high)
+    digits = len(str(low)) - 2
+    rounded = low // 10**digits * 10**digits if digits > 0 else low
+    best = tried(rounded)
+    return None if best is None else (rounded, best)
+
+
+def _beats(one: Fit, other: Fit) -> bool:
+    """Whether `one` leaves more than `other` at each place."""
+    return all(one.left[place] > nbytes for place, nbytes in other.left.items())

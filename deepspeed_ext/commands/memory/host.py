@@ -115,7 +115,7 @@ class _Host:
         """The arena's arrays, in whole pages."""
         rule, model = self.setup.rule, self.model
         publish_dtype, grad_dtype = self.setup.publish_dtype(model), self.setup.handed_over_dtype(model)
-        open_interval = self.setup.zenflow is not None and self.setup.zenflow.update_interval is None
+        open_interval = self.setup.zenflow is not None and self.setup.zenflow.interval is None
         nbytes, slots = dict.fromkeys(ARENA_KINDS, 0), self.chunk_slots()
         if slots is not None:
             nbytes["chunks"] = sum(plan_layout(slot_specs(slots, publish_dtype, grad_dtype)).page_bytes().values())

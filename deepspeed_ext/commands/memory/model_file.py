@@ -1,22 +1,26 @@
-"""Counts the parameters of a Hugging Face ``config.json``, by shapes on the meta device. Imports transformers.
+"""Counts the parameters of a Hugging Face ``config.json``, by shapes on the meta device.
 
-No weights are read or made, and nothing is downloaded.
+No weights are read or made, nothing is downloaded, and no code is run but transformers' own. A config comes from a
+stranger, so three lines keep it from deciding what is loaded: `model_references` takes every reference out, or refuses
+it; another process builds the model, offline and without tokens; and this process is confined (`runtime.confined`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
-import warnings
-from collections.abc import Iterator, Mapping
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+from deepspeed_ext.commands.memory.model_references import inert
 from deepspeed_ext.errors import ConfigError, UnsupportedError
+from deepspeed_ext.runtime.child_process import python_command
+from deepspeed_ext.runtime.confined import offline
 from deepspeed_ext.runtime.log import quoted
 
 __all__ = ["ModelFile", "read_model"]
@@ -25,12 +29,7 @@ MOST_BYTES = 1 << 24
 """No config.json is larger, even if it names 21,000 classes of images; a larger file holds weights."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
-_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
-"""What a model of a type is for, if its file names no class."""
-_TOWER = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
-_EXPERT = re.compile(r"(^|\.)experts(\.|$)")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_SHAPES = "deepspeed_ext.commands.memory.model_shapes"
 
 
 @dataclass(frozen=True)
@@ -62,40 +61,44 @@ def read_model(path: str) -> ModelFile:
     file = _file_of(path)
     described = _object_in(file)
     try:
-        import torch
-        import transformers
-    except Exception as error:  # a broken installation raises more than ImportError
+        found = _answer(inert(described))
+    except ConfigError as error:
+        raise ConfigError(f"--model: {_shown(file)}: {error}; mend it, or give --params") from None
+    if "absent" in found:
         raise UnsupportedError(
-            f"--model needs transformers ({str(error)[:300]}): pip install 'deepspeed-ext[transformers]', or give "
+            f"--model needs transformers ({found['absent']}): pip install 'deepspeed-ext[transformers]', or give "
             "--params"
-        ) from None
+        )
+    if "problem" in found:
+        ending = f"; {found['change']}, or give --params"
+        if found["is_unknown"] and "auto_map" in described:
+            ending = ", and code that comes with a model is not run; give --params"
+        raise ConfigError(f"--model: {_shown(file)}: {found['problem']}{ending}")
+    counts = (found["params"], found["largest"], found["active"])
+    return ModelFile(found["name"], *counts, tuple(_notes(described, found["towers"])))
+
+
+def _answer(described: dict[str, Any]) -> dict[str, Any]:
+    """What `model_shapes` answers, from a process that has neither network nor tokens."""
+    with tempfile.TemporaryDirectory(prefix="dsext-plan-") as folder:
+        done = subprocess.run(
+            python_command(_SHAPES),
+            input=json.dumps(described).encode(),
+            capture_output=True,
+            cwd=folder,
+            env=offline(folder),
+            check=False,
+        )
     try:
-        with contextlib.redirect_stdout(io.StringIO()), _only_errors(transformers):
-            _require_known(described, file, transformers)
-            # Without the last argument it asks at a terminal whether to run code that the file names.
-            config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-            with torch.device("meta"):
-                model = _class_of(config, transformers)(config)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever transformers raises for a file that describes no model
-        change = "install what it names" if isinstance(error, ImportError) else "mend the file"
-        raise ConfigError(
-            f"--model: transformers {transformers.__version__} builds no model from {_shown(file)}: "
-            f"{type(error).__name__}: {str(error)[:250]}; {change}, or give --params"
-        ) from None
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    if not sizes:
-        raise ConfigError(f"--model: the model of {_shown(file)} has no parameters; give --params")
-    params = sum(sizes.values())
-    experts = sum(numel for name, numel in sizes.items() if _EXPERT.search(name))
-    return ModelFile(
-        type(model).__name__,
-        params,
-        max(sizes.values()),
-        params - round(experts * (1 - _share(config))),
-        tuple(_notes(described, sizes)),
-    )
+        found = json.loads(done.stdout)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    if done.returncode == -signal.SIGPROF:
+        raise ConfigError("transformers takes more than a minute to build its model")
+    said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    raise ConfigError(f"the process that builds its model ended with status {done.returncode} ({''.join(said)[:200]})")
 
 
 def _shown(file: str) -> str:
@@ -147,57 +150,11 @@ def _object_in(file: str) -> dict[str, Any]:
     )
 
 
-def _require_known(described: dict[str, Any], file: str, transformers: Any) -> None:
-    kind = described["model_type"]
-    if kind in transformers.CONFIG_MAPPING:
-        return
-    known = f"--model: transformers {transformers.__version__} does not know the model_type {quoted(kind)}"
-    if "auto_map" in described:
-        raise ConfigError(f"{known} of {_shown(file)}, and code that comes with a model is not run; give --params")
-    raise ConfigError(f"{known} of {_shown(file)}; pip install --upgrade transformers, or give --params")
-
-
-@contextlib.contextmanager
-def _only_errors(transformers: Any) -> Iterator[None]:
-    """Its warnings are about weights and tokens, of which a plan has none."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(level)
-
-
-def _class_of(config: Any, transformers: Any) -> Any:
-    """What builds the model: the class that the file names, otherwise the first that there is for its type."""
-    named = getattr(config, "architectures", None)
-    for name in named if isinstance(named, list) else ():
-        found = getattr(transformers, str(name), None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
-    for task in _TASKS:
-        classes = getattr(transformers, f"MODEL_FOR_{task}_MAPPING", {})
-        if type(config) in classes:
-            return classes[type(config)]
-    return partial(transformers.AutoModel.from_config, trust_remote_code=False)
-
-
-def _notes(described: dict[str, Any], sizes: Mapping[str, int]) -> Iterator[str]:
+def _notes(described: dict[str, Any], towers: int) -> Iterator[str]:
     """What a reader must know of the count."""
     quantized = described.get("quantization_config")
     if isinstance(quantized, dict) and quantized:
         method = quoted(str(quantized.get("quant_method", "it does not say how")))
         yield f"the weights are quantized ({method}); counted: all train, unquantized. Of an adapter, give --params."
-    towers = sum(numel for name, numel in sizes.items() if _TOWER.search(name))
     if towers:
         yield f"{towers:,} of the parameters are for images or sound; if they stay frozen, give --params of the others."
-
-
-def _share(config: Any) -> float:
-    """The share of the experts to which a token is sent; 1: the file does not say."""
-    text = getattr(config, "text_config", config)
-    experts = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0)
-    chosen = next((getattr(text, name) for name in _CHOSEN if getattr(text, name, None)), 0)
-    return min(1.0, chosen / experts) if experts and chosen else 1.0

@@ -80,7 +80,7 @@ def _notes(setup: Setup) -> Iterator[str]:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
     if setup.partitions_weights and setup.fills_early:
         yield "start-up: a module that zero.Init has not partitioned is moved to the accelerator whole; not counted"
-    if zenflow is not None and zenflow.update_interval is None:
+    if zenflow is not None and zenflow.interval is None:
         yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
     if zenflow is not None and zenflow.hide_transfers is None and not setup.fills_early:
         yield "the landing buffers are left out if a rank would have less than a tenth of its accelerator memory free"

@@ -118,7 +118,7 @@ class Setup:
             where = ", gradients_on_host"
         if self.zenflow is None:
             return ("ZeRO-Offload" if self.offload else "ZeRO") + where
-        interval = self.zenflow.update_interval
+        interval = self.zenflow.interval
         share = "" if self.host_share == 1.0 else f", {self.host_share:.0%} on the host"
         states = "" if self.zenflow.state_dtype == "float32" else f", {self.zenflow.state_dtype} moments"
         interval_name = "measured" if interval is None else interval

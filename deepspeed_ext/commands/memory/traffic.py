@@ -40,6 +40,10 @@ class Machine:
     host: float = 300e9
     flops: float = 400e12
 
+    def seconds(self, active: int, tokens: int) -> float:
+        """Seconds of forward and backward of `tokens`, each of which uses `active` parameters."""
+        return _FLOPS_PER_TOKEN * active * tokens / self.flops
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -115,17 +119,20 @@ def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> Ste
 
     ZenFlow hides all of it with landing buffers, and without them the pass. With gradients on the host it exposes the
     estimate there, which reads gradients and y and writes weights; and, at the same time, the weights' way up, if they
-    are not on the host, too. ZeRO-Offload hides only gradients that go down
-    during backward; its pass and the weights' way up follow. What steps on the accelerator takes no time here.
+    are not on the host, too. Weights on the host come up twice beside forward and backward. ZeRO-Offload hides only
+    gradients that go down during backward; its pass and the weights' way up follow. What steps on the accelerator takes
+    no time here.
     """
     whole, moves = setup.partition_numel(model, ranks), traffic(model, setup)
     numel = whole - setup.stepped_there(whole)
     down, up = moves.down * numel / machine.link, moves.up * numel / machine.link
     host = moves.passed * numel * ranks.per_host / machine.host
     transfer = max(down, up)
+    # DeepSpeed fetches weights that are on the host in every forward and backward pass
+    fetched = 2 * setup.accumulation * model.itemsize * whole / machine.link if setup.weights_on_host else 0.0
     if setup.zenflow is None:
-        sent = 0.0 if setup.weights_on_host else up  # otherwise they are fetched in forward
-        return StepTime(transfer, host, host + sent if setup.offload else 0.0, down)
+        sent = 0.0 if setup.weights_on_host else up
+        return StepTime(transfer, host, host + sent if setup.offload else 0.0, max(down, fetched))
     if not setup.zenflow.overlapped:
         return StepTime(transfer, host, max(transfer, host), 0.0)
     if setup.fills_early:
@@ -134,7 +141,7 @@ def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> Ste
             sent = 0.0 if setup.weights_on_host else up
         touched = moves.down + (2 if setup.weights_on_host else 3) * model.itemsize  # the link reads weights, too
         estimate = touched * numel * ranks.per_host / machine.host
-        return StepTime(max(transfer, sent), host, max(estimate, sent), max(down, host))
+        return StepTime(max(transfer, sent), host, max(estimate, sent), max(down, host, fetched))
     if not setup.hides_transfers:
         return StepTime(transfer, host, transfer, host)
     return StepTime(transfer, host, 0.0, max(transfer, host))

@@ -19,7 +19,7 @@ from deepspeed_ext.commands.verify.checks import Check, check_all
 from deepspeed_ext.commands.verify.config import Plan, plan_check
 from deepspeed_ext.commands.verify.figures import Failure, Found, merge
 from deepspeed_ext.commands.verify.processes import START_RANK, Ended, Ranks
-from deepspeed_ext.commands.verify.rank import CHECKPOINT, PLAN, result_file
+from deepspeed_ext.commands.verify.rank import CHECKPOINT, PLAN, result_file, step_file
 from deepspeed_ext.commands.verify.refusal import is_refusal, require_readable, require_section_readable
 from deepspeed_ext.config.file import read_json
 from deepspeed_ext.cores import accelerators
@@ -152,7 +152,11 @@ def _require_room(folder: Path, needed: int) -> None:
 
 
 def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], None]) -> tuple[Found, Ended]:
-    progress = Progress(f"verify: {DOES[ranks.phase]}", lambda: ranks.pids, logger.info)
+    def doing() -> str:
+        step = _step_of(ranks)
+        return f"verify: {DOES[ranks.phase]}{f', step {step} of {plan.steps}' if step else ''}"
+
+    progress = Progress(doing, lambda: ranks.pids, logger.info)
 
     def while_they_run() -> None:
         leave()
@@ -166,6 +170,14 @@ def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], N
         wrong = [f"rank {rank} ended with status {status}" for rank, status in enumerate(ended.statuses) if status]
         ended = replace(ended, why="; ".join(wrong[:1]))
     return found, ended
+
+
+def _step_of(ranks: Ranks) -> str:
+    """The step that the ranks have reached; empty before the first."""
+    try:
+        return step_file(ranks.folder, ranks.phase).read_text()
+    except OSError:  # not there yet
+        return ""
 
 
 def _require_accepted(found: Found) -> None:

@@ -134,8 +134,7 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
         save_after = max(save_after, MEASURED_STEPS + 1)
         if steps <= save_after:
             raise ConfigError(
-                f"--steps: expected more than {save_after} where zenflow.update_interval is left out and measured, "
-                f"got {steps}"
+                f"--steps: expected more than {save_after} where zenflow.update_interval is measured, got {steps}"
             )
     _fill_optimizer(config, steps, changes)
     _keep_inside(config, scratch, changes)
@@ -203,10 +202,10 @@ def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None,
     zenflow = ZenFlowConfig(**section)
     warm_up = zenflow.warm_up_steps
     if zenflow.rule == "selective":
-        return "deferred", zenflow.update_interval, True, warm_up or 1
+        return "deferred", zenflow.interval, True, warm_up or 1
     if not zenflow.overlapped:
         return "exact", 1, True, 0
-    return "predicted", zenflow.update_interval, True, WARM_UP_STEPS if warm_up is None else warm_up
+    return "predicted", zenflow.interval, True, WARM_UP_STEPS if warm_up is None else warm_up
 
 
 def _shorten_warm_up(

@@ -25,7 +25,7 @@ from deepspeed_ext.commands.verify.config import Plan
 from deepspeed_ext.commands.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, Stage, write
 from deepspeed_ext.runtime.child_process import end_with_parent
 
-__all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "result_file", "main"]
+__all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "main", "result_file", "step_file"]
 
 PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = "plan.json", "checkpoint", "weights.pt", "masters.pt", "killed"
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
@@ -37,6 +37,11 @@ GROUP_TIMEOUT_SECONDS = 600.0
 def result_file(folder: Path, phase: str, rank: int) -> Path:
     """The file to which a rank writes its measurements."""
     return folder / f"{phase}-{rank}.json"
+
+
+def step_file(folder: Path, phase: str) -> Path:
+    """The file that holds the number of the step which the first rank has begun, from 1."""
+    return folder / f"{phase}.step"
 
 
 def read_plan(folder: Path) -> Plan:
@@ -180,6 +185,8 @@ class Rank:
                     training.follow(weights)
                     run.add(training, step)
             self._lr = max([self._lr, *map(float, self.engine.get_lr())])
+            if self.number == 0:
+                step_file(self.folder, self.phase).write_text(str(step + 1))
             self.found.losses.append(self.step(step))
             norm = self.engine.get_global_grad_norm()
             self.found.norms.append(None if norm is None else float(norm))

@@ -14,7 +14,7 @@ __all__ = ["as_json", "as_text", "passed"]
 
 
 def passed(checks: Sequence[Check]) -> bool:
-    """Whether no check failed; a skipped check counts as not failed."""
+    """Whether no check failed; a skipped check and one that warns count as not failed."""
     return all(check.status != "FAIL" for check in checks)
 
 
@@ -58,6 +58,7 @@ def as_text(path: str, plan: Plan, device: str, checks: Sequence[Check], output:
         lines += ["output of a rank that did not end well:", *(f"  | {line}" for line in output.splitlines())]
     failed = sum(check.status == "FAIL" for check in checks)
     lines.append("nothing failed" if not failed else f"{failed} of {len(checks)} checks failed")
-    if warnings:
-        lines[-1] += f", {len(warnings)} warning(s)"
+    warned = len(warnings) + sum(check.status == "WARN" for check in checks)
+    if warned:
+        lines[-1] += f", {warned} warning(s)"
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from deepspeed_ext.cores.tune.sweep import NOISY_SPREAD, Point, Sweep, choose, r
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime.host_memory import available_host_bytes
+from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.output_file import OutputFile
 
 __all__ = ["TuneSettings", "Tuner", "local_host", "run_from_cli"]
@@ -299,7 +300,7 @@ class _Outputs:
         """
         picture_format = plot_format(plot) if plot is not None else ""
         if output is None:
-            result = OutputFile.check(tuning_results.cached(key), "the cache for tuning results")
+            result = OutputFile.check(tuning_results.cached(key), "the cache for tuning results", makes_folder=True)
         else:
             result = OutputFile.check(output, "--output")
         picture = OutputFile.check(plot, "--plot") if plot is not None else None
@@ -327,38 +328,62 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
         ConfigError: the arguments contradict each other or the host, or the result cannot be written.
         UnsupportedError: ``--plot`` is given and matplotlib is not installed.
         OutOfMemoryError: too little host memory is free.
-        WorkerError: no number of cores could be measured.
+        WorkerError: no number of cores could be measured, or the result was disturbed and is not kept.
     """
-    from tqdm import tqdm
-
     if arguments.gpu_step_ms is not None and arguments.elements is None:
         raise ConfigError("--gpu-step-ms needs --elements, the number of parameters that each rank updates")
     if arguments.plot is not None:
         plot_format(arguments.plot)  # fail early: this needs no measurement
     host = local_host(arguments.ranks, arguments.allowed, arguments.gpu_node)
+    _require_cores(host)
     settings = TuneSettings.for_host(len(host.ranks), quick=arguments.quick, elements=arguments.elements)
     if arguments.gpu_step_ms is not None:
         # The measured step may be smaller than the real one. Time is proportional to the number of elements.
         seconds = arguments.gpu_step_ms / 1e3 * arguments.update_interval
         settings = replace(settings, hidden_seconds=seconds * settings.elements / arguments.elements)
-    with tqdm(disable=None, unit="point", leave=False) as bar:
+    begin = time.monotonic()
 
-        def report(text: str) -> None:
-            bar.set_description(text)
-            bar.update()
+    def report(text: str) -> None:
+        logger.info(f"tune: measuring {text} ... {time.monotonic() - begin:.0f} s")
 
-        with Tuner(host, settings, report) as tuner:
-            outputs = _Outputs.check(arguments.output, arguments.plot, tuner.fingerprint.key)
-            result = tuner.run()
-            records = tuner.records
-    yield json.dumps(result) if arguments.json else as_text(result)
+    with Tuner(host, settings, report) as tuner:
+        outputs = _Outputs.check(arguments.output, arguments.plot, tuner.fingerprint.key)
+        result = tuner.run()
+        records = tuner.records
+    is_kept = arguments.output is not None or not result["noisy"]
+    yield json.dumps(result) if arguments.json else as_text(result, is_kept=is_kept)
+    if not is_kept:
+        raise WorkerError(
+            f"the result is not kept, because it was disturbed ({_doubt(result)}): end other work on these cores and "
+            "tune again, or keep it with --output FILE"
+        )
     outputs.write(result, records)
     if not arguments.json:
         yield f"written to {outputs.result.path}"
 
 
-def as_text(result: Any) -> str:
-    """Describe the result for people, with the lines to paste into a config."""
+def _require_cores(host: HostFacts) -> None:
+    """Raise `ConfigError` if this host has not two cores for each rank, for PyTorch and the optimizer."""
+    cores = {core for rank in host.ranks for core in host.topology.cores if set(core.pus) & rank.allowed}
+    most = len(cores) // 2
+    if len(host.ranks) > max(1, most):
+        raise ConfigError(
+            f"--ranks {len(host.ranks)}: {len(cores)} cores are allowed here, and a rank needs two, one for PyTorch "
+            f"and one for the optimizer: give at most --ranks {max(1, most)}"
+        )
+
+
+def _doubt(result: Any) -> str:
+    """Why the chosen point is doubtful."""
+    return next(point["noise"] for point in result["points"] if point["cores"] == result["opt_cores_per_rank"])
+
+
+def as_text(result: Any, *, is_kept: bool = True) -> str:
+    """Describe the result for people, with the lines to paste into a config.
+
+    Args:
+        is_kept: whether training will find it.
+    """
     lines = [f"{result['ranks']} local rank(s) at once, {result['elements']:,} parameters each"]
     lines.append("cores GB/s per rank ms per step   spread")
     for point in result["points"]:
@@ -376,6 +401,8 @@ def as_text(result: Any) -> str:
         )
     if not result["saturated"]:
         lines.append("not saturated: the optimizer could use more cores than each rank has here")
+    if not is_kept:
+        return "\n".join(lines)
     lines.append("Training on this host finds this result by itself. To set it in a config instead:")
     lines.append(f'  "zenflow": {{ "pt_reserved_cores": {result["pt_cores_per_rank"]} }}')
     return "\n".join(lines)

@@ -50,6 +50,21 @@ class HostedAdam(HostedOptimizer):
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         return _is_adam(optimizer)
 
+    def require_steppable(self, *, predicts: bool) -> None:
+        name = type(self._optimizer).__name__
+        for index, group in enumerate(self._optimizer.param_groups):
+            _require_two_moments(index, group, name)
+            beta1, beta2 = map(float, group["betas"])
+            place = f"parameter group {index} of {name} has betas=({beta1:g}, {beta2:g})"
+            if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+                raise ConfigError(f"{place}, but each has to be at least 0 and below 1: change them")
+            if predicts and 2.0 * beta2 < beta1**2:
+                raise ConfigError(
+                    f"{place}: v forgets gradients so much faster than m that m / sqrt(v) has no useful "
+                    "bound, and zenflow's predicted weights need one. Raise beta2 to at least beta1^2 / 2, "
+                    'or set "zenflow": {"overlap_step": false}, which predicts nothing'
+                )
+
     def step(self, group: int, number: int, grad_scale: float) -> AdamStep:
         """As the base class says; the sign of `grad_scale` changes where a group is maximized."""
         values = self._optimizer.param_groups[group]
@@ -161,12 +176,16 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
             "own, which would never run: use Adam or AdamW, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
-        if group.get("amsgrad"):
-            raise ConfigError(
-                f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter group {index} of "
-                f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: set it to False"
-            )
+        _require_two_moments(index, group, name)
     return decoupled
+
+
+def _require_two_moments(index: int, group: dict[str, Any], name: str) -> None:
+    if group.get("amsgrad"):
+        raise ConfigError(
+            f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter group {index} of "
+            f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: set it to False"
+        )
 
 
 def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:

@@ -63,6 +63,16 @@ class HostedOptimizer(ABC):
 
     # -- hyperparameters ------------------------------------------------------------------------------------------
 
+    def require_steppable(self, *, predicts: bool) -> None:  # noqa: B027 (most settings can be changed)
+        """Check the hyperparameters before a step, because a script may have changed them.
+
+        Args:
+            predicts: whether weights are predicted.
+
+        Raises:
+            ConfigError: a parameter group has a setting with which the worker cannot step.
+        """
+
     @abstractmethod
     def step(self, group: int, number: int, grad_scale: float) -> Any:
         """The constants of one update, from the current hyperparameters: a frozen dataclass, `StepConstants`.

@@ -86,10 +86,12 @@ class PartitionValues(SavedValues, ABC):
     Attributes:
         numel: its number of elements.
         on_accelerator: how many of them, at its start, step on the accelerator. They have no part in the other values.
+        updates: its number of updates; None: that of the run.
     """
 
     numel: Count
     on_accelerator: Count
+    updates: Count | None = None
     collected: list[StepValues]
     gradients: list[torch.Tensor]
 

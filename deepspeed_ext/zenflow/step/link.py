@@ -14,9 +14,10 @@ import torch
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, StateError, WorkerError
 from deepspeed_ext.runtime import host_memory as memory
-from deepspeed_ext.runtime.backend import dist, group_timeout_seconds
+from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -29,6 +30,7 @@ from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from deepspeed_ext.zenflow.worker.sizes import chunk_numel
 
 __all__ = ["UpdatePhase", "WorkerLink", "host_shortage"]
 
@@ -59,9 +61,11 @@ class WorkerLink:
         placement: the worker's cores and memory node; None: inherited.
         weights_on_host: whether weights are on the host, so nothing is copied in or beside a step.
         fills_early: whether gradients are in their slots before a step, so nothing is copied beside it.
-        ranks: the data-parallel ranks; each of them builds one of these.
+        ranks: the ranks that the model is spread over; each of them builds one of these, and all get
+            the error of one.
 
     Attributes:
+        home: the process that this belongs to.
         arena, process, transfers, page_locks: see their classes.
         phase: state of the newest update.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
@@ -90,6 +94,7 @@ class WorkerLink:
         timeout_seconds: float,
         metrics: Metrics,
     ) -> None:
+        self.home = OwnProcess("the optimizer's state")
         self.page_locks = PageLocks()
         self.fills_early = fills_early
         self.phase = UpdatePhase.READ
@@ -101,7 +106,11 @@ class WorkerLink:
         self._touched = {spec.key for spec in specs if spec.touched}
         self.longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
         layout = plan_layout(specs)
-        plan = WorkerPlan(layout, block_size, None if placement is None else str(placement), threads, library_path())
+        word = None if placement is None else str(placement)
+        chunk = None
+        if buffers is not None:
+            chunk = chunk_numel(sum(spec.numel for spec in specs if spec.kind == "p"), block_size)
+        plan = WorkerPlan(layout, block_size, word, threads, library_path(), chunk)
         _require_room(bytes_at_start(specs), ranks, gradients_are_early=fills_early and not weights_on_host)
         try:
             with together(ranks, WorkerError):
@@ -149,6 +158,7 @@ class WorkerLink:
     def keeping(self) -> Iterator[None]:
         """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because the
         other ranks continue to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
+        self.home.require()  # not kept: it would be raised after a collective of the parent's group
         with self._kept.keeping():
             try:
                 yield
@@ -224,6 +234,7 @@ class WorkerLink:
         Raises:
             DeepSpeedExtError: on every rank.
         """
+        self.home.require()
         try:
             raise_together(self._ranks, self._kept.error, WorkerError)
         except DeepSpeedExtError as failure:
@@ -311,7 +322,7 @@ def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
     """
     if ranks.size == 1:
         return math.inf
-    return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * group_timeout_seconds(ranks.group))
+    return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * ranks.timeout_seconds)
 
 
 def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:

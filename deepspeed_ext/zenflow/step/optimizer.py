@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
+from deepspeed_ext.zenflow.step.shown_state import ShownState, write
 from deepspeed_ext.zenflow.worker.arena import ArrayKey
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
@@ -46,13 +48,14 @@ class OffloadedAdam:
         coded: shows moments that are codes; None: they are none.
         optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
         kind: what depends on which optimizer it is.
-        ranks: the data-parallel ranks; each of them builds one of these, with partitions in the same order.
+        ranks: the ranks that the model is spread over; each of them builds one of these.
 
     Attributes:
         rule, partitions, states, share, coded, link, kind, ranks: the arguments.
-        updates: optimizer steps whose gradients have been taken so far (t of the newest).
+        counts: for each partition, the updates of p and the moments whose gradients have been taken so far (t of the
+            newest). They differ only if a user has reset the state of some partitions.
+        shown: what users reach of the optimizer.
         plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
-        shows_state: whether ``optimizer.state_dict()``, which users may call at any time, drains first; until `close`.
     """
 
     def __init__(
@@ -75,16 +78,15 @@ class OffloadedAdam:
         self.coded = coded
         self.link = link
         self.ranks = ranks
-        self.updates = 0
+        self.counts = [0] * len(partitions)
         self._optimizer = optimizer
         self.kind = kind
         self._metrics = metrics
         self.plan: StepPlan | None = None
         self._parked: Parked | None = None
+        use = weakref.WeakMethod(self._used)
+        self.shown = ShownState(optimizer, states, kind.step_value, lambda: None if (it := use()) is None else it())
         self._bind_state()
-        self.shows_state = True
-        show = weakref.WeakMethod(self._show_state)
-        self._showing = optimizer.register_state_dict_pre_hook(lambda _: None if (it := show()) is None else it())
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
@@ -98,6 +100,8 @@ class OffloadedAdam:
         with in_profile("zenflow.begin_step"):
             if self.plan is not None:  # the last step has failed, perhaps before its interval was chosen
                 self.link.raise_kept()
+            with self.link.keeping():
+                self._take_over()
             self.plan = self.rule.schedule.plan()  # from here on, an interrupted step is noticed
             with self.link.keeping():
                 self._metrics.begin_step()
@@ -126,7 +130,7 @@ class OffloadedAdam:
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
             slot = None if transfers.passes_chunks else self.coming_slot(index)
-            step = self.kind.step(partition.group, self.updates + 1, grad_scale)
+            step = self.kind.step(partition.group, self.counts[index] + 1, grad_scale)
             if self.share is not None:
                 grad = self._step_share(self.share, index, grad, step)
             if grad.dtype != partition.grad_dtype:
@@ -140,8 +144,12 @@ class OffloadedAdam:
                 task = self.rule.task(plan, partition)
                 self.link.depart([task], gradients=plan.handed_over, publishes=True)
 
-    def finish_weights(self) -> None:
+    def finish_weights(self, *, starts_copies: bool = True) -> None:
         """Write the new weights of all partitions, once all gradients have been taken. A collective.
+
+        Args:
+            starts_copies: whether copies of gradients start now, beside what the caller does with the weights; False if
+                that waits for the whole device, and so for copies. Then they start in `end_step`.
 
         Raises:
             WorkerError: on every rank, if any rank's worker has failed.
@@ -151,7 +159,7 @@ class OffloadedAdam:
             if plan.waits_last:
                 self._receive()
             self.rule.write_weights(plan)
-            if not plan.waits_last:
+            if starts_copies and not plan.waits_last:
                 self.link.start_copies()  # overlaps with DeepSpeed's use of the weights, which may wait for the device
 
     def end_step(self) -> None:
@@ -173,13 +181,15 @@ class OffloadedAdam:
                 with self.link.keeping():
                     rule.schedule.choose_interval(interval)
                     self.lock_ring()
-            self.updates += 1
+            self.counts = [count + 1 for count in self.counts]
+            with self.link.keeping():
+                self._metrics.note_link(self.link.transfers.copying_seconds())
+                self._metrics.end_step(plan.waits_last)
+                self.shown.advance(self._shown_counts())
+            self.plan = None
             with self.link.keeping():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still see a step.
                 self._optimizer.step()
-                self._metrics.note_link(self.link.transfers.copying_seconds())
-                self._metrics.end_step(plan.waits_last)
-            self.plan = None
 
     def changed_blocks(self, index: int) -> Any:
         """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
@@ -222,6 +232,11 @@ class OffloadedAdam:
         Raises:
             WorkerError: this rank's worker has failed.
         """
+        self._settle(shows_moments)
+        self._take_over()
+
+    def _settle(self, shows_moments: bool) -> None:
+        """`drain`, without taking over what a user has changed."""
         if (error := self.link.wait()) is not None:
             raise error
         if self.link.phase is not UpdatePhase.EXPOSED:  # otherwise the arena is already authoritative
@@ -230,7 +245,38 @@ class OffloadedAdam:
                 self.share.show()
             if self.coded is not None and shows_moments:
                 self.coded.show()
+
+    def _take_over(self) -> None:
+        """Let the next step start from what a user has changed by other means than writing in place, if anything.
+
+        Raises:
+            StateError: something of it has no exact meaning.
+            WorkerError: this rank's worker has failed.
+        """
+        if changes := self.shown.changes():
+            self._settle(shows_moments=True)
+            write(changes)
+            for change in changes:
+                if change.updates is not None:
+                    self._recount(self.partitions[change.partition], change.updates)
+            self.link.phase = UpdatePhase.EXPOSED
             self._bind_state()
+
+    def _recount(self, partition: Partition, updates: int) -> None:
+        """Continue to count from `updates`; gradients that are collected follow."""
+        if not self.rule.shows_collected:
+            number = updates + 1
+            partition.collected = [replace(step, step=number + k) for k, step in enumerate(partition.collected)]
+            updates += len(partition.collected)
+        self.counts[partition.index] = updates
+        self.rule.recounted(partition, updates)
+
+    def _used(self) -> None:
+        """A user uses values of p or a moment."""
+        if self.plan is None and not self._expose():
+            error = self.link.wait()
+            assert error is not None
+            raise error
 
     def expose(self) -> bool:
         """Prepare p, m, v for reading or writing from outside: drain, and make the next step start from their new
@@ -242,8 +288,14 @@ class OffloadedAdam:
             False if this rank's worker has failed. The error is raised on every rank by the next step, because the
             caller may be inside a collective.
         """
+        if exposed := self._expose():
+            self._take_over()
+        return exposed
+
+    def _expose(self) -> bool:
+        """`expose`, without taking over what a user has changed."""
         with self.link.keeping():
-            self.drain()
+            self._settle(shows_moments=True)
         self.link.phase = UpdatePhase.EXPOSED
         return not self.link.failed
 
@@ -264,7 +316,7 @@ class OffloadedAdam:
         if self._parked is not None:
             self._parked.restore()
             if not self.link.transfers.restore():
-                self.expose()  # so that the next step publishes again
+                self._expose()  # so that the next step publishes again
             self._parked = None
 
     def _beside_weights(self, partition: Partition) -> list[torch.Tensor]:
@@ -272,31 +324,32 @@ class OffloadedAdam:
         return [*self.rule.state_beside_weights(partition), *share]
 
     def _bind_state(self) -> None:
-        """Point the optimizer's state at the arena's p, m, v, with the masters as its parameters."""
-        for partition, state in zip(self.partitions, self.states, strict=True):
-            updates = self.updates - (0 if self.rule.shows_collected else len(partition.collected))
-            self._optimizer.state[state.master] = {
-                "step": self.kind.step_value(updates),
-                **state.moments,
-            }
+        self.shown.bind(self._shown_counts())
 
-    def masters_changed(self, updates: int | None = None) -> None:
+    def _shown_counts(self) -> list[int]:
+        """For each partition, the updates of p and the moments that are shown."""
+        if self.rule.shows_collected:
+            return list(self.counts)
+        return [count - len(each.collected) for count, each in zip(self.counts, self.partitions, strict=True)]
+
+    @property
+    def updates(self) -> int:
+        """Updates of the partition that has had most."""
+        return max(self.counts, default=0)
+
+    def masters_changed(self, counts: Sequence[int] | None = None) -> None:
         """Start over from p, m, v, which were written from outside, with synchronous steps. Nothing may be in flight.
 
         Args:
-            updates: number of updates that the new values have had; None: as many as the old ones.
+            counts: for each partition, number of updates that the new values have had; None: as many as the old ones.
         """
-        self.updates = self.updates if updates is None else updates
+        self.counts = self.counts if counts is None else list(counts)
         self.rule.schedule.restart()
         for partition in self.partitions:
             partition.collected.clear()
-        self.rule.restart(updates)
+        self.rule.restart(None if counts is None else self.counts)
         self._take_shown()
         self._bind_state()
-
-    def _show_state(self) -> None:
-        if self.shows_state and self.plan is None:
-            self.drain()
 
     def _take_shown(self) -> None:
         """Take what others may have written where it was shown."""
@@ -354,8 +407,7 @@ class OffloadedAdam:
 
     def close(self) -> None:
         """Stop the worker. Masters and moments stay readable. Idempotent."""
-        self.shows_state = False
-        self._showing.remove()
+        self.shown.close()
         self.link.close()
 
 

@@ -118,12 +118,16 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Let the worker publish again, because p, m or v may have changed."""
 
     @abstractmethod
-    def restart(self, updates: int | None) -> None:
+    def restart(self, counts: Sequence[int] | None) -> None:
         """Discard everything derived from the old p, m, v, which were replaced.
 
         Args:
-            updates: number of updates that the new values have had; None: as many as the old ones.
+            counts: for each partition, number of updates that the new values have had; None: as many as the old ones.
         """
+
+    def recounted(self, partition: Partition, updates: int) -> None:
+        """Take over that p and the moments of a partition count as the result of `updates` updates. Nothing may be in
+        flight."""
 
     @abstractmethod
     def saved(self) -> list[dict[str, Any]]:

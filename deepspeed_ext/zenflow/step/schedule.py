@@ -19,6 +19,7 @@ __all__ = [
     "StepPlan",
     "is_overloaded",
     "smallest_interval",
+    "step_seconds",
 ]
 
 
@@ -150,6 +151,12 @@ def smallest_interval(worker_seconds: float, device_seconds: float, limit: int) 
     return max(1, limit)
 
 
+def step_seconds(worker_seconds: float, device_seconds: float, interval: int) -> float:
+    """Seconds of an overlapped step at `interval`: the slower of worker and accelerator decides; arguments as for
+    `smallest_interval`."""
+    return max(device_seconds, worker_seconds * (26 + 2 * interval) / 28 / interval)
+
+
 def is_overloaded(worker_seconds: float, device_seconds: float, interval: int) -> bool:
     """Whether the worker is slower than the accelerator even at `interval`; arguments as for `smallest_interval`."""
-    return worker_seconds * (26 + 2 * interval) / 28 > interval * device_seconds and math.isfinite(worker_seconds)
+    return step_seconds(worker_seconds, device_seconds, interval) > device_seconds and math.isfinite(worker_seconds)

@@ -22,6 +22,7 @@ __all__ = [
     "require_publishable",
     "require_section",
     "require_shared_folder",
+    "require_spreadable",
 ]
 
 IDLE = {
@@ -105,6 +106,41 @@ def require_shared_folder(section: Any, node_local: bool) -> None:
             "zero_optimization.zenflow.async_save needs one folder that all ranks write to: remove it, or "
             "checkpoint.use_node_local_storage"
         )
+
+
+def require_spreadable(zenflow: ZenFlowConfig, *, tensor_ranks: int, ties_stages: bool, makes_experts: bool) -> None:
+    """Check how the model is spread over ranks.
+
+    Args:
+        tensor_ranks: number of tensor-parallel ranks.
+        ties_stages: whether stages of a pipeline share parameters.
+        makes_experts: whether DeepSpeed's AutoEP replaces layers by its own.
+
+    Raises:
+        ConfigError: ranks that hold copies of a parameter would train them apart, or it is not built.
+    """
+    is_selective = zenflow.rule == "selective"
+    why = (
+        "each data-parallel group chooses the blocks that step at once, so copies of a parameter in "
+        "several groups would become different; the predictive rule has it"
+    )
+    _refuse(
+        Refusal(
+            f'update_rule = "selective" with {tensor_ranks} tensor-parallel ranks',
+            is_selective and tensor_ranks > 1,
+            why,
+        ),
+        Refusal(
+            'update_rule = "selective" with layers that stages of a pipeline share',
+            is_selective and ties_stages,
+            why,
+        ),
+        Refusal(
+            "expert_parallel.enabled = true",
+            makes_experts,
+            "AutoEP is not built; DeepSpeed's MoE layer at stages 1 and 2, and experts that are not distributed, train",
+        ),
+    )
 
 
 def require_compilable(is_deepcompile: bool) -> None:

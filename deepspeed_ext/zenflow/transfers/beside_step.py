@@ -90,12 +90,17 @@ class LandingBuffer:
 
 
 def allocate_landing_buffers(
-    wanted: bool | None, results: Sequence[Results], grad_dtype: torch.dtype, ranks: RankGroup
+    wanted: bool | None,
+    results: Sequence[Results],
+    grad_dtype: torch.dtype,
+    ranks: RankGroup,
+    later: int = 0,
 ) -> list[LandingBuffer] | None:
     """Allocate a buffer for each partition, for `HiddenTransfers`. A collective.
 
     Args:
         wanted: whether the user asks for buffers; None: allocate them if every rank keeps a tenth of its memory free.
+        later: bytes of the accelerator that the run will take besides.
 
     Returns:
         The buffers; None on every rank if copies stay inside the step.
@@ -110,14 +115,15 @@ def allocate_landing_buffers(
     with together(ranks):
         free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
     buffers = None
-    if wanted or ranks.all(free - needed >= total * _FREE_SHARE):
+    if wanted or ranks.all(free - needed - later >= total * _FREE_SHARE):
         device = torch.device(accelerator.current_device_name())
         buffers = allocation.try_on_all_ranks(
             "zenflow.allocate_landing_buffers",
             lambda: [LandingBuffer(host, grad_dtype, device) for host in results],
             ranks,
         )
-    found = f"that takes {needed:,} bytes of device memory, and {free:,} of {total:,} are free"
+    found = f"that takes {needed:,} bytes of device memory, and {free:,} of {total:,} are free; "
+    found += f"gradients and the optimizer's share will take {later:,}"
     if wanted and buffers is None:
         raise OutOfMemoryError(
             f"zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers: {found} on rank "

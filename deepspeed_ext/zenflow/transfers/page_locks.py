@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deepspeed_ext.runtime.backend import can_register_host_memory, get_accelerator
+from deepspeed_ext.runtime.backend import (
+    SHARED_MEMORY,
+    can_register_host_memory,
+    get_accelerator,
+    shares_host_memory,
+)
 from deepspeed_ext.runtime.log import warn_once
 
-__all__ = ["PageLocks"]
+__all__ = ["PageLocks", "remedy_for_refused"]
 
 _left: list[Any] = []
 """Objects kept in memory until the process ends."""
@@ -47,10 +53,12 @@ class PageLocks:
             begin = tensor.data_ptr() // accelerator.pin_memory_alignment() * accelerator.pin_memory_alignment()
             if tensor.numel() == 0 or begin in self._locked:
                 continue
-            if not _is_registered(begin, tensor.data_ptr() + tensor.nbytes - begin):
-                remedy = "Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1)"
-                if not can_register_host_memory():
-                    remedy = f"DeepSpeed's accelerator {accelerator.device_name()!r} has no register_host_memory"
+            nbytes = tensor.data_ptr() + tensor.nbytes - begin
+            if (error := _refusal(begin, nbytes)) is not None:
+                soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+                limit = None if soft == resource.RLIM_INFINITY else soft
+                name = accelerator.device_name() if not can_register_host_memory() else None
+                remedy = remedy_for_refused(error, limit, shares_host_memory(), without=name)
                 warn_once(
                     f"{tensor.nbytes:,} bytes of the optimizer's memory could not be page-locked: copies to and from "
                     f"the accelerator are slower. {remedy}"
@@ -65,7 +73,7 @@ class PageLocks:
         chosen = None if tensors is None else {tensor.data_ptr() for tensor in tensors}
         for begin, tensor in list(self._locked.items()):
             if chosen is None or tensor.data_ptr() in chosen:
-                if not _succeeds(lambda begin=begin: get_accelerator().unregister_host_memory(begin)):
+                if _error_of(lambda begin=begin: get_accelerator().unregister_host_memory(begin)) is not None:
                     _left.append(tensor)
                 del self._locked[begin]
 
@@ -80,23 +88,45 @@ def _leave(locked: dict[int, torch.Tensor]) -> None:
     _left.extend(locked.values())
 
 
-def _is_registered(address: int, nbytes: int) -> bool:
-    """Page-lock memory; return whether that succeeded."""
+def remedy_for_refused(error: str, limit: int | None, shares_memory: bool, *, without: str | None = None) -> str:
+    """Say why memory could not be page-locked, and what to change. A pure function.
+
+    Args:
+        error: what the accelerator's runtime said.
+        limit: bytes of memory that this process may lock; None: any number.
+        shares_memory: whether the accelerator's memory is the host's.
+        without: name of DeepSpeed's accelerator, if its class cannot lock memory at all.
+    """
+    if without is not None:
+        return f"DeepSpeed's accelerator {without!r} has no register_host_memory"
+    if shares_memory:
+        return f"The accelerator's memory is the host's ({error}), so offload frees nothing: {SHARED_MEMORY}"
+    if limit is not None:
+        return (
+            f"Raise the limit on locked memory, {limit:,} bytes (ulimit -l, --ulimit memlock=-1). The runtime said: "
+            f"{error}"
+        )
+    return f"The limit on locked memory is not the cause; this driver or runtime refuses it: {error}"
+
+
+def _refusal(address: int, nbytes: int) -> str | None:
+    """Page-lock memory; return why that did not succeed, or None."""
     registered: list[Any] = []
-    _succeeds(lambda: registered.append(get_accelerator().register_host_memory(address, nbytes)))
-    return any(registered)
+    error = _error_of(lambda: registered.append(get_accelerator().register_host_memory(address, nbytes)))
+    return error if error is not None or any(registered) else "it was not registered"
 
 
-def _succeeds(call: Any) -> bool:
-    """Whether a call of the accelerator's runtime raises no error; clears its error if it does.
+def _error_of(call: Any) -> str | None:
+    """The error that a call of the accelerator's runtime raises, or None; clears it if it does. A runtime that has no
+    such call raises an `AttributeError`.
 
     The runtime keeps the error of a refused call and reports it at the next kernel launch check, wherever that is.
     torch has no function to clear it, but launching a kernel through torch does.
     """
     try:
         call()
-    except RuntimeError:
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
         with contextlib.suppress(RuntimeError):
             torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
-        return False
-    return True
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None

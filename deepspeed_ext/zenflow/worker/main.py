@@ -22,6 +22,7 @@ from typing import Any
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.child_process import end_with_parent
+from deepspeed_ext.runtime.page_nodes import nodes_of_pages, placement_warning, sampled_pages
 from deepspeed_ext.zenflow.worker.arena import OF_CHUNKS, Arena, ArrayKey
 from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, LionPass, MeanPass, NativeKernel, load_kernel
@@ -45,7 +46,10 @@ from deepspeed_ext.zenflow.worker.messages import (
 )
 from deepspeed_ext.zenflow.worker.sizes import CODED_CHUNK_NUMEL, chunk_of
 
-__all__ = ["main", "write_from_arena"]
+__all__ = ["block_bytes", "main", "write_from_arena"]
+
+PER_BLOCK = ("block_means", "known", "updates", "m_scales", "v_scales")
+"""Kinds of arrays that have a value, or several, for each block."""
 
 _WATCH_SECONDS = 0.2
 
@@ -96,11 +100,13 @@ def _serve(channel: Channel, arena_fd: int) -> None:
         kernel.pin(sorted(placement.cpus))
     arena = Arena(arena_fd, plan.layout)
     arena.close()  # the mapping outlives the descriptor
-    _touch(arena, kernel, [spec.key for spec, _ in plan.layout.arrays if spec.touched])
+    _touch(arena, kernel, [spec.key for spec, _ in plan.layout.arrays if spec.touched], plan)
+    if warning is None and placement is not None:
+        warning = _misplaced(arena, plan, placement.numa_node)
     _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
     while True:
         submission: Submission = _next(channel)
-        _say(channel, _carry_out(submission, arena, kernel, plan.block_size))
+        _say(channel, _carry_out(submission, arena, kernel, plan))
 
 
 def _next(channel: Channel) -> Any:
@@ -119,24 +125,54 @@ def _say(channel: Channel, message: Ready | Done | Failed) -> None:
         channel.flush()
 
 
-def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey]) -> None:
+def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey], plan: WorkerPlan) -> None:
     for key in keys:
         if isinstance(kernel, NativeKernel):
             array = arena.array(*key)
-            kernel.first_touch(array.address, array.numel * DTYPE_BYTES[array.dtype])
+            nbytes = array.numel * DTYPE_BYTES[array.dtype]
+            if array.numel:
+                per_block = block_bytes(arena, key, plan.block_size)
+                chunk = None if plan.chunk_numel is None else plan.chunk_numel // plan.block_size
+                kernel.first_touch(
+                    array.address,
+                    nbytes,
+                    block_bytes=per_block,
+                    block_size=plan.block_size,
+                    blocks_per_chunk=None if key.partition == OF_CHUNKS else chunk,
+                )
         else:
             arena.tensor(*key).neg_().neg_()  # writes to every page without changing values
 
 
-def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, block_size: int) -> Done:
-    seconds, failed_write = 0.0, None
+def _misplaced(arena: Arena, plan: WorkerPlan, node: int) -> str | None:
+    """What is to be said if touched memory does not lie on `node`: a full node gives way to others silently."""
+    if node < 0:
+        return None
+    touched = [array for array in plan.layout.arrays if array.spec.touched and array.spec.numel]
+    pages = sampled_pages([(arena.address + offset, spec.nbytes) for spec, offset in touched])
+    return placement_warning(nodes_of_pages(pages), node)
+
+
+def block_bytes(arena: Arena, key: ArrayKey, block_size: int) -> int:
+    """Bytes that an array of the arena, of elements or per block, has for one block."""
+    array = arena.array(*key)
+    itemsize = DTYPE_BYTES[array.dtype]
+    if key.partition == OF_CHUNKS:
+        return block_size * itemsize
+    numel = arena.array("p", key.partition).numel
+    is_of_elements = array.numel == numel and key.kind not in PER_BLOCK
+    return itemsize * (block_size if is_of_elements else array.numel // max(1, -(-numel // block_size)))
+
+
+def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: WorkerPlan) -> Done:
+    seconds, failed_write, block_size = 0.0, None, plan.block_size
     for work in submission.tasks:
         begin = time.perf_counter()
         if isinstance(work, ArenaWrite):
             failed_write = failed_write or write_from_arena(work, arena, kernel, block_size)
             continue
         if isinstance(work, ArenaTouch):
-            _touch(arena, kernel, work.keys)
+            _touch(arena, kernel, work.keys, plan)
             continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))
@@ -155,20 +191,23 @@ def write_from_arena(work: ArenaWrite, arena: Arena, kernel: Kernel | None = Non
         kernel: decodes moments, whose blocks have `block_size` elements; None: no part needs it.
     """
     try:
-        with files.opened(work.path, os.O_WRONLY) as descriptor:
+        with files.opened(work.path, os.O_RDWR) as descriptor:
             for part in work.parts:
+                crc = files.read_crc(descriptor, part.crc_offsets[0]) if part.continues else 0
                 if isinstance(part, CodedPart):
                     assert kernel is not None, "codes need a kernel"
-                    _write_decoded(descriptor, part, arena, kernel, block_size)
-                    continue
-                files.write(descriptor, files.memory_at(arena.address + part.begin, part.nbytes), part.offset)
+                    crc = _write_decoded(descriptor, part, arena, kernel, block_size, crc)
+                else:
+                    memory = files.memory_at(arena.address + part.begin, part.nbytes)
+                    crc = files.write_summed(descriptor, memory, part.offset, crc)
+                files.write_crc(descriptor, crc, part.crc_offsets)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int) -> None:
-    """Write moments as fp32, which pass through one chunk."""
+def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int, crc: int) -> int:
+    """Write moments as fp32, which pass through one chunk; return the CRC that `crc` becomes."""
     codes, scales = arena.array(part.kind, part.partition), arena.array(f"{part.kind}_scales", part.partition)
     step = chunk_of(CODED_CHUNK_NUMEL, block_size)
     chunk = (ctypes.c_float * min(step, part.span.numel))()
@@ -179,7 +218,8 @@ def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kerne
         kernel.decode(codes.part(begin, end), of_blocks, block_size, values)
         size = DTYPE_BYTES["float32"]
         memory = files.memory_at(values.address, size * values.numel)
-        files.write(descriptor, memory, part.offset + size * (begin - part.span.begin))
+        crc = files.write_summed(descriptor, memory, part.offset + size * (begin - part.span.begin), crc)
+    return crc
 
 
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:

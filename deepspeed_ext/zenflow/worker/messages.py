@@ -39,6 +39,8 @@ class WorkerPlan:
     threads: int
     library: str | None
     """Path of the native kernel; None: the torch reference."""
+    chunk_numel: int | None = None
+    """Elements of the largest pass; None: whole partitions."""
 
 
 class Span(NamedTuple):
@@ -111,6 +113,10 @@ class FilePart(NamedTuple):
     nbytes: int
     offset: int
     """Their first byte in the file."""
+    crc_offsets: tuple[int, ...] = ()
+    """Where in the file the CRC of these bytes belongs."""
+    continues: bool = False
+    """Whether it goes on from the CRC that stands there, of the bytes before."""
 
 
 class CodedPart(NamedTuple):
@@ -122,11 +128,15 @@ class CodedPart(NamedTuple):
     span: Span
     offset: int
     """The first byte in the file."""
+    crc_offsets: tuple[int, ...] = ()
+    continues: bool = False
+    """Both as in `FilePart`."""
 
 
 @dataclass(frozen=True)
 class ArenaWrite:
-    """Write parts of the arena to an existing file. An error is not the worker's end: `Done` has it."""
+    """Write parts of the arena to an existing file, and the CRCs of records. An error is not the worker's end: `Done`
+    has it."""
 
     path: str
     parts: tuple[FilePart | CodedPart, ...]
@@ -156,7 +166,7 @@ class Ready:
     kernel: str
     cpus: tuple[int, ...]
     warning: str | None
-    """Why its placement could not be applied in full; None: it was."""
+    """Why its placement could not be applied in full, or what memory is elsewhere; None: it was."""
 
 
 @dataclass(frozen=True)

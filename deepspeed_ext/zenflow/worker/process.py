@@ -18,6 +18,7 @@ from typing import Any
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.child_process import python_command
 from deepspeed_ext.runtime.handlers import is_of_handler
+from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
 from deepspeed_ext.zenflow.worker.messages import (
@@ -50,7 +51,8 @@ class OptimizerProcess:
     during which this process was suspended does not count. After an error the process is closed, and later calls raise
     the same error.
 
-    `submit` and `wait` may be called from any thread; `wait` also from a signal handler.
+    `submit` and `wait` may be called from any thread; `wait` also from a signal handler. In a forked process every call
+    raises StateError (see Note: [Forked processes]).
 
     Args:
         arena: the shared memory. Its descriptor is closed here: the worker has its own, and every process forked from
@@ -70,6 +72,7 @@ class OptimizerProcess:
 
     def __init__(self, arena: Arena, plan: WorkerPlan, *, rank: int, timeout_seconds: float) -> None:
         self._rank = rank
+        self._home = OwnProcess(f"rank {rank}: the optimizer process")
         self._timeout_seconds = timeout_seconds
         self._lock = threading.RLock()
         self._is_inside = False
@@ -225,14 +228,17 @@ class OptimizerProcess:
                 raise self._failure(self._how_it_ended())
 
     def close(self) -> None:
-        """End the process: ask, wait two seconds, kill. Idempotent; does not raise for a process that is gone."""
-        with self._lock:
-            self._finalizer()
+        """End the process: ask, wait two seconds, kill. Idempotent; does not raise for a process that is gone. Does
+        nothing in a forked process."""
+        if self._home.is_here:
+            with self._lock:
+                self._finalizer()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Guard sending, reading and counting: one thread at a time, and no signal handler in the middle of the code
         that it interrupted. The guarded code is short and never waits."""
+        self._home.require()  # before the lock, which another thread may have held at the fork
         with self._lock:
             if self._is_inside:
                 raise WorkerError(
@@ -257,6 +263,7 @@ class OptimizerProcess:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
+        self._home.require()
         with self._lock:
             self._waiters += 1
         try:

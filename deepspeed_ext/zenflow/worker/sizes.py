@@ -113,6 +113,11 @@ class RuleSettings(ABC):
         """Whether nobody reads a gradient or y on the host after its chunk has been stepped and sent back, at least
         while the interval is open."""
 
+    @abstractmethod
+    def accelerator_bytes(self, numel: int, weights_bytes: int) -> int:
+        """Bytes that the rule keeps on the accelerator for `numel` elements that step on the host, beside
+        landing buffers; `weights_bytes` are those of an element of the weights."""
+
     @property
     @abstractmethod
     def per_block(self) -> tuple[str, str, bool]:

@@ -1,7 +1,8 @@
-"""Bodies of the CPU tests on a real accelerator: one rank, and two ranks that share a device.
+"""Bodies of the CPU tests on a real accelerator: one rank, and two and three ranks that may share a device.
 
-One rank talks through the accelerator's own backend (NCCL), two ranks on one device through gloo. Tiered flattening
-has its own file, ``flatten/test_gpu.py``; copies have theirs, ``zenflow/worker/test_copies.py``.
+One rank talks through the accelerator's own backend (NCCL), and so do ranks on one device where that works
+(`tests.support.shared_device`). Tiered flattening has its own file, ``flatten/test_gpu.py``; copies have theirs,
+``zenflow/transfers/test_copies.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.support.zenflow_runs import (
 )
 
 pytestmark = pytest.mark.gpu
-RANKS = [1, 2]
+RANKS = [1, 2, 3]
 STAGES = [1, 2, 3]
 STEPS = 12
 

@@ -174,7 +174,7 @@ OF_OTHERS = {
     *("__closure__", "__spec__", "_initializing", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
     *("iowait", "sched_getaffinity", "FileBaton"),
     *("_end_copies", "arena", "measurements", "process", "zenflow_adam"),
-    *("architectures", "text_config"),
+    *("architectures", "text_config", "is_integrated"),
 }
 """Attributes of torch, Python, the operating system, transformers and this package that may be missing."""
 

@@ -119,6 +119,39 @@ def test_tags_that_name_no_folder_of_their_own(tag: str, tmp_path: Path) -> None
         CheckpointFolder(str(tmp_path / "saves"), tag).require_savable()
 
 
+@pytest.mark.parametrize(
+    "tag",
+    [
+        *("latest", "latest_universal", "zero_to_fp32.py", "latest/x", "./latest"),
+        *("a.dsext-removing", "a.dsext-saving.0123456789abcdef", "b/a.dsext-replaced/c", "x.dsext-tmp.1"),
+        *(" a", "a ", "a\n", "\ta", "a\u2003", "a\rb", "a\0b", "a\x7f", "a/../b", "a/b/..", "\udc80"),
+    ],
+)
+def test_tags_under_which_a_save_could_not_be_found_are_refused_at_the_save(tag: str, tmp_path: Path) -> None:
+    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
+    engine.begin_save(names_latest=True)
+    with pytest.raises(CheckpointError, match=r"the tag .*save under another tag"):
+        engine.create(type("Info", (), {"tag": tag, "save_dir": str(tmp_path), "save_latest": True}))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        *("global_step7", "7", "run/epoch 3/best", "...", ".hidden", "v1.2..3", "latest.1", "a/latest", "x" * 200),
+        *("schöner Stand", "模型", "🙂", "a b", "-x", "~", "%d", "a//b", "a/", "zero_to_fp32.pyc", "dsext-removing"),
+    ],
+)
+def test_other_tags_are_saved_found_by_latest_and_kept_by_the_next_save(tag: str, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, False)
+    save(ALONE, disks, tag, 1)
+    assert (tmp_path / "disk0/latest").read_text() == tag
+    assert load(ALONE, disks) == {1}
+    save(ALONE, disks, "another", 2)
+    assert load(ALONE, disks, tag) == {1}
+    assert load(ALONE, disks) == {2}
+
+
 def test_a_file_under_the_tags_name_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("a file of the user's")
     engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)

@@ -261,7 +261,7 @@ def export(config: dict, folder: str) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_export_inside_of_exact_weights_holds_the_masters(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, update_interval=1)
+    config = zenflow_config(stage, update_interval=1, save_predicted_weights=True)
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     (found, _) = run_ranks(2, export, config, str(tmp_path))
     trained = {name: found["exact"][name].cpu() for name in found["masters"]}

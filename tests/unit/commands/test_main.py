@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from deepspeed_ext.commands import main as command_line
+from tests.support.pages import check_command
 
 COMMANDS = [
     ("plan", "--memory", "--params", "7e9", "--ranks", "8"),
@@ -39,3 +41,21 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
     monkeypatch.setattr(command_line, "_config", fail)
     assert command_line.main(["config", "trainer_zenflow"]) == command_line.EXIT_PROBLEM
     assert capfd.readouterr().err == "deepspeed-ext config: error: a process that measures has ended\n"
+
+
+def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["--help"])
+    (listed,) = [line for line in capsys.readouterr().out.splitlines() if " | " in line and "doctor" in line][:1]
+    assert all(name in listed for name in command_line.EXAMPLES)
+    assert listed.count(" | ") + 1 == len(command_line.EXAMPLES)
+
+
+@pytest.mark.parametrize("name", command_line.EXAMPLES)
+def test_the_help_of_a_command_ends_with_an_example_that_it_reads(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main([name, "--help"])
+    assert capsys.readouterr().out.rstrip().endswith(f"example: {command_line.EXAMPLES[name]}")
+    check_command(shlex.split(command_line.EXAMPLES[name].partition(" > ")[0]))

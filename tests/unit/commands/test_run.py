@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.commands import main as cli
+from deepspeed_ext.runtime.launcher_variables import NEEDED
 from tests.support.paths import ROOT
 
 SCRIPT = """
@@ -71,6 +73,43 @@ def test_what_is_no_script_is_bad_input(
     os.symlink("loop", "loop")
     assert cli.main(["run", name]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+LONE = """
+import os
+import deepspeed
+deepspeed.init_distributed(dist_backend="gloo")
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+print(*map(os.environ.get, names), deepspeed.comm.get_world_size())
+"""
+
+
+def without_ranks() -> dict[str, str]:
+    """The variables of a shell in which no launcher runs."""
+    return {name: value for name, value in os.environ.items() if name not in NEEDED}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="DeepSpeed asks MPI")
+@pytest.mark.parametrize("autoload", [False, True])
+def test_a_process_without_a_launcher_is_rank_0_of_1(autoload: bool, tmp_path: Path) -> None:
+    """And without MPI: under ``run``, and as plain ``python train.py`` with the extension on."""
+    script = tmp_path / "train.py"
+    script.write_text(LONE)
+    plain = [sys.executable, str(script)]
+    started = plain if autoload else [sys.executable, "-m", "deepspeed_ext.commands.main", "run", str(script)]
+    variables = without_ranks() | ({"DSEXT_AUTOLOAD": "1"} if autoload else {})
+    done = subprocess.run(started, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["0 1 0 1 127.0.0.1 1"], done.stderr[-2000:]
+    assert "so it is rank 0 of 1" in done.stderr
+
+
+def test_ranks_are_not_in_the_environment_before_communication_begins(tmp_path: Path) -> None:
+    """A launcher inside of the script, such as Lightning's, would take them for those of its processes."""
+    script = tmp_path / "train.py"
+    script.write_text("import os, deepspeed\nprint(os.environ.get('LOCAL_RANK'), os.environ.get('WORLD_SIZE'))\n")
+    command = [sys.executable, "-m", "deepspeed_ext.commands.main", "run", str(script)]
+    done = subprocess.run(command, cwd=ROOT, env=without_ranks(), capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["None None"], done.stderr[-2000:]
 
 
 def test_a_task_of_srun_gets_the_variables_of_deepspeed(tmp_path: Path) -> None:

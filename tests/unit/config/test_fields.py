@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
@@ -19,6 +21,7 @@ from pydantic.fields import FieldInfo
 import deepspeed_ext
 from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
 from deepspeed_ext.config import OF_ONE_RULE, CoreBindingConfig, ZenFlowConfig, ZeroFields, given_of_the_other_rule
+from deepspeed_ext.config.file import read_json
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.step.supported import require_section
 from tests.support.config_models import models
@@ -168,11 +171,101 @@ def test_a_ratio_that_is_chosen_leaves_the_other_fields_as_they_are(ratio: str) 
 
 def test_auto_means_not_given() -> None:
     for model, name in OF_THE_SECTION:
+        if name == "update_interval":  # "auto" means measured
+            continue
         if model is not ZeroFields:
             assert model(**{name: "auto"}) == model(), name
             assert model(**{name: "auto"}).model_fields_set == set(), name
         assert ZeroConfig(**{name: "auto"} if model is ZeroFields else {}) == ZeroConfig(), name
-    assert ZeroConfig(zenflow={"update_interval": "auto"}).zenflow == ZeroConfig(zenflow={}).zenflow
+    assert ZeroConfig(zenflow={"select_interval": "auto"}).zenflow == ZeroConfig(zenflow={}).zenflow
+
+
+@pytest.mark.parametrize(
+    ("section", "interval"),
+    [
+        ({}, 1),
+        ({"update_interval": None}, 1),
+        ({"update_interval": 3}, 3),
+        ({"update_interval": "measured"}, None),
+        ({"update_interval": "auto"}, None),
+        ({"topk_ratio": 0.1}, None),
+        ({"topk_ratio": 0.1, "update_interval": "auto"}, None),
+        ({"topk_ratio": 0.1, "update_interval": "measured"}, None),
+        ({"topk_ratio": 0.1, "update_interval": 3}, 3),
+    ],
+)
+def test_the_predictive_interval_is_1_unless_it_is_asked_to_be_measured(
+    section: dict[str, Any], interval: int | None
+) -> None:
+    for made in (ZenFlowConfig(**section), ZeroConfig(zenflow=section).zenflow):
+        assert made is not None
+        assert made.interval == interval
+        assert ZenFlowConfig(**made.model_dump(exclude_unset=True)).interval == interval
+
+
+def test_a_value_that_fits_no_branch_of_a_type_is_one_mistake_of_the_field() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig(zenflow={"update_interval": "mesured"})
+    assert "zenflow.update_interval = 'mesured': " in str(caught.value)
+    assert str(caught.value).count("mesured") == 1
+
+
+WRONG_FORMS = (True, 3, "yes", [1], "stage: 2")
+SECTIONS = ("zenflow", "core_binding", "offload_optimizer", "offload_param")
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("value", [*WRONG_FORMS, {1: 2}, {None: 1}, {("a", 1): 1}])
+def test_a_section_of_a_wrong_form_is_one_clear_error(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^zero_optimization\.{name} ") as caught:
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 2, name: value}})
+    assert "\n" not in str(caught.value)
+    assert ("keys are names of fields" if isinstance(value, dict) else "expected an object, such as") in str(
+        caught.value
+    )
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize("zero", [[], None, "stage: 2", 3, {1: 2}])
+def test_a_zero_optimization_of_a_wrong_form_is_one_clear_error(zero: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^zero_optimization "):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "is a folder"),
+        ("", "is empty"),
+        (" # nothing\n", "is empty"),
+        ("null", "holds a NoneType, expected an object"),
+        ("[]", "holds a list, expected an object"),
+        ("zero_optimization:\n  stage: 2\n", "DeepSpeed reads no YAML"),
+        ("- a\n- b\n", "DeepSpeed reads no YAML"),
+        ('{"zero_optimization": {', "is not a readable JSON file"),
+    ],
+)
+def test_a_file_that_is_no_config_is_one_clear_error(text: str | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.yaml"
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text)
+    for read in (deepspeed.DeepSpeedConfig, read_json):
+        with pytest.raises(ConfigError, match=says):
+            read(str(path))
+
+
+@pytest.mark.usefixtures("_enabled")
+def test_right_files_and_forms_are_read_as_before(tmp_path: Path) -> None:
+    """JSON is YAML, comments are allowed, DeepSpeed's sections may be left to a trainer."""
+    path = tmp_path / "ds.yaml"
+    path.write_text('{"train_batch_size": 1, /* a comment */ "zero_optimization": {"stage": 2, "zenflow": "auto"}}')
+    assert int(deepspeed.DeepSpeedConfig(str(path)).zero_config.stage) == 2
+    for zero in (True, {}, {"zenflow": None}, {"stage": 1, "offload_optimizer": None, "core_binding": "auto"}):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
 
 
 SELECTING: dict[str, Any] = {

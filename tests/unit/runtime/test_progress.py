@@ -51,3 +51,12 @@ def test_life_is_shown_every_few_seconds_and_a_compiler_at_once(monkeypatch: pyt
         compiled = ["fused_adam"] if now == 7 else []
         waiting.look()
     assert told == ["training ... 5 s", "compiling fused_adam (minutes, once) ... 7 s"]
+
+
+def test_how_far_it_is_is_asked_for_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = 0.0, list[str]()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    waiting = Progress(lambda: f"step {now:.0f} of 12", list, told.append)
+    for now in range(12):  # noqa: B007 (read by the functions above)
+        waiting.look()
+    assert told == ["step 5 of 12 ... 5 s", "step 10 of 12 ... 10 s"]

@@ -121,6 +121,15 @@ def test_a_resumed_run_is_exact(ranks: int, ep_size: int, stage: int, rule: str,
         assert found == {"differences": [], "replicas": []}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_resumed_run_is_exact_on_an_accelerator(stage: int, ep_size: int, tmp_path: Path) -> None:
+    config = zenflow_config(stage, torch.bfloat16, **OVERLAPPED["predictive"])
+    for found in run_ranks(2, saved_and_resumed, config, ep_size, str(tmp_path), device="accelerator"):
+        assert found == {"differences": [], "replicas": []}
+
+
 def resumed_elsewhere(config: dict[str, Any], ep_size: int, folder: str, only_weights: bool) -> str:
     engine = engine_of(config, ep_size)
     before = weights_of(engine)

@@ -14,7 +14,9 @@ from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.zenflow.rules.predictive import rule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step import optimizer
+from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
+from tests.support.log import heard
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -63,7 +65,7 @@ def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: int 
     """Overlap begins once the worker has published ahead: one step after the measured ones, or after the warm-up."""
     warm_up = BY_DEFAULT if given == "auto" else MEASURED_STEPS + 1
     settled = {"update_interval": measured, "full_warm_up_rounds": warm_up}
-    config = zenflow_config(stage, torch.bfloat16, full_warm_up_rounds=given)
+    config = zenflow_config(stage, torch.bfloat16, full_warm_up_rounds=given, update_interval="measured")
     (open_run,) = run_ranks(1, follow, config, measured)
     (given_run,) = run_ranks(1, follow, zenflow_config(stage, torch.bfloat16, **settled), measured)
     assert open_run["interval"] == measured
@@ -73,7 +75,7 @@ def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: int 
 @pytest.mark.parametrize(("slots", "interval"), [(2, 1), (3, 2), (100, 2)])
 def test_an_interval_that_host_memory_has_no_room_for_is_not_chosen(slots: int, interval: int) -> None:
     """On any rank: 2 S - 1 slots are needed."""
-    found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16), 2, slots)
+    found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16, update_interval="auto"), 2, slots)
     assert [each["interval"] for each in found] == [interval, interval]
 
 
@@ -137,7 +139,70 @@ def save_and_load(config: dict[str, Any], folder: str, missing: int) -> dict[str
 
 def test_an_interval_of_another_host_is_kept_if_there_is_room(tmp_path: Path) -> None:
     """Otherwise gradients that are not handed over are applied, and the interval is measured anew."""
-    config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4)
+    config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4, update_interval="measured")
     for missing, collected, interval in ((0, 1, 2), (1, 0, 1)):
         found = run_ranks(2, save_and_load, config, str(tmp_path), missing)
         assert found == [{"updates": STEPS + 1, "collected": collected, "interval": interval, "fell": True}] * 2
+
+
+def advice(config: dict[str, Any], worker: float, device: float, steps: int) -> tuple[list[str], int, list[float]]:
+    """What the log advises, the interval, and the losses, if these are the seconds of worker and accelerator."""
+    engine = make_engine(config)
+    with patch.object(Metrics, "typical", lambda _: (worker, device)), heard("the optimizer process takes") as found:
+        losses = train(engine, batches(steps, 0))
+    interval = engine.optimizer.zenflow_adam.rule.schedule.interval
+    engine.destroy()
+    return [text for _, text in found], interval, losses
+
+
+@pytest.mark.parametrize("given", [{}, {"update_interval": 1}])
+def test_a_longer_interval_is_suggested_once_and_never_chosen(given: dict[str, Any]) -> None:
+    config = zenflow_config(2, torch.bfloat16, **given)
+    slow, quick = run_ranks(2, advice, config, 0.2, 0.1, STEPS), run_ranks(2, advice, config, 0.1, 0.2, STEPS)
+    assert [interval for _, interval, _ in slow + quick] == [1] * 4
+    assert [losses for *_, losses in slow] == [losses for *_, losses in quick]
+    assert [texts for texts, *_ in (slow[1], *quick)] == [[], [], []]
+    ((said,), *_) = slow[0]
+    assert "a step will take about 200.0 ms" in said
+    assert "zenflow.update_interval = 2 would make it about 107.1 ms, but changes the numerics" in said
+
+
+def test_what_may_not_be_longer_is_not_suggested() -> None:
+    """With Lion there is no estimate for it; and without overlap, a step waits anyway."""
+    config = zenflow_config(2, torch.bfloat16)
+    config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4}}
+    ((said,), interval, _), *_ = run_ranks(1, advice, config, 0.2, 0.1, STEPS)
+    assert interval == 1
+    assert "More cores" in said
+    assert "update_interval" not in said
+    ((said, interval, _),) = run_ranks(
+        1, advice, zenflow_config(2, torch.bfloat16, overlap_step=False), 0.2, 0.1, STEPS
+    )
+    assert (said, interval) == ([], 1)
+
+
+def resume_of_measured(folder: str) -> dict[str, Any]:
+    """Save at a measured interval of 2, within an interval, and load with a section that does not ask for it."""
+    config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4, update_interval="measured")
+    engine = make_engine(config)
+    with measuring(engine, 2):
+        train(engine, batches(STEPS + 1, 0))
+    before = masters_of(engine)
+    engine.save_checkpoint(folder, tag="t")
+    engine.destroy()
+    del config["zero_optimization"]["zenflow"]["update_interval"]
+    engine = make_engine(config)
+    engine.load_checkpoint(folder, tag="t")
+    adam = engine.optimizer.zenflow_adam
+    moved = max((a - b).abs().max().item() for a, b in zip(before, masters_of(engine), strict=True))
+    losses = train(engine, batches(STEPS, 0))
+    found = {"interval": adam.rule.schedule.interval, "moved": moved, "fell": losses[-1] < losses[0]}
+    engine.destroy()
+    return found
+
+
+def test_a_checkpoint_of_a_measured_interval_is_continued_at_1(tmp_path: Path) -> None:
+    """The gradient that was collected and not handed over is applied."""
+    (found,) = run_ranks(1, resume_of_measured, str(tmp_path))
+    assert (found["interval"], found["fell"]) == (1, True)
+    assert 0 < found["moved"] < 1e-2

@@ -45,6 +45,7 @@ class Sample:
         last: constants of the newest update in p, m, v.
         slots, steps: where those gradients are in the ring, until y replaces the newest, and their constants.
         state: p and the moments, 1-D fp32 [k].
+        weights_dtype: of the weights, which may be away when the result is compared.
     """
 
     partition: Partition
@@ -56,6 +57,7 @@ class Sample:
     slots: tuple[int, ...] = ()
     steps: tuple[Any, ...] = ()
     state: tuple[torch.Tensor, ...] = field(init=False)
+    weights_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         partition = self.partition
@@ -65,6 +67,7 @@ class Sample:
             codes, moments[index] = moments[index], torch.empty_like(moments[index], dtype=torch.float32)
             decode(codes, of_blocks, self.block_size, moments[index])
         self.state = self.of(partition.master), *moments
+        self.weights_dtype = partition.weights().dtype
 
     @classmethod
     def take(
@@ -116,7 +119,7 @@ class Sample:
         published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
         per_block = kind.publish(kind.ahead(self.last, interval), self.state, self.block_size, published)
         estimate = kind.estimate(self.last, per_block, self.block_size)
-        weights = torch.empty(numel, dtype=self.partition.weights().dtype, device="cpu")
+        weights = torch.empty(numel, dtype=self.weights_dtype, device="cpu")
         drift = torch.zeros_like(weights) if interval > 1 else None
         grads = [*(self.of(self.partition.ring[slot]) for slot in self.slots[:-1]), self.newest]
         for position, (grad, step) in enumerate(zip(grads, self.steps, strict=True), start=1):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.sizes import RuleSettings
 
@@ -35,7 +35,7 @@ class PredictiveSettings(RuleSettings):
         Raises:
             ConfigError: overlapped steps have an interval for which the optimizer has no estimate.
         """
-        interval, longest = config.update_interval, layout.longest_interval
+        interval, longest = config.interval, layout.longest_interval
         if config.overlapped and longest is not None:
             if interval is not None and interval > longest:
                 raise ConfigError(
@@ -75,6 +75,13 @@ class PredictiveSettings(RuleSettings):
     def per_block(self) -> tuple[str, str, bool]:
         """What the estimate is made from, copied to the accelerator if that computes it."""
         return (*self.layout.per_block, not self.fills_early)
+
+    def accelerator_bytes(self, numel: int, weights_bytes: int) -> int:
+        """The estimate's value of each block, and D."""
+        if not self.overlapped or self.fills_early:
+            return 0
+        remembered = DTYPE_BYTES["float32"] * -(-numel // self.block_size) * self.per_block_width
+        return remembered + (numel * weights_bytes if self.drifts else 0)
 
     @property
     def drifts(self) -> bool:

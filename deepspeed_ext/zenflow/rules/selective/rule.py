@@ -237,13 +237,18 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             ]
             self._link.depart(tasks, gradients=0, publishes=self.schedule.plan().waits_first)
 
-    def restart(self, updates: int | None) -> None:
+    def restart(self, counts: Sequence[int] | None) -> None:
         for partition, state in zip(self._partitions, self.states, strict=True):
-            if updates is None:
+            if counts is None:
                 partition.per_block.copy_(self._all_updates(partition))
             else:
-                partition.per_block.fill_(updates)
+                partition.per_block.fill_(counts[partition.index])
             self._forget_hot(state)
+
+    def recounted(self, partition: Partition, updates: int) -> None:
+        partition.per_block[partition.per_block != AWAY] = updates
+        if (hot := self.states[partition.index].hot) is not None:
+            hot.updates.fill_(updates)
 
     def saved(self) -> list[dict[str, Any]]:
         return [

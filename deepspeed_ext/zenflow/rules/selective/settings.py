@@ -19,6 +19,7 @@ _BALANCE = 2
 _STATE_BYTES = 3 * 4
 """Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES = 4
+_ID_BYTES = 8
 
 
 def ring_of(interval: int, lag: int, fills_early: bool = False, fills_before_y: bool = False) -> int:
@@ -64,7 +65,7 @@ class SelectiveSettings(RuleSettings):
             ConfigError: intervals contradict each other.
         """
         settings = cls(
-            update_interval=config.update_interval,
+            update_interval=config.interval,
             lag=config.overlap_lag if config.overlapped else None,
             warm_up_steps=max(1, config.full_warm_up_rounds),
             block_size=config.select_block_size,
@@ -121,6 +122,12 @@ class SelectiveSettings(RuleSettings):
     def hot_state_bytes(self, blocks: int) -> int:
         """Bytes of p, m, v and update counts of `blocks` hot blocks."""
         return blocks * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
+
+    def accelerator_bytes(self, numel: int, weights_bytes: int) -> int:
+        """Numbers, state and new weights of hot blocks."""
+        hot = self.hot_blocks(numel)
+        state = 0 if self.keeps_hot_on_host else self.hot_state_bytes(hot)
+        return state + hot * (_ID_BYTES + self.block_size * weights_bytes)
 
     def steps_between_selections(self, interval: int) -> int:
         """Optimizer steps between two selections of hot blocks.

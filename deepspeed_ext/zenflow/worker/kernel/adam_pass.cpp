@@ -75,7 +75,7 @@ const Tile kTile[2][3][3] = {TABLE(), TABLE(_of_bf)};
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 12; }
+extern "C" int32_t dsext_adam_pass_version() { return 13; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
@@ -84,16 +84,38 @@ extern "C" void dsext_adam_pass(const AdamPass *pass) {
     for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) { run(a, first, last); });
 }
 
-// The first write to a page decides its memory node, so every thread writes the pages that it will process.
-extern "C" void dsext_first_touch(char *address, int64_t bytes, int32_t threads) {
+// Touches the pages of an array that a pass will process, each on the thread that will.
+//
+// Note: [first touch] The first write to a page decides its memory node. A pass over a chunk is divided by
+// `for_each_tile`, so this divides every chunk by the same function; dividing the whole array would give all threads of a
+// chunk the memory of one node.
+//
+// A block takes `block_bytes` in this array. If `touchers` is not null, the thread's number is written there for each page.
+extern "C" void dsext_first_touch(char *address, int64_t bytes, int64_t block_bytes, int64_t block_size,
+                                  int64_t blocks_per_chunk, int32_t threads, int32_t *touchers) {
     const int64_t page = 4096;
     const int64_t into_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % page);
-    const int64_t pages = bytes > 0 ? (into_page + bytes + page - 1) / page : 0;
-    dsext::for_each_part(pages, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            const int64_t start_of_page = i * page - into_page;
-            volatile char *target = address + (start_of_page > 0 ? start_of_page : 0);
-            *target = *target;
-        }
+    const int64_t tile_bytes = (kTileNumel + block_size - 1) / block_size * block_bytes;
+    const int64_t chunk_bytes = blocks_per_chunk * block_bytes;
+    for (int64_t chunk = 0; chunk < bytes; chunk += chunk_bytes) {
+        const int64_t end_of_chunk = chunk + chunk_bytes < bytes ? chunk + chunk_bytes : bytes;
+        const int64_t tiles = (end_of_chunk - chunk + tile_bytes - 1) / tile_bytes;
+        dsext::for_each_part(tiles, threads, [&](int64_t first, int64_t last) {
+            const int64_t begin = chunk + first * tile_bytes, wanted = chunk + last * tile_bytes;
+            const int64_t end = wanted < end_of_chunk ? wanted : end_of_chunk;
+            if (begin >= end) return;
+            for (int64_t i = begin == 0 ? 0 : (begin + into_page + page - 1) / page; i * page - into_page < end; ++i) {
+                volatile char *target = address + (i * page > into_page ? i * page - into_page : 0);
+                *target = *target;
+                if (touchers != nullptr) touchers[i] = dsext::thread_id();
+            }
+        });
+    }
+}
+
+// Writes, for each element, the number of the thread that a pass processes it on.
+extern "C" void dsext_passers(int32_t *passers, int64_t numel, int64_t block_size, int32_t threads) {
+    for_each_tile(numel, block_size, threads, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) passers[i] = dsext::thread_id();
     });
 }

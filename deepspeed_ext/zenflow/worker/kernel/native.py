@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass, LionStep
@@ -11,7 +12,7 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
@@ -131,7 +132,18 @@ def open_library(path: str) -> ctypes.CDLL:
         ],
         "dsext_predict": [ctypes.c_void_p],
         "dsext_move": [ctypes.c_void_p],
-        "dsext_first_touch": [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
+        "dsext_first_touch": [
+            ctypes.c_void_p,
+            *[ctypes.c_int64] * 4,
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_int32),
+        ],
+        "dsext_passers": [
+            ctypes.POINTER(ctypes.c_int32),
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_int32,
+        ],
         "dsext_thread_ids": [ctypes.POINTER(ctypes.c_int32), ctypes.c_int32],
     }
     for name, arguments in signatures.items():
@@ -276,9 +288,35 @@ class NativeKernel:
             )
         )
 
-    def first_touch(self, address: int, nbytes: int) -> None:
-        """Touch every page of a fresh mapping, which places it on the memory node of this process's cores."""
-        self._library.dsext_first_touch(address, nbytes, self._threads)
+    def first_touch(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        block_bytes: int = 1,
+        block_size: int = 1,
+        blocks_per_chunk: int | None = None,
+        touchers: Any = None,
+    ) -> None:
+        """Touch every page of an array, each on the thread that passes over it, which places it on that
+        thread's memory node.
+
+        Args:
+            block_bytes: bytes of the array for one block.
+            block_size: elements of a block.
+            blocks_per_chunk: blocks of a pass; None: one pass goes over all.
+            touchers: a ctypes array of int32 that receives the thread's number for each page; None: it
+                is not wanted.
+        """
+        most = max(1, -(-nbytes // block_bytes))
+        blocks = min(blocks_per_chunk or most, most)
+        self._library.dsext_first_touch(address, nbytes, block_bytes, block_size, blocks, self._threads, touchers)
+
+    def passers(self, numel: int, block_size: int) -> list[int]:
+        """The number of the thread that a pass over `numel` elements processes each of them on."""
+        found = (ctypes.c_int32 * numel)()
+        self._library.dsext_passers(found, numel, block_size, self._threads)
+        return list(found)
 
     def pin(self, cpus: Sequence[int]) -> None:
         """Bind each thread to one of ``cpus``, in order; the calling thread to the first. If a limit allows fewer

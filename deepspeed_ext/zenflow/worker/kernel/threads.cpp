@@ -87,8 +87,10 @@ void dsext::on_threads(int32_t count, void (*part)(const void *, int32_t), const
         pool().run(count, part, context);
 }
 
+int32_t dsext::thread_id() { return static_cast<int32_t>(syscall(SYS_gettid)); }
+
 // Writes the numbers under which Linux knows the `count` threads.
 extern "C" void dsext_thread_ids(int32_t *ids, int32_t count) {
     dsext::for_each_part(count, count,
-                         [&](int64_t i, int64_t) { ids[i] = static_cast<int32_t>(syscall(SYS_gettid)); });
+                         [&](int64_t i, int64_t) { ids[i] = dsext::thread_id(); });
 }

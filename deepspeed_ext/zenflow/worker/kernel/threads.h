@@ -14,6 +14,9 @@ namespace dsext __attribute__((visibility("hidden"))) {
 // caller at a time has the threads; a forked child starts its own.
 void on_threads(int32_t count, void (*part)(const void *context, int32_t index), const void *context);
 
+// The number under which Linux knows the calling thread.
+int32_t thread_id();
+
 // Calls work(begin, end) on `threads` threads, for equal parts of 0 .. numel. Part i is always that of thread i.
 template <class Work>
 void for_each_part(int64_t numel, int32_t threads, const Work &work) {

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_ext.commands import main as cli
+from deepspeed_ext.commands.memory import model_file, model_shapes
 from deepspeed_ext.commands.memory.model_file import MOST_BYTES, read_model
+from deepspeed_ext.commands.memory.model_references import MOST_LAYERS, inert
 from deepspeed_ext.errors import ConfigError
 from tests.support.paths import ROOT
 
@@ -32,6 +34,20 @@ MIXTURE = {
     **SHAPES,
     **EXPERTS,
 }
+
+
+apart = model_file._answer
+
+
+@pytest.fixture(autouse=True)
+def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing transformers in a process per test would take minutes; `apart` does, where a test needs it."""
+    monkeypatch.setattr(model_file, "_answer", model_shapes.answer)
+
+
+@pytest.fixture
+def counted_apart(counted_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_file, "_answer", apart)
 
 
 def write(folder: Path, config: Any) -> Path:
@@ -230,16 +246,15 @@ def test_a_library_that_transformers_lacks_is_named(tmp_path: Path, monkeypatch:
         read_model(str(write(tmp_path, LLAMA)))
 
 
-def test_without_transformers_the_message_says_what_to_install(tmp_path: Path) -> None:
-    write(tmp_path, LLAMA)
-    code = (
-        "import sys; sys.modules['transformers'] = None; from deepspeed_ext.commands import main; sys.exit(main.main())"
-    )
-    command = [sys.executable, "-c", code, "plan", "--memory", "--gpus", "2", "--model", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "pip install 'deepspeed-ext[transformers]'" in done.stderr
+@pytest.mark.usefixtures("counted_apart")
+def test_without_transformers_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/transformers.py").write_text("raise ImportError('there is none')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
+    said = error_of(capsys, "--memory", "--gpus", "2", "--model", str(write(tmp_path, LLAMA)))
+    assert "needs transformers (there is none): pip install 'deepspeed-ext[transformers]'" in said
 
 
 def test_a_large_model_is_planned_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,3 +263,149 @@ def test_a_large_model_is_planned_by_its_file(tmp_path: Path, capsys: pytest.Cap
     write(tmp_path, LLAMA | shapes | {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False})
     assert cli.main(["plan", "--memory", "--model", str(tmp_path), "--gpus", "8", "--gpu-gb", "80"]) == 0
     assert capsys.readouterr().out.startswith("LlamaForCausalLM: 70,553,706,496 parameters in bfloat16 on 8 GPU(s)")
+
+
+def with_field(key: str, value: Any) -> dict[str, Any]:
+    return LLAMA | {key: value}
+
+
+def in_text(key: str, value: Any) -> dict[str, Any]:
+    return PICTURES | {"text_config": TEXT | {key: value}}
+
+
+def in_list(key: str, value: Any) -> dict[str, Any]:
+    return LLAMA | {"encoders": [{"inner": {key: value}}]}
+
+
+@pytest.mark.parametrize("place", [with_field, in_text, in_list])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("backbone", "someone/else"),
+        ("backbone_kwargs", {"trust_remote_code": True}),
+        ("use_timm_backbone", True),
+        ("use_pretrained_backbone", True),
+        ("model_args", {"checkpoint_path": "/elsewhere"}),
+        ("encoder_pretrained_model_name_or_path", "someone/else"),
+        ("tokenizer_name_or_path", "someone/else"),
+        ("architecture", "hf-hub:someone/else"),
+        ("architecture", "local-dir:/elsewhere"),
+        ("weights", "https://elsewhere/weights"),
+    ],
+)
+def test_a_field_that_names_something_to_load_is_refused_wherever_it_stands(
+    place: Callable[[str, Any], Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"field '{key}' names something else to load .* or give --params"):
+        read_model(str(write(tmp_path, place(key, value))))
+
+
+@pytest.mark.parametrize("place", [with_field, in_text, in_list])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("_name_or_path", "meta-llama/Llama-3.1-8B"),
+        ("name_or_path", "/home/someone/model"),
+        ("auto_map", {"AutoConfig": "someone/else--code.Config"}),
+        ("attn_implementation", "someone/kernel"),
+        ("_attn_implementation", "someone/kernel"),
+        ("configuration_files", ["config.4.0.0.json"]),
+        ("trust_remote_code", True),
+        ("quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_a_field_that_changes_no_shape_is_left_out(
+    place: Callable[[str, Any], Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    left = inert(place(key, value))
+    assert key not in json.dumps(left)
+    plain = read_model(str(write(tmp_path, place("unheard_of", None))))
+    assert read_model(str(write(tmp_path, place(key, value)))).params == plain.params
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("backbone", None), ("use_timm_backbone", False), ("backbone_config", None), ("model_args", {})]
+)
+def test_an_empty_reference_is_none(key: str, value: Any) -> None:
+    assert inert(LLAMA | {key: value}) == LLAMA | {key: value}
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "encoder_layers", "num_experts", "depth"])
+def test_more_layers_than_any_model_has_are_refused_at_once(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}' is 3,000,000, expected at most 10,000"):
+        read_model(str(write(tmp_path, LLAMA | {key: 3_000_000})))
+    assert inert({key: MOST_LAYERS, "shared_expert_intermediate_size": 20480})
+
+
+def test_a_reference_that_a_class_has_by_default_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"names something else to load|builds no model"):
+        read_model(str(write(tmp_path, {"model_type": "omdet-turbo"})))
+
+
+@pytest.mark.usefixtures("counted_apart")
+def test_the_process_that_counts_has_no_token_no_home_and_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for transformers says what it finds."""
+    (tmp_path / "home/.cache/huggingface").mkdir(parents=True)
+    (tmp_path / "home/.cache/huggingface/token").write_text("secret")
+    (tmp_path / "imports").mkdir()
+    (tmp_path / "imports/transformers.py").write_text(STAND_IN)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "imports"), prepend=os.pathsep)
+    (tmp_path / "evil.py").write_text("")
+    with pytest.raises(ConfigError) as raised:
+        read_model(str(write(tmp_path, LLAMA | {"elsewhere": str(tmp_path)})))
+    said = str(raised.value)
+    assert "builds no model from it: RuntimeError: 7 refused, 1 allowed, no token, offline" in said, said
+
+
+STAND_IN = """
+import json, os, pickle, runpy, socket, subprocess, types
+__version__ = "0"
+AutoConfig, CONFIG_MAPPING = __import__(__name__), ["llama"]
+logging = types.SimpleNamespace(set_verbosity_error=lambda: None)
+
+def from_pretrained(path, **how):
+    elsewhere = json.loads(open(path).read())["elsewhere"]
+    tries = [
+        lambda: socket.create_connection(("127.0.0.1", 9)),
+        lambda: socket.getaddrinfo("localhost", 80),
+        lambda: subprocess.run(["true"]),
+        lambda: open(elsewhere + "/config.json"),
+        lambda: open(elsewhere + "/ran", "w"),
+        lambda: runpy.run_path(elsewhere + "/evil.py"),
+        lambda: pickle.loads(b"cos\\ngetpid\\n."),
+        lambda: open("scratch", "w").close(),
+    ]
+    refused = 0
+    for each in tries:
+        try:
+            each()
+        except PermissionError:
+            refused += 1
+    token = "a token" if "HF_TOKEN" in os.environ or os.path.exists(os.path.expanduser("~/.cache")) else "no token"
+    offline = "offline" if os.environ["HF_HUB_OFFLINE"] == "1" else "online"
+    raise RuntimeError(f"{refused} refused, {len(tries) - refused} allowed, {token}, {offline}")
+"""
+
+
+@pytest.mark.usefixtures("counted_apart")
+def test_the_process_that_counts_finds_what_this_one_finds(tmp_path: Path) -> None:
+    found = read_model(str(write(tmp_path, PICTURES)))
+    here = model_shapes.answer(inert(PICTURES))
+    assert (found.name, found.params, found.active) == (here["name"], here["params"], here["active"])
+
+
+@pytest.mark.usefixtures("counted_apart")
+def test_a_model_that_takes_too_long_to_build_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text(
+        "import signal, types\n__version__ = '0'\nAutoConfig, CONFIG_MAPPING = __import__(__name__), ['llama']\n"
+        "logging = types.SimpleNamespace(set_verbosity_error=lambda: None)\n"
+        "def from_pretrained(path, **how):\n    signal.setitimer(signal.ITIMER_PROF, 0.01)\n"
+        "    while True:\n        pass\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(ConfigError, match="takes more than a minute to build its model; mend it, or give --params"):
+        read_model(str(write(tmp_path, LLAMA)))

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.commands.memory.command import parse_numel
-from deepspeed_ext.commands.memory.fit import ways
 from deepspeed_ext.commands.memory.parts import MemoryPlan, Part, Phase, Place, largest
 from deepspeed_ext.commands.memory.plan import neighbours, plan_memory
 from deepspeed_ext.commands.memory.report import as_json, as_text, detail_text, neighbours_text
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
+from deepspeed_ext.commands.memory.ways import name_of, ways
 from deepspeed_ext.config import ZenFlowConfig
 from tests.support.paths import ROOT
 
@@ -150,8 +150,8 @@ def test_json_says_all_that_the_plan_says(setup: Setup, dtype: str, params: int)
 def test_stages_and_offload_move_memory_as_they_promise() -> None:
     model, ranks = model_of(7 * 10**9), Ranks(8, 8)
     between = {
-        (setup.stage, name): plan_memory(model, ranks, setup).nbytes(Place.ACCELERATOR, Phase.BETWEEN)
-        for name, setup in ways()
+        (setup.stage, name_of(setup)): plan_memory(model, ranks, setup).nbytes(Place.ACCELERATOR, Phase.BETWEEN)
+        for setup in ways()
     }
     assert between[2, "ZeRO"] == pytest.approx((2 + 12 / 8) * 7e9, rel=0.001)
     assert between[2, "ZeRO-Offload"] < between[2, "ZenFlow exact"] < between[2, "ZeRO"]
@@ -242,7 +242,7 @@ def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -
 
 
 def test_the_report_names_units_and_what_is_left_out() -> None:
-    plan = plan_memory(model_of(7 * 10**9), Ranks(8, 8), Setup(stage=3, zenflow=ZenFlowConfig()))
+    plan = plan_memory(model_of(7 * 10**9), Ranks(8, 8), Setup(stage=3, zenflow=ZenFlowConfig(update_interval="auto")))
     text = as_text([plan], ["a note"])
     assert "Not included: activations" in text
     assert "GiB per rank" in text

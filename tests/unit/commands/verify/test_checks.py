@@ -183,6 +183,11 @@ def test_deferred_updates_need_a_share_of_the_progress_and_the_direction() -> No
     deferred = plan("deferred", interval=4)
     half = [(loss + 7.6) / 2 for loss in PLAIN]
     assert failed(verdicts(deferred, good(losses=half))) == []
+    warned = verdicts(deferred, good(losses=half))["losses"]
+    assert warned.status == "WARN"
+    assert '"update_rule": "predictive" in the zenflow section' in warned.detail
+    nearly = [loss + 0.05 * (7.6 - loss) for loss in PLAIN]
+    assert verdicts(deferred, good(losses=nearly))["losses"].status == "PASS"
     assert failed(verdicts(deferred, good(losses=[7.6] * STEPS))) == ["losses"]
     turned = [Movement("weight", 1000, 1.0, 1.0, math.sqrt(2), 0.0)]
     assert failed(verdicts(deferred, good(movements=turned))) == ["gradients"]

@@ -100,7 +100,8 @@ def test_the_plain_optimizer_is_the_one_that_the_config_names(optimizer: dict[st
 @pytest.mark.parametrize(
     ("zenflow", "upstream", "expected"),
     [
-        ({}, False, ("predicted", None, True)),
+        ({}, False, ("predicted", 1, True)),
+        ({"update_interval": "measured"}, False, ("predicted", None, True)),
         ({"update_interval": 2}, False, ("predicted", 2, True)),
         ({"overlap_step": False}, False, ("exact", 1, True)),
         ({"topk_ratio": 0.1, "update_interval": 4}, False, ("deferred", 4, True)),
@@ -147,7 +148,7 @@ def test_there_are_steps_after_the_warm_up(
 
 def test_a_measured_interval_is_known_before_the_save() -> None:
     """Else the resumed run would measure again, and choose in another step."""
-    zero = {"stage": 2, "zenflow": {}}
+    zero = {"stage": 2, "zenflow": {"update_interval": "measured"}}
     assert [plan(steps=steps, zero_optimization=zero).save_after for steps in (7, 9, 40)] == [6, 6, 21]
     with pytest.raises(ValueError, match="--steps: expected more than 6"):
         plan(steps=6, zero_optimization=zero)

@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 
 from deepspeed_ext.cores import tuning_results
 from deepspeed_ext.cores.tune.sweep import Point
-from deepspeed_ext.cores.tune.tuner import Tuner
+from deepspeed_ext.cores.tune.tuner import Tuner, as_text
+from deepspeed_ext.errors import ConfigError, WorkerError
+from tests.support.log import heard
 from tests.support.paths import ROOT
 
 
@@ -31,6 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         "opt_cores_per_rank": 1,
         "pt_cores_per_rank": 1,
         "saturated": True,
+        "noisy": False,
         "points": [asdict(Point(1, 1 / 9.0, 0.0, 9.0))],
         "training": {"alone_seconds": 0.1, "splits": splits},
     }
@@ -52,11 +56,56 @@ def tune(*arguments: str) -> int:
 
 
 def test_the_result_of_a_jsonl_file_is_not_lost_to_its_records(measured: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
     assert tune("--output", "new/r.jsonl") == 0
     assert json.loads((tmp_path / "new/r.jsonl").read_text()) == measured
     assert json.loads((tmp_path / "new/r.records.jsonl").read_text()) == {"optimizer_cores": 1}
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["r.jsonl", "r.records.jsonl"]
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+
+
+def test_a_disturbed_result_is_shown_and_kept_only_where_it_is_asked_for(
+    measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured |= {"noisy": True, "points": [asdict(Point(1, 1 / 9.0, 0.0, 9.0, "other processes used 70%"))]}
+    assert tune() == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == measured
+    assert "is not kept, because it was disturbed (other processes used 70%)" in printed.err
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_file()]
+    assert "finds this result by itself" not in as_text(measured, is_kept=False)
+    assert tune("--output", "mine.json") == 0
+    assert json.loads((tmp_path / "mine.json").read_text()) == measured
+
+
+def test_more_ranks_than_pairs_of_cores_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from deepspeed_ext.commands import main as cli
+
+    assert cli.main(["tune", "--ranks", "500"]) == 2
+    assert "a rank needs two, one for PyTorch and one for the optimizer: give at most" in capsys.readouterr().err
+
+
+def test_each_measurement_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A log line each, because a run without a terminal shows no bar."""
+
+    def run(self: Tuner) -> dict[str, Any]:
+        self.report("optimizer on 1 core(s)")
+        raise WorkerError("enough")
+
+    monkeypatch.setattr(Tuner, "run", run)
+    with heard("tune: measuring optimizer on 1 core(s)") as lines:
+        assert tune("--output", str(tmp_path / "r.json")) == 1
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("option", ["--output", "--plot"])
+def test_a_folder_that_the_user_names_is_not_made(
+    option: str, measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(tmp_path.iterdir())
+    assert tune(option, "new/folder/r.png") == 2
+    assert "there is no folder of this name" in capsys.readouterr().err
+    assert set(tmp_path.iterdir()) - before <= {tmp_path / "cache"}
 
 
 @pytest.mark.parametrize("was_there", [True, False])
@@ -173,15 +222,58 @@ def test_a_tuning_file_that_is_none_is_ignored_with_one_warning(
     assert "tune-worse.json" in heard[0]
 
 
-def test_without_a_home_there_are_no_tuning_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr(tuning_results, "warn_once", heard.append)
     monkeypatch.delenv("DSEXT_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    planted = tmp_path / f"deepspeed_ext-{os.getuid()}"
+    planted.mkdir(mode=0o700)
+    (planted / "tune-a.json").write_bytes(tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3}))
     assert tuning_results.load_all() == {}
     assert heard == []
+    with pytest.raises(ConfigError, match="no home, so no cache for the result: set DSEXT_CACHE_DIR, or give --output"):
+        tuning_results.cached("a")
+
+
+def made_writable(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def made_group_writable(folder: Path) -> None:
+    folder.chmod(0o770)
+
+
+def given_away(folder: Path) -> None:
+    os.chown(folder, 12345, 12345)
+
+
+def made_a_link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("change", [made_writable, made_group_writable, given_away, made_a_link])
+def test_a_cache_that_others_can_write_is_neither_read_nor_written(
+    change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if change is given_away and os.getuid() != 0:
+        pytest.skip("only root gives folders away")
+    heard: list[str] = []
+    monkeypatch.setattr(tuning_results, "warn_once", heard.append)
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DSEXT_CACHE_DIR", str(folder))
+    stored = tuning_results.cached("a")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    stored.write_bytes(tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3}))
+    assert tuning_results.load_all() == {"a": 3}
+    change(folder)
+    assert tuning_results.load_all() == {}
+    assert "may be another user's" in heard[0]
+    with pytest.raises(ConfigError, match="may be another user's"):
+        tuning_results.cached("a")
 
 
 @pytest.mark.parametrize(

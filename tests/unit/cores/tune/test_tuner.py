@@ -55,7 +55,6 @@ def test_results_are_found_in_the_cache_and_broken_ones_are_not(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuning_results.load_all() == {}
-    cache_folder().mkdir()
     for key, schema, number in (("good", 1, 3), ("old", 0, 3), ("none", 1, 0)):
         result = {"schema": schema, "opt_cores_per_rank": number}
         tuning_results.cached(key).write_bytes(tuning_results.as_bytes(result))

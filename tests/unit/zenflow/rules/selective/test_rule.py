@@ -103,7 +103,7 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
         [0],
         lambda index: weights,
         grad_dtype=torch.float32,
-        ranks=ranks,
+        sharers=ranks,
         holders=[ranks],
     )
     simulated = Simulated(start, 16, 0.25, interval, lag, every)

@@ -1,0 +1,169 @@
+"""Checks the bytes of checkpoint files against the sums that they hold, while the files are read.
+
+A file of `torch.save` is a zip file of uncompressed records, with the CRC of each in its directory
+and behind its bytes. `torch.load` compares neither. Here every record that a load uses is compared,
+by zlib, which takes other threads than the load and reads what the kernel has in its cache.
+
+A file that DeepSpeed saved has sums. One of an async save of an older version of this package has
+none (0), nor has one of torch's older format; both are loaded, and a line of the log says so.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime import files
+from deepspeed_ext.runtime.log import warn_once
+
+__all__ = ["SMALL_BYTES", "Record", "checking", "records", "require_sound"]
+
+SMALL_BYTES = 1 << 20
+"""Records up to this size are compared before anything is read from them: pickles are among them."""
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""Header of a record: its mark, then 22 bytes, the lengths of its name and its extra field."""
+_DIRECTORY_ENTRY = struct.Struct("<16x4x8xHHH12x")
+"""Entry of the directory: a CRC behind 16 bytes, the lengths of name, extra field and comment."""
+_RECORD, _DESCRIPTOR = b"PK\x03\x04", b"PK\x07\x08"
+_DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
+"""What follows a record, by its length: a mark, the CRC, and the size twice."""
+_CHUNK_BYTES = 1 << 20
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a file.
+
+    Attributes:
+        name: without the folder that all names begin with, such as ``data/0`` for the first storage.
+        nbytes: its size.
+        offset: of its first byte in the file.
+        crc: the sum that the file states; 0: none.
+        crc_offsets: the places where it states it.
+    """
+
+    name: str
+    nbytes: int
+    offset: int
+    crc: int
+    crc_offsets: tuple[int, ...]
+
+    @property
+    def has_sum(self) -> bool:
+        return self.crc != 0 or self.nbytes == 0
+
+
+def records(path: str) -> list[Record]:
+    """The records of a file of `torch.save`, in the order of its directory.
+
+    Raises:
+        CheckpointError: the file is damaged: its records do not lie one behind the other, or their
+            sizes or sums differ from those of the directory.
+        zipfile.BadZipFile: it has no directory.
+    """
+    found: list[Record] = []
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        entry = archive.start_dir
+        members = archive.infolist()
+        ends = [member.header_offset for member in members[1:]] + [archive.start_dir]
+        for member, end in zip(members, ends, strict=True):
+            file.seek(member.header_offset)
+            mark, *lengths = _LOCAL_HEADER.unpack(_exactly(file.read(_LOCAL_HEADER.size), path))
+            offset = member.header_offset + _LOCAL_HEADER.size + sum(lengths)
+            behind = offset + member.file_size
+            if mark != _RECORD or member.compress_type != zipfile.ZIP_STORED or behind > end:
+                raise CheckpointError(f"{path} is damaged at byte {member.header_offset:,}")
+            places = [entry + 16]
+            if behind != end:
+                file.seek(behind)
+                _require_descriptor(file.read(end - behind) if end - behind < 64 else b"", member, path)
+                places.append(behind + len(_DESCRIPTOR))
+            _, _, name = member.filename.partition("/")
+            found.append(Record(name, member.file_size, offset, member.CRC, tuple(places)))
+            file.seek(entry)
+            lengths = list(_DIRECTORY_ENTRY.unpack(_exactly(file.read(_DIRECTORY_ENTRY.size), path)))
+            entry += _DIRECTORY_ENTRY.size + sum(lengths)
+    return found
+
+
+def _exactly(header: bytes, path: str) -> bytes:
+    if len(header) not in (_LOCAL_HEADER.size, _DIRECTORY_ENTRY.size):
+        raise CheckpointError(f"{path} ends in the middle of a record")
+    return header
+
+
+def _require_descriptor(descriptor: bytes, member: zipfile.ZipInfo, path: str) -> None:
+    layout = _DESCRIPTORS.get(len(descriptor))
+    expected = (_DESCRIPTOR, member.CRC, member.file_size, member.file_size)
+    if layout is None or layout.unpack(descriptor) != expected:
+        raise CheckpointError(f"{path} is damaged behind its record {member.filename!r}")
+
+
+@contextmanager
+def checking(path: str) -> Iterator[None]:
+    """Wrap reading a whole file: small records are compared before, the others at the same time.
+
+    Raises:
+        CheckpointError: the file is damaged, whatever the block has made of it.
+    """
+    large = require_sound(path, most_bytes=SMALL_BYTES)
+    with ThreadPoolExecutor(_THREADS, "deepspeed_ext-sums") as threads:
+        checks = [threads.submit(_require_same, path, record) for record in large]
+        try:
+            yield
+        finally:
+            for check in checks:
+                check.result()
+
+
+def require_sound(path: str, most_bytes: int | None = None) -> Sequence[Record]:
+    """Compare the records of a file with their sums.
+
+    Args:
+        most_bytes: leave out larger records; None: compare all.
+
+    Returns:
+        The records that were left out and have sums.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        found = records(path)
+    except zipfile.BadZipFile as error:
+        with open(path, "rb") as file:
+            if file.read(2) == _RECORD[:2]:
+                raise CheckpointError(f"{path} is damaged or incomplete: {error}") from None
+        found = []
+    if not found or not all(record.has_sum for record in found):
+        folder, name = os.path.split(path)
+        warn_once(f"{folder}: files such as {name} hold no sums and are loaded without a check of their bytes")
+    summed = [record for record in found if record.has_sum]
+    now = [record for record in summed if most_bytes is None or record.nbytes <= most_bytes]
+    with ThreadPoolExecutor(_THREADS, "deepspeed_ext-sums") as threads:
+        list(threads.map(_require_same, [path] * len(now), now))
+    return [record for record in summed if record not in now]
+
+
+def _require_same(path: str, record: Record) -> None:
+    crc, chunk = 0, memoryview(bytearray(min(_CHUNK_BYTES, record.nbytes)))
+    place, end = record.offset, record.offset + record.nbytes
+    with files.opened(path, os.O_RDONLY) as descriptor:
+        while place < end:
+            size = os.preadv(descriptor, [chunk[: end - place]], place)
+            if size == 0:
+                break
+            crc, place = zlib.crc32(chunk[:size], crc), place + size
+    if place < end or crc != record.crc:
+        raise CheckpointError(
+            f"{path} is damaged: its record {record.name!r} has not the bytes that were saved (sum {crc:08x}, "
+            f"expected {record.crc:08x}): load an earlier checkpoint by its tag"
+        )

@@ -1,0 +1,107 @@
+"""Lists every way to train that the product has, as the settings of a run. Pure functions.
+
+Stage 1 is left out: it is as fast as stage 2 and holds more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from deepspeed_ext.commands.memory.setup import Setup, Stage
+from deepspeed_ext.config import ZenFlowConfig
+
+__all__ = ["inexactness", "kind_of", "name_of", "ways"]
+
+STAGES: tuple[Stage, ...] = (2, 3)
+INTERVALS = (1, 2)
+SELECTIVE: dict[str, Any] = {"update_rule": "selective", "topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}
+"""As published."""
+PLACES: tuple[dict[str, bool], ...] = (
+    {"hide_transfers": True},
+    {"hide_transfers": False, "gradients_on_host": False},
+    {"gradients_on_host": True},
+)
+"""Gradients leave beside the next step, inside the step, or during backward."""
+HOST_SHARES = (0.75, 0.5, 0.25)
+"""Of ``offload_optimizer.ratio``, beside 1."""
+MOMENTS = {"float32": "", "bfloat16": "bf16 moments", "int8": "8-bit moments"}
+
+
+def ways(base: Setup | None = None) -> Iterator[Setup]:
+    """Each way to train: plain ZeRO, ZeRO-Offload, and ZenFlow with every combination of moments, interval, rule, and
+    place of gradients, optimizer and weights."""
+    for stage in STAGES:
+        plain = replace(base or Setup(), stage=stage, offload=False, zenflow=None)
+        offload = replace(plain, offload=True, pins=True)
+        yield plain
+        yield offload
+        for section in _sections():
+            yield from (replace(plain, zenflow=_zenflow(section, place)) for place in PLACES)
+            if "state_dtype" not in section and section is not SELECTIVE:
+                yield from _shared(plain, section)
+        if plain.partitions_weights:
+            yield replace(offload, offload_param=True)
+            for section in _sections():
+                yield replace(offload, offload=False, offload_param=True, zenflow=_zenflow(section, {}))
+
+
+def _sections() -> Iterator[dict[str, Any]]:
+    for interval in INTERVALS:
+        for dtype in MOMENTS:
+            section: dict[str, Any] = {"update_rule": "predictive"}
+            section |= {} if interval == 1 else {"update_interval": interval}
+            yield section | ({} if dtype == "float32" else {"state_dtype": dtype})
+    yield SELECTIVE
+
+
+def _shared(plain: Setup, section: dict[str, Any]) -> Iterator[Setup]:
+    """With a part of the optimizer on the accelerator, where gradients then stay during backward."""
+    for share in HOST_SHARES:
+        for place in PLACES[:2]:
+            yield replace(plain, zenflow=_zenflow(section, place), host_share=share, pins=True)
+
+
+def _zenflow(section: dict[str, Any], place: dict[str, bool]) -> ZenFlowConfig:
+    return ZenFlowConfig(**section, **place)
+
+
+def inexactness(setup: Setup) -> int:
+    """How far a run's numerics are from exact steps of the optimizer: 0, they are exact; then moments in bf16, those of
+    8 bits, a longer interval, and blocks that wait for their step."""
+    zenflow = setup.zenflow
+    if zenflow is None:
+        return 0
+    rounded = list(MOMENTS).index(zenflow.state_dtype)
+    if zenflow.rule == "selective":
+        return 2 * len(MOMENTS)
+    return rounded if zenflow.interval == 1 else len(MOMENTS) + rounded
+
+
+def kind_of(setup: Setup) -> str:
+    """The way without the places of gradients, optimizer and weights, and at a longer interval without its moments."""
+    zenflow = setup.zenflow
+    if zenflow is None:
+        return "ZeRO-Offload" if setup.offload else "ZeRO"
+    if zenflow.rule == "selective":
+        return "ZenFlow selective"
+    if zenflow.interval != 1:
+        return f"ZenFlow interval {zenflow.interval}"
+    return f"ZenFlow {MOMENTS[zenflow.state_dtype] or 'exact'}"
+
+
+def name_of(setup: Setup) -> str:
+    """The way in a few words, without its stage."""
+    parts = [kind_of(setup)]
+    if setup.zenflow is not None and setup.zenflow.interval != 1 and MOMENTS[setup.zenflow.state_dtype]:
+        parts.append(MOMENTS[setup.zenflow.state_dtype])
+    if setup.host_share < 1.0:
+        parts.append(f"{1 - setup.host_share:.0%} on the GPU")
+    if setup.weights_on_host:
+        parts.append("weights on host")
+    elif setup.fills_early:
+        parts.append("gradients on host")
+    elif setup.zenflow is not None and not setup.hides_transfers:
+        parts.append("copies in the step")
+    return ", ".join(parts)

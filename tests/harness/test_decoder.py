@@ -1,0 +1,134 @@
+"""The benchmark of a decoder: turns, errors that are rows, and each way to train as far as it runs here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.perf import bench_core_sets, bench_decoder, decoder_ways, processes
+from tests.perf.bench_decoder import error_line, means_of, planned, times_of
+from tests.perf.decoder_ways import WAYS
+from tests.perf.processes import Processes, guarded
+from tests.support.waiting import wait_to_be_killed
+
+QUICK = ["--model", "toy", "--batches", "1x16", "2x16", "--turns", "2", "--steps", "2", "--warm-up", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+
+
+def measured(*words: str) -> list[dict[str, Any]]:
+    return bench_decoder.measure(bench_decoder.arguments().parse_args([*QUICK, *words]))
+
+
+def test_ways_take_turns_and_every_step_is_in_the_mean(tmp_path: Path) -> None:
+    rows = bench_decoder.with_practicality(measured("--ways", decoder_ways.ZERO_UNCHECKED.name, "ours"))
+    names = [(row["way"], row["batch"]) for row in rows]
+    assert names == [(way, batch) for way in (decoder_ways.ZERO_UNCHECKED.name, "ours") for batch in ("1x16", "2x16")]
+    assert all(row["steps"] == 4 and row["warm-up steps"] == 3 for row in rows)
+    assert [row["practicality"] for row in rows[:2]] == [1.0, 1.0]
+    assert rows[3]["practicality"] == pytest.approx(rows[1]["mean ms"] / rows[3]["mean ms"])
+    assert {"wait ms", "worker ms", "planned device GiB", "device GiB"} <= set(rows[2])
+    assert rows[2]["idle share, no kernel"] is None, "no device, no idle share"
+    assert "error" not in rows[0]
+    kept = json.loads((tmp_path / "decoder.json").read_text())["rows"]
+    assert all(row["made"]["versions"]["torch"] == torch.__version__ for row in kept)
+
+    before = [row["made"] for row in kept]
+    assert [row["made"] for row in measured("--ways", decoder_ways.ZERO_UNCHECKED.name, "ours")] == before
+    assert "deviation ms" in bench_decoder.table(rows)
+
+
+def test_what_does_not_run_is_a_row_with_its_error_and_the_others_go_on() -> None:
+    """torchao's and FlashOptim's optimizers refuse a machine without a GPU, or are not installed."""
+    rows = measured("--ways", "FlashOptim", "FSDP2, CPUOffloadPolicy", "torchao CPUOffloadOptimizer, AMP")
+    errors = {row["way"]: row.get("error", "") for row in rows}
+    assert errors["FSDP2, CPUOffloadPolicy"] == ""
+    says = "No package metadata was found", "only supports CUDA", "requires a CUDA device"
+    for way in ("FlashOptim", "torchao CPUOffloadOptimizer, AMP"):
+        assert any(text in errors[way] for text in says), errors[way]
+    assert "No package" in bench_decoder.table(rows) or "CUDA" in bench_decoder.table(rows)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if not way.needs and not way.compiled])
+def test_every_way_that_this_machine_has_trains_a_thousandth_of_the_model(way: str) -> None:
+    words = ["--model", "7m", "--batches", "1x32", "--turns", "1", "--steps", "2", "--warm-up", "3", "--ways", way]
+    (row,) = bench_decoder.measure(bench_decoder.arguments().parse_args([*words, "--alone"]))
+    assert "error" not in row, row["error"]
+    assert row["steps"] == 2
+
+
+def waiting() -> None:
+    wait_to_be_killed()
+
+
+def test_who_takes_the_last_memory_of_the_host_is_ended_and_the_reason_kept() -> None:
+    contestant, left = Processes("greedy", 1, "cpu"), iter([9, 8, 2, 2, 2])
+    try:
+        with (
+            pytest.raises(RuntimeError, match=r"greedy: out of host memory: 2\.0 GiB were left"),
+            guarded(contestant, 3 * processes.GIB, lambda: next(left, 2) * processes.GIB),
+        ):
+            contestant.call(waiting)
+    finally:
+        contestant.close()
+
+
+def test_who_leaves_enough_is_left_alone() -> None:
+    contestant = Processes("modest", 1, "cpu")
+    try:
+        with guarded(contestant, 3 * processes.GIB, lambda: 4 * processes.GIB):
+            assert contestant.call(threading.active_count)[0] >= 1
+    finally:
+        contestant.close()
+
+
+def test_the_mean_of_a_long_run_has_its_warm_up_in_it() -> None:
+    found = times_of([0.1, 0.3], [1.0] * 40, tokens=2000)
+    assert found["mean ms"] == pytest.approx(200)
+    assert found["deviation ms"] == pytest.approx(100)
+    assert found["warm-up ms"] == pytest.approx(1000)
+    assert found["ms with warm-up"] == pytest.approx((40 * 1000 + 960 * 200) / 1000)
+    assert found["tokens/s"] == pytest.approx(10_000)
+
+
+def test_measurements_are_means_of_the_steps_that_know_them() -> None:
+    found = means_of([{"zenflow_wait_ms": 1.0}, {"zenflow_wait_ms": 3.0, "zenflow_worker_ms": 5.0}])
+    assert found == {"wait ms": 2.0, "worker ms": 5.0}
+
+
+def test_an_error_is_told_in_its_own_line() -> None:
+    assert error_line("ours: Traceback\n  File\nRuntimeError: CUDA out of memory. Tried\nmore\n") == (
+        "RuntimeError: CUDA out of memory. Tried"
+    )
+    assert error_line("start: ranks [0] of 1 failed\n--- rank 0: Traceback\n") == "start: ranks [0] of 1 failed"
+
+
+def test_the_plan_stands_beside_what_is_measured() -> None:
+    found = planned(WAYS["ours, 14/2"], 1_497_000_000)
+    assert found["planned device GiB"] == pytest.approx(11.5, rel=0.05)
+    assert found["planned host GiB"] == pytest.approx(17.1, rel=0.05)
+    assert planned(WAYS["FSDP2, CPUOffloadPolicy"], 10**9) == {}
+
+
+def test_sets_of_cores_are_different_and_not_empty() -> None:
+    found = bench_core_sets.sets_of(list(range(16)))
+    assert found["first half"] == list(range(8))
+    assert found["every other"] == list(range(0, 16, 2))
+    assert [len(each) for each in found.values()] == [8, 8, 14, 15, 16]
+    assert list(bench_core_sets.sets_of([3])) == ["every other"]
+
+
+def test_a_set_of_cores_is_measured_in_its_own_process() -> None:
+    args = bench_core_sets.arguments().parse_args(["--millions", "0.5", "--turns", "2"])
+    row = bench_core_sets.row_of("one", sorted(bench_core_sets.own_cores())[:1], args)
+    assert row["GB/s"] > 0
+    assert row["turns"] == 2

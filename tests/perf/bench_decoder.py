@@ -1,0 +1,298 @@
+"""Steps of a decoder as a training loop makes them: plain ZeRO, ours and rivals, in turns on one device.
+
+    python -m tests.perf.bench_decoder --ways ZeRO ours [--model 1.5b] [--batches 1x2048 4x8192] [--turns 3]
+                                       [--steps 10] [--alone] [--name NAME] [--device cpu|accelerator]
+
+All ways of a call are built first, each in its own process, and take turns of a few steps: at each batch, turn after
+turn, way after way. So they must fit beside each other; with ``--alone`` one follows the other. Steps read their loss,
+and nothing else waits for the device. Means are over all steps of all turns, also of what ours measures itself.
+
+A way runs with its default config. The steps before its first turn, which are synchronous with ours, are in no mean:
+``warm-up ms`` is theirs, and ``ms with warm-up`` the mean of 1,000 steps that begin with them.
+
+A way that fails, or does not fit, is a row with its error, and the others go on. The host's memory is watched: a way
+that takes too much of it is ended before the machine is. Rows are kept after every turn, in a file that later calls add
+to; a batch whose rows it has from this commit is not measured again, unless ``--again``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+from deepspeed_ext.commands.memory.config_file import read_config
+from deepspeed_ext.commands.memory.parts import Place
+from deepspeed_ext.commands.memory.plan import plan_memory
+from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
+from deepspeed_ext.errors import ConfigError
+from tests.perf import decoder_rank, report
+from tests.perf.decoder_rank import Batch, Stretch
+from tests.perf.decoder_ways import WAYS, ZERO_UNCHECKED, Way
+from tests.perf.language_model import SHAPES
+from tests.perf.processes import Processes, guarded
+from tests.support.ranks import RankError, nursery
+
+SETTLING_STEPS = 2
+"""Before the first turn on a batch, for which memory is allocated anew."""
+LONG_RUN = 1000
+ERROR_LETTERS = 300
+GIB = 1 << 30
+
+
+class Runner:
+    """One way in its processes, and what has been measured of it."""
+
+    def __init__(self, way: Way, args: argparse.Namespace) -> None:
+        self.way, self.args = way, args
+        self.batches: list[Batch] = args.batches
+        self.seconds: dict[Batch, list[float]] = {batch: [] for batch in self.batches}
+        self.measured: dict[Batch, list[dict[str, float]]] = {batch: [] for batch in self.batches}
+        self.memory: dict[Batch, dict[str, Any]] = {}
+        self.warm_up: list[float] = []
+        self.error = ""
+        self._processes: Processes | None = None
+
+    def start(self) -> None:
+        """Build the loop, and make the steps that do not count."""
+        with self._noted():
+            self._processes = Processes(self.way.name, 1, self.args.device)
+            self.facts = self._call(decoder_rank.open_bench, self.way.name, self.args.model)
+            warm_up = self.args.warm_up if self.args.warm_up is not None else self.way.warm_up
+            self.warm_up = self._call(decoder_rank.stretch, warm_up, self.batches[0]).seconds
+
+    def turn(self, batch: Batch, steps: int) -> None:
+        """One turn on a batch."""
+        settle = 0 if self.seconds[batch] else SETTLING_STEPS
+        with self._noted():
+            found: Stretch = self._call(decoder_rank.stretch, steps, batch, settle)
+            self.seconds[batch] += found.seconds
+            self.measured[batch] += found.measurements
+
+    def meter(self, batch: Batch) -> None:
+        """What memory and profiler say, after the turns on a batch."""
+        with self._noted():
+            use = self._call(decoder_rank.use_of_device, SETTLING_STEPS, batch)
+            self.memory[batch] = self._call(decoder_rank.memory) | {"idle": use.get("compute_idle")}
+
+    def _call(self, body: Any, *args: Any) -> Any:
+        assert self._processes is not None, "it was started, and has not failed"
+        with guarded(self._processes):
+            return self._processes.call(body, *args)[0]
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """An error inside the block is this way's result."""
+        try:
+            yield
+        except (RuntimeError, RankError) as error:
+            self.error = error_line(str(error))
+            self.close()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What is known so far, a row for each batch that was begun; of a way that failed, a row for each."""
+        for batch in self.batches:
+            if self.seconds[batch] or self.error:
+                yield self._row(batch)
+
+    def _row(self, batch: Batch) -> dict[str, Any]:
+        name = "x".join(map(str, batch))
+        row: dict[str, Any] = {"case": f"{self.way.name}, {name}", "way": self.way.name, "batch": name}
+        row |= {"model": self.args.model, "warm-up steps": len(self.warm_up), "says": self.way.says}
+        if self.error:
+            row["error"] = self.error
+        if seconds := self.seconds[batch]:
+            row |= times_of(seconds, self.warm_up, batch[0] * batch[1]) | means_of(self.measured[batch])
+            row |= {"start seconds": self.facts["start seconds"], "threads": self.facts["threads"]}
+            row |= planned(self.way, self.facts["parameters"])
+        if found := self.memory.get(batch):
+            row["idle share, no kernel"] = found["idle"]
+            row |= {f"{name} GiB": found[name] and found[name] / GIB for name in ("device", "host", "page-locked")}
+        return row
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
+
+
+def error_line(text: str) -> str:
+    """The line of an error that says what was wrong: the last of its traceback, before the log of the rank."""
+    lines = [line for line in text.partition("--- ")[0].strip().splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if "Error" in line or "memory" in line), lines[-1])
+    return said.strip()[:ERROR_LETTERS]
+
+
+def times_of(seconds: Sequence[float], warm_up: Sequence[float], tokens: int) -> dict[str, float]:
+    """Means and spread of steps, in milliseconds."""
+    mean = 1e3 * statistics.fmean(seconds)
+    before = 1e3 * statistics.fmean(warm_up) if warm_up else mean
+    counted = min(len(warm_up), LONG_RUN)
+    return {
+        "steps": len(seconds),
+        "mean ms": mean,
+        "deviation ms": 1e3 * statistics.pstdev(seconds),
+        "median ms": 1e3 * statistics.median(seconds),
+        "least ms": 1e3 * min(seconds),
+        "longest ms": 1e3 * max(seconds),
+        "warm-up ms": before,
+        "ms with warm-up": (counted * before + (LONG_RUN - counted) * mean) / LONG_RUN,
+        "tokens/s": 1e3 * tokens / mean,
+    }
+
+
+def means_of(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each measurement over the steps that know it."""
+    names = dict.fromkeys(name for step in measured for name in step)
+    return {
+        name.removeprefix("zenflow_").replace("_", " "): statistics.fmean(
+            step[name] for step in measured if name in step
+        )
+        for name in names
+    }
+
+
+def planned(way: Way, parameters: int) -> dict[str, float]:
+    """GiB that the plan of memory says, without activations; empty where it knows nothing of the way."""
+    if not way.is_engine:
+        return {}
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(way.config, file)
+            file.flush()
+            setup = read_config(file.name, 1).setup
+    except ConfigError:
+        return {}
+    plan = plan_memory(Model(parameters, typical_largest(parameters), "bfloat16"), Ranks(1, 1), setup)
+    return {
+        "planned device GiB": plan.peak(Place.ACCELERATOR) / GIB,
+        "planned host GiB": plan.host_peak() / GIB,
+    }
+
+
+def keep(runners: Sequence[Runner], args: argparse.Namespace) -> None:
+    """Write what is known."""
+    rows = [row for runner in runners for row in runner.rows()]
+    if rows:
+        report.merge(args.name, vars(args), rows, key="case")
+
+
+def take_turns(runners: Sequence[Runner], args: argparse.Namespace) -> None:
+    """All turns of ways that are on the device together."""
+    for batch in args.batches:
+        for _ in range(args.turns):
+            for runner in (each for each in runners if not each.error):
+                runner.turn(batch, args.steps)
+            keep(runners, args)
+        for runner in (each for each in runners if not each.error):
+            runner.meter(batch)
+        keep(runners, args)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what is asked for; all rows of the file."""
+    ways = [WAYS[name] for name in args.ways]
+    if args.device == "cpu":
+        nursery(args.device)
+    # Note: [the threads that start ranks]
+    # A rank, and the process that forks ranks, ends with the thread that has started it. So the threads live until
+    # all is measured, and the process that forks is this thread's.
+    with ThreadPoolExecutor(len(ways)) as starters:
+        for together in [[way] for way in ways] if args.alone else [ways]:
+            wanted = argparse.Namespace(**vars(args))
+            wanted.batches = [each for each in args.batches if args.again or not is_known(together, each, args)]
+            if wanted.batches:
+                measure_together(together, wanted, starters)
+    return kept_rows(args.name)
+
+
+def measure_together(ways: Sequence[Way], args: argparse.Namespace, starters: ThreadPoolExecutor) -> None:
+    """Measure ways that are on the device together."""
+    with ExitStack() as stack:
+        runners = [stack.enter_context(closing(Runner(way, args))) for way in ways]
+        list(starters.map(Runner.start, runners))
+        take_turns(runners, args)
+        keep(runners, args)
+
+
+def is_known(ways: Sequence[Way], batch: Batch, args: argparse.Namespace) -> bool:
+    """Whether the file has all steps of all these ways on this batch from this commit."""
+    name, commit = "x".join(map(str, batch)), report.commit()
+    known = {
+        row["way"]
+        for row in kept_rows(args.name)
+        if row["batch"] == name
+        and row["made"]["commit"] == commit
+        and ("error" in row or row["steps"] >= args.turns * args.steps)
+    }
+    return {way.name for way in ways} <= known
+
+
+def kept_rows(name: str) -> list[dict[str, Any]]:
+    """The rows of the file, if there is one."""
+    path = report.path_of(name)
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def with_practicality(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows`, each with the mean step of plain ZeRO without its check, on the same batch, over its own."""
+    zero = {row["batch"]: row["mean ms"] for row in rows if row["way"] == ZERO_UNCHECKED.name and "mean ms" in row}
+    return [
+        row
+        | ({"practicality": zero[row["batch"]] / row["mean ms"]} if row["batch"] in zero and "mean ms" in row else {})
+        for row in rows
+    ]
+
+
+COLUMNS = {
+    "way": "",
+    "batch": "",
+    "steps": "d",
+    **dict.fromkeys(("mean ms", "deviation ms", "least ms", "longest ms", "ms with warm-up"), ".1f"),
+    **dict.fromkeys(("practicality", "wait ms", "worker ms", "idle share, no kernel"), ".2f"),
+    **dict.fromkeys(("device GiB", "planned device GiB", "host GiB", "planned host GiB"), ".2f"),
+    "error": "",
+}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    return report.table(with_practicality(rows), COLUMNS)
+
+
+def batch_of(text: str) -> Batch:
+    """Sequences and tokens of each, from "4x8192"."""
+    rows, length = text.split("x")
+    return int(rows), int(length)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, required=True, metavar="WAY", help=f"of {list(WAYS)}")
+    parser.add_argument("--model", choices=SHAPES, default="1.5b")
+    parser.add_argument("--batches", type=batch_of, nargs="+", default=[(1, 8192)], metavar="ROWSxLENGTH")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each way on each batch (default 3)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn (default 10)")
+    parser.add_argument("--warm-up", type=int, help="steps before the first turn (default: what the way needs)")
+    parser.add_argument("--alone", action="store_true", help="one way after the other: not beside each other")
+    parser.add_argument("--again", action="store_true", help="also what the file has from this commit")
+    parser.add_argument("--name", default="decoder", help="of the file of results (default decoder)")
+    parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    rows = measure(args)
+    print(f"\n{table(rows)}\n\nwritten to {report.path_of(args.name)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The rank's half of the benchmark of a decoder: a loop that is kept between calls, and its meters."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from tests.perf import host_peak, processes
+from tests.perf.decoder_ways import WAYS, Way
+from tests.perf.idle import profiled
+from tests.perf.language_model import SHAPES, Llama
+from tests.perf.memory_now import tree_bytes
+
+Batch = tuple[int, int]
+"""Sequences of a step, and tokens of each."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps that a training loop has made one after the other.
+
+    Attributes:
+        seconds: of each; they add up to all of them.
+        measurements: what the optimizer itself has measured in each, if it measures anything.
+    """
+
+    seconds: list[float]
+    measurements: list[dict[str, float]]
+
+
+class Bench:
+    """A loop at work on this rank."""
+
+    def __init__(self, way: Way, model: str) -> None:
+        self.device = get_accelerator().current_device_name()
+        self.shape = SHAPES[model]
+        self.baseline = tree_bytes()
+        self.tokens: dict[Batch, torch.Tensor] = {}
+        host_peak.forget_pinned()
+        llama = self._model(way)
+        self.parameters = sum(p.numel() for p in llama.parameters())
+        begin = time.perf_counter()
+        self.loop = way.start(llama, way)
+        self.start_seconds = time.perf_counter() - begin
+        get_accelerator().reset_peak_memory_stats()
+
+    def _model(self, way: Way) -> Llama:
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(way.dtype)
+        try:
+            with torch.device(self.device):
+                llama = Llama(self.shape)
+        finally:
+            torch.set_default_dtype(default)
+        if way.compiled:
+            for block in llama.blocks:
+                block.compile()
+        return llama
+
+    def stretch(self, count: int, batch: Batch) -> Stretch:
+        """Steps that each read their loss; nothing else waits for the device before the last has ended."""
+        if batch not in self.tokens:
+            self.tokens[batch] = torch.randint(0, self.shape.vocabulary, batch, device=self.device)
+        tokens, measured = self.tokens[batch], list[dict[str, float]]()
+        get_accelerator().synchronize()
+        ends = [time.perf_counter()]
+        for _ in range(count):
+            loss = float(self.loop.step(tokens))
+            if loss != loss:
+                raise RuntimeError("the loss is not a number")
+            measured.append(self.loop.measurements())
+            ends.append(time.perf_counter())
+        get_accelerator().synchronize()
+        ends[-1] = time.perf_counter()
+        return Stretch([end - begin for begin, end in pairwise(ends)], measured)
+
+
+_bench: Bench | None = None
+
+
+def open_bench(way: str, model: str) -> dict[str, Any]:
+    """Body of a rank: build the loop and keep it for the next calls; its facts."""
+    global _bench
+    processes.be_the_first_to_end()
+    chosen = WAYS[way]
+    if chosen.needs:
+        importlib.metadata.version(chosen.needs)
+    _bench = Bench(chosen, model)
+    return {"parameters": _bench.parameters, "start seconds": _bench.start_seconds, "threads": threads()}
+
+
+def stretch(count: int, batch: Batch, settle: int = 0) -> Stretch:
+    """Body of a rank: `count` steps on `batch`, after `settle` that are not counted. Leaves no cached memory."""
+    assert _bench is not None
+    _bench.stretch(settle, batch)
+    found = _bench.stretch(count, batch)
+    get_accelerator().empty_cache()  # the others on this device need it
+    return found
+
+
+def threads() -> str:
+    """Body of a rank: its threads, and the cores of the optimizer's process, which has a thread for each."""
+    assert _bench is not None
+    optimizer = getattr(getattr(_bench.loop, "engine", None), "optimizer", None)
+    adam = getattr(optimizer, "zenflow_adam", None)
+    process = getattr(optimizer, "process", None) if adam is None else adam.link.process
+    own = str(torch.get_num_threads())
+    return own if process is None else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"
+
+
+def memory() -> dict[str, float | None]:
+    """Body of a rank: bytes of the device at its peak since the last call, of the host between two steps, by which this
+    process and its children have grown, and what torch has page-locked, which may be in that or not."""
+    assert _bench is not None
+    device = get_accelerator().max_memory_allocated()
+    get_accelerator().reset_peak_memory_stats()
+    return {"device": device, "host": tree_bytes() - _bench.baseline, "page-locked": host_peak.pinned()}
+
+
+def use_of_device(count: int, batch: Batch) -> dict[str, float | None]:
+    """Body of a rank: what the profiler says of the device over `count` steps; empty where it says nothing."""
+    assert _bench is not None
+    bench = _bench
+    use = profiled(lambda: bench.stretch(count, batch))
+    return {} if use is None else asdict(use)

@@ -1,0 +1,48 @@
+"""A model that the Hugging Face Trainer saves from a run with ZenFlow holds p, rounded, for plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.same import assert_same
+from tests.support.trainer_saves import saved_by_trainer
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
+
+OVERLAPPED = {"update_interval": 1, "full_warm_up_rounds": 1}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        (2, "whole"),
+        (3, "frozen"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((1, "whole"), (3, "whole"), (1, "frozen"), (2, "frozen"))
+        ),
+    ],
+)
+def test_a_saved_model_is_the_rounded_masters(stage: int, kind: str, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    (found,) = run_ranks(1, saved_by_trainer, stage, kind, OVERLAPPED, str(tmp_path))
+    assert found["others"], "the run's own weights are no predictions"
+    saved = dict(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
+    assert_same({name: saved[name].detach() for name in found["masters"]}, found["masters"])
+
+
+def test_predicted_weights_are_saved_on_request(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    section = {**OVERLAPPED, "save_predicted_weights": True}
+    (found,) = run_ranks(1, saved_by_trainer, 2, "whole", section, str(tmp_path))
+    saved = dict(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
+    different = sum(not torch.equal(saved[name], found["masters"][name]) for name in saved if name in found["masters"])
+    assert different == found["others"] > 0

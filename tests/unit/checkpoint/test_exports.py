@@ -1,0 +1,137 @@
+"""What saves the model alone holds p, rounded to the nearest value, whatever is in flight, and disturbs nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+from tests.support.models import OddModel, batches
+from tests.support.ranks import run_ranks
+from tests.support.same import first_difference
+from tests.support.zenflow import RULES, make_engine, train, weights_of, zenflow_config
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class PartlyFrozen(OddModel):
+    """Its norm is not trained, as what lies below an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.requires_grad_(False)
+
+
+def exported(config: dict[str, Any], folder: str) -> dict[str, str]:
+    """How a model's file and its consolidation differ from the masters; how the run differs afterwards from one that
+    exports nothing."""
+    outcomes, found = [], {}
+    for exports in (False, True):
+        engine = make_engine(config, model=PartlyFrozen)
+        losses = train(engine, batches(6, dist.get_rank()))
+        if exports:
+            engine.save_16bit_model(folder, "model.bin")
+            dist.barrier()
+            masters = masters_by_name(engine)
+            saved = torch.load(Path(folder, "model.bin"), weights_only=True)
+            found["file"] = first_difference(masters, {name: saved[name].cpu() for name in masters})
+            if engine.zero_optimization_stage() == 3:
+                whole = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+                if dist.get_rank() == 0:
+                    found["consolidated"] = first_difference(masters, {name: whole[name].cpu() for name in masters})
+                    found["frozen"] = "" if "norm.weight" not in whole else "it is there"
+        losses += train(engine, batches(4, dist.get_rank(), seed=1))
+        outcomes.append({"losses": losses, "masters": masters_by_name(engine)})
+        engine.destroy()
+    return {**found, "run": first_difference(*outcomes)}
+
+
+def masters_by_name(engine: Any) -> dict[str, torch.Tensor]:
+    """What is trained, in the dtype of the weights."""
+    trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    return {name: safe_get_full_fp32_param(p).to(p.dtype).cpu() for name, p in trained}
+
+
+CASES = [(stage, rule, dtype) for stage in (1, 2, 3) for rule in RULES for dtype in DTYPES]
+BY_DEFAULT = [(2, "predictive", "bf16"), (3, "predictive", "bf16"), (1, "selective", "fp32")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "rule", "dtype"),
+    [case if case in BY_DEFAULT else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
+)
+def test_a_saved_model_is_the_rounded_masters(stage: int, rule: str, dtype: str, tmp_path: Path) -> None:
+    config = zenflow_config(stage, DTYPES[dtype], **RULES[rule])
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    for found in run_ranks(2, exported, config, str(tmp_path)):
+        assert not any(found.values()), found
+
+
+def loaded_alone(config: dict[str, Any], folder: str) -> dict[str, str]:
+    """How the masters and weights of a run that loads the model alone differ from the saved masters, rounded."""
+    engine = make_engine(config)
+    train(engine, batches(6, dist.get_rank()))
+    engine.save_checkpoint(folder, tag="x")
+    expected = masters_by_name(engine)
+    engine.destroy()
+    engine = make_engine(config)
+    train(engine, batches(2, dist.get_rank(), seed=3))
+    engine.load_checkpoint(folder, tag="x", load_module_only=True)
+    found = {
+        "weights": first_difference({k: v.float() for k, v in expected.items()}, weights_of(engine)),
+        "masters": first_difference(
+            {name: value.float() for name, value in expected.items()},
+            {name: safe_get_full_fp32_param(p).cpu() for name, p in engine.module.named_parameters()},
+        ),
+    }
+    train(engine, batches(3, dist.get_rank(), seed=4))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "rule"),
+    [
+        (2, "predictive"),
+        (1, "selective"),
+        pytest.param(1, "predictive", marks=pytest.mark.full),
+        pytest.param(3, "predictive", marks=pytest.mark.full),
+    ],
+)
+def test_a_model_that_is_loaded_alone_is_the_rounded_masters(stage: int, rule: str, tmp_path: Path) -> None:
+    config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
+    for found in run_ranks(2, loaded_alone, config, str(tmp_path)):
+        assert found == {"weights": "", "masters": ""}
+
+
+class OtherHead(OddModel):
+    """A model with one parameter more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.extra.sum() * 0
+
+
+def loaded_by_another(config: dict[str, Any], folder: str) -> bool:
+    engine = make_engine(config)
+    train(engine, batches(6, dist.get_rank()))
+    engine.save_checkpoint(folder, tag="x")
+    engine.destroy()
+    engine = make_engine(config, model=OtherHead)
+    engine.load_checkpoint(folder, tag="x", load_module_only=True, load_module_strict=False)
+    (loss,) = train(engine, batches(1, dist.get_rank()))
+    engine.destroy()
+    return loss == loss
+
+
+def test_another_model_still_loads_what_it_shares(tmp_path: Path) -> None:
+    assert run_ranks(1, loaded_by_another, zenflow_config(2, torch.bfloat16, update_interval=1), str(tmp_path)) == [
+        True
+    ]

@@ -1,0 +1,60 @@
+"""A rank that dies between two steps ends the others, and no optimizer process outlives its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from deepspeed import comm as dist
+
+from tests.support.models import batches
+from tests.support.ranks import is_simulated, run_fresh_ranks
+from tests.support.waiting import GENEROUS_SECONDS, wait_until
+from tests.support.zenflow import make_engine, train, zenflow_config
+
+GOOD, MORE = 3, 3
+GROUP_TIMEOUT_SECONDS = 20.0
+
+
+def last_rank_dies(config: dict[str, Any], folder: str) -> None:
+    rank = dist.get_rank()
+    engine = make_engine(config)
+    worker = engine.optimizer.zenflow_adam.link.process.pid
+    train(engine, batches(GOOD, rank))
+    Path(folder, str(rank)).write_text(f"{os.getpid()} {worker}")
+    if rank == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(engine, batches(MORE, rank))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "device"),
+    [
+        (2, 2, "cpu"),
+        *(pytest.param(ranks, stage, "accelerator", marks=pytest.mark.gpu) for ranks, stage in ((2, 3), (3, 2))),
+    ],
+)
+def test_the_others_end_and_so_do_all_optimizer_processes(ranks: int, stage: int, device: str, tmp_path: Path) -> None:
+    if is_simulated(device) and ranks > 2:
+        pytest.skip("a simulated rank that has failed lives on, and the groups of the others have no timeout")
+    outcomes = run_fresh_ranks(
+        ranks,
+        last_rank_dies,
+        zenflow_config(stage, update_interval=1),
+        str(tmp_path),
+        device=device,
+        group_timeout_seconds=GROUP_TIMEOUT_SECONDS,
+        grace_seconds=GENEROUS_SECONDS,
+    )
+    assert outcomes[-1].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:-1]:
+        assert outcome.value is None
+        assert not outcome.hung, outcome.error
+        assert "was still running" not in (outcome.error or ""), outcome.error
+    pids = [int(word) for file in tmp_path.iterdir() for word in file.read_text().split()]
+    assert len(pids) == 2 * ranks
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes")

@@ -1,0 +1,36 @@
+"""An environment in which nothing runs beside anything else is told, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_ext.commands import doctor
+from deepspeed_ext.runtime.device_queues import QUEUES, single_queue
+
+
+@pytest.mark.parametrize(("value", "is_told"), [("1", True), (" 1 ", True), ("", False), ("2", False), ("8", False)])
+def test_one_queue_is_told_with_the_reason_and_what_to_change(value: str, is_told: bool) -> None:
+    told = single_queue({QUEUES: value})
+    assert (told is not None) == is_told
+    if told is not None:
+        assert f"{QUEUES}=1" in told
+        assert "Unset it" in told
+
+
+def test_an_environment_without_the_variable_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert single_queue({}) is None
+    monkeypatch.setenv(QUEUES, "1")
+    assert doctor.check_device_queues().status == "ok", "it concerns accelerators only"
+
+
+def test_doctor_warns_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Accelerator:
+        def device_name(self) -> str:
+            return "a device"
+
+    monkeypatch.setattr("deepspeed_ext.runtime.backend.get_accelerator", Accelerator)
+    assert doctor.check_device_queues().status == "ok"
+    monkeypatch.setenv(QUEUES, "1")
+    check = doctor.check_device_queues()
+    assert check.status == "warning"
+    assert check.remedy.startswith("Unset it")

@@ -1,0 +1,326 @@
+"""A model that is spread over tensor-parallel ranks: they choose alike, and fail together."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+import deepspeed_ext
+from deepspeed_ext.adapter.construction import ranks_of_model
+from deepspeed_ext.errors import ConfigError, WorkerError
+from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from tests.support.guarded import large_errors, probing
+from tests.support.ranks import run_fresh_ranks, run_ranks
+from tests.support.tensor_parallel import Grid, TensorParallelBlock, replicated
+from tests.support.zenflow import RULES, full_masters_of, make_engine, weights_of, zenflow_config
+
+STEPS = 50
+POOL = "tensor parallel"
+"""DeepSpeed keeps an ``mpu`` for the whole process."""
+
+
+def engine_of(config: dict[str, Any], mpu: Grid, width: int = 64) -> Any:
+    torch.manual_seed(1234)
+    model = TensorParallelBlock(mpu, width)
+    engine, *_ = deepspeed_ext.initialize(
+        model=model, model_parameters=list(model.parameters()), config=copy.deepcopy(config), mpu=mpu
+    )
+    return engine
+
+
+def batches_of(engine: Any, steps: int, width: int = 64) -> list[torch.Tensor]:
+    """The same on tensor-parallel ranks."""
+    seed = dist.get_rank(group=engine.optimizer.dp_process_group)
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(8, width, generator=generator).to(next(engine.module.parameters()).dtype) for _ in range(steps)]
+
+
+def step(engine: Any, batch: torch.Tensor) -> None:
+    engine.backward(engine(batch))
+    engine.step()
+
+
+def differing(engine: Any, mpu: Grid) -> list[str]:
+    """Replicated parameters whose weights or masters differ between this rank and its tensor-parallel peers."""
+    names, masters = [name for name, _ in engine.module.named_parameters()], full_masters_of(engine)
+    values = {("weights", name): value for name, value in weights_of(engine).items()}
+    values |= {("masters", name): value for name, value in zip(names, masters, strict=True)}
+    found = []
+    for (kind, name), value in values.items():
+        if name not in replicated(engine.module):
+            continue
+        peers = [torch.zeros_like(value) for _ in range(mpu.get_model_parallel_world_size())]
+        dist.all_gather(peers, value.contiguous(), group=mpu.get_model_parallel_group())
+        if not all(torch.equal(peer, peers[0]) for peer in peers):
+            found.append(f"{kind} of {name}")
+    return found
+
+
+def timed_apart(self: Metrics) -> tuple[float, float]:
+    """Seconds of a pass and of a step: the worker of the last rank is slow."""
+    return (1.0, 0.6) if dist.get_rank() == dist.get_world_size() - 1 else (0.1, 1.0)
+
+
+def train_apart(config: dict[str, Any]) -> tuple[int, list[str]]:
+    mpu = Grid(2)
+    with patch.object(Metrics, "typical", timed_apart):
+        engine = engine_of(config, mpu)
+        for batch in batches_of(engine, STEPS):
+            step(engine, batch)
+    found = engine.optimizer.zenflow_adam.rule.schedule.interval, differing(engine, mpu)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_replicated_parameters_stay_equal_although_workers_are_not_equally_fast(
+    stage: int, ranks: int, dtype: torch.dtype
+) -> None:
+    config = zenflow_config(stage, dtype, lr=1e-2, full_warm_up_rounds=8)
+    assert run_ranks(ranks, train_apart, config, pool=POOL) == [(2, [])] * ranks
+
+
+def guarded_apart(config: dict[str, Any]) -> tuple[bool, list[str]]:
+    mpu = Grid(2)
+    with probing(1, 100), patch.object(Sample, "errors", large_errors(6, 5.0, 1)):
+        engine = engine_of(config, mpu)
+        for batch in batches_of(engine, 13):
+            step(engine, batch)
+    found = engine.optimizer.zenflow_adam.rule.schedule.state.guard.synchronous, differing(engine, mpu)
+    engine.destroy()
+    return found
+
+
+def test_the_guard_of_one_tensor_parallel_rank_makes_all_synchronous() -> None:
+    config = zenflow_config(2, lr=1e-2, update_interval=2, full_warm_up_rounds=2)
+    assert run_ranks(2, guarded_apart, config, pool=POOL) == [(True, [])] * 2
+
+
+# -- errors -----------------------------------------------------------------------------------------
+
+
+def lose_a_worker(config: dict[str, Any]) -> str:
+    """The worker of rank 1 dies after some steps."""
+    mpu = Grid(2)
+    engine = engine_of(config, mpu)
+    told = ""
+    try:
+        for number, batch in enumerate(batches_of(engine, 20)):
+            if number == 6 and dist.get_rank() == 1:
+                os.kill(engine.optimizer.zenflow_adam.link.process.pid, signal.SIGKILL)
+            step(engine, batch)
+    except WorkerError as error:
+        told = str(error)
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (1, 4), (3, 2)])
+def test_a_worker_that_dies_is_the_same_error_on_every_rank_of_the_model(stage: int, ranks: int) -> None:
+    """No rank waits for the timeout of its group, which is longer than the test may take."""
+    config = zenflow_config(stage, update_interval=1, full_warm_up_rounds=2)
+    outcomes = run_fresh_ranks(ranks, lose_a_worker, config, group_timeout_seconds=900.0, timeout_seconds=120.0)
+    texts = [outcome.value for outcome in outcomes]
+    assert [outcome.error for outcome in outcomes] == [None] * ranks
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 1: ")
+
+
+def refuse_one(config: dict[str, Any]) -> str:
+    mpu = Grid(2)
+    if dist.get_rank() == 1:
+        config["zero_optimization"]["zenflow"]["update_interval"] = 3
+    try:
+        engine_of(config, mpu).destroy()
+    except deepspeed_ext.errors.PlanMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_different_settings_on_tensor_parallel_ranks_are_refused_on_all() -> None:
+    first, second = run_ranks(2, refuse_one, zenflow_config(2, update_interval=2), pool=POOL)
+    assert first == second
+    assert "rank 0" in first
+    assert "rank 1" in first
+
+
+# -- what would train copies apart, and is refused ---------------------------------------------------
+
+
+def refusal(config: dict[str, Any]) -> str:
+    try:
+        engine_of(config, Grid(2)).destroy()
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_the_selective_rule_is_refused_with_tensor_parallel_ranks_only() -> None:
+    config = zenflow_config(2, **RULES["selective"])
+    told = run_ranks(2, refusal, config, pool=POOL)
+    assert all('update_rule = "selective" with 2 tensor-parallel ranks' in text for text in told)
+    assert run_ranks(2, refusal, zenflow_config(2), pool=POOL) == ["accepted"] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_that_auto_ep_replaces_are_refused(stage: int) -> None:
+    config = zenflow_config(stage)
+    config["expert_parallel"] = {"enabled": True, "autoep_size": 1, "preset_model": "mixtral"}
+    assert "expert_parallel.enabled = true" in run_ranks(1, refusal_alone, config)[0]
+    config["expert_parallel"]["enabled"] = False
+    assert run_ranks(1, refusal_alone, config) == ["accepted"]
+
+
+def refusal_alone(config: dict[str, Any]) -> str:
+    try:
+        make_engine(config).destroy()
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+# -- pipelines --------------------------------------------------------------------------------------
+
+
+class First(torch.nn.Linear):
+    """A layer that another stage may share."""
+
+    def __init__(self) -> None:
+        super().__init__(33, 33)
+
+
+def pipeline_of(config: dict[str, Any], *, tied: bool = False) -> Any:
+    torch.manual_seed(1234)
+    ends = [TiedLayerSpec("end", First) if tied else LayerSpec(First) for _ in range(2)]
+    layers = [ends[0], LayerSpec(torch.nn.ReLU), LayerSpec(torch.nn.Linear, 33, 33), ends[1]]
+    loss = torch.nn.functional.mse_loss
+    module = PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
+    engine, *_ = deepspeed_ext.initialize(
+        model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(config)
+    )
+    return engine
+
+
+def train_pipeline(config: dict[str, Any], kills: bool) -> tuple[int | None, str]:
+    """Train with a slow worker at the last stage, which dies if wanted."""
+    told = ""
+    generator = torch.Generator().manual_seed(7)
+    data = ((torch.randn(4, 33, generator=generator), torch.randn(4, 33, generator=generator)) for _ in range(80))
+    with patch.object(Metrics, "typical", timed_apart):
+        engine = pipeline_of(config)
+        try:
+            for number in range(20):  # the death is noticed when an interval is handed over
+                if kills and number == 12 and dist.get_rank() == 1:
+                    os.kill(engine.optimizer.zenflow_adam.link.process.pid, signal.SIGKILL)
+                engine.train_batch(data)
+        except WorkerError as error:
+            told = str(error)
+    found = engine.optimizer.zenflow_adam.rule.schedule.interval
+    engine.destroy()
+    return found, told
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_stages_of_a_pipeline_choose_alike_and_fail_together(kills: bool) -> None:
+    """In groups of their own, because the last stage waits for the other's activations."""
+    config = zenflow_config(1, torch.float32, accumulation=2, full_warm_up_rounds=8)
+    outcomes = run_fresh_ranks(2, train_pipeline, config, kills, timeout_seconds=120.0)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    first, second = (outcome.value for outcome in outcomes)
+    assert first == second
+    assert first[0] == 2
+    assert first[1].startswith("rank 1: ") == kills
+
+
+def refuse_pipeline(config: dict[str, Any], tied: bool) -> str:
+    try:
+        pipeline_of(config, tied=tied).destroy()
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("rule", "tied", "accepted"), [("selective", True, False), ("selective", False, True), ("predictive", True, True)]
+)
+def test_the_selective_rule_is_refused_for_stages_that_share_layers(rule: str, tied: bool, accepted: bool) -> None:
+    config = zenflow_config(1, torch.float32, **RULES[rule])
+    outcomes = run_fresh_ranks(2, refuse_pipeline, config, tied)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    for outcome in outcomes:
+        assert outcome.value == "accepted" if accepted else "stages of a pipeline share" in outcome.value
+
+
+# -- the grid ---------------------------------------------------------------------------------------
+
+
+def on_a_grid(tensor: int) -> dict[str, Any]:
+    ranks = ranks_of_model(Grid(tensor))
+    me, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.tensor([me])
+    total = torch.tensor([me])
+    ranks.add_up(total)
+    everyones = [ranks.global_rank(number) for number in range(ranks.size)]
+    assert everyones[ranks.rank] == me
+    return {
+        "size": ranks.size,
+        "members": sorted(everyones),
+        "gathered": ranks.all_gather(mine).view(-1).tolist() == everyones,
+        "minimum": ranks.minimum(10 - me, me),
+        "total": total.item(),
+        "largest": ranks.global_rank(ranks.largest(me)[1]),
+        "told": [ranks.broadcast(me, number) for number in range(size)] == everyones,
+        "distinct": [value for value, _ in ranks.distinct(me % 2)],
+        "among": sorted(ranks.gather_among(me % 2, me).values()) == [n for n in range(size) if n % 2 == me % 2],
+    }
+
+
+@pytest.mark.parametrize(("world", "tensor"), [(4, 2), (4, 1), (4, 4), (6, 3), (6, 2), (1, 1)])
+def test_ranks_of_a_grid_communicate_as_one_group(world: int, tensor: int) -> None:
+    for found in run_ranks(world, on_a_grid, tensor):
+        assert found == {
+            "size": world,
+            "members": list(range(world)),
+            "gathered": True,
+            "minimum": (10 - world + 1, 0),
+            "total": sum(range(world)),
+            "largest": world - 1,
+            "told": True,
+            "distinct": list(range(min(2, world))),
+            "among": True,
+        }
+
+
+class _Overlapping:
+    """An mpu whose groups share two ranks without one holding the other."""
+
+    def __init__(self) -> None:
+        self.get_data_parallel_group = partial(getattr, self, "_data")
+        self.get_model_parallel_group = partial(getattr, self, "_model")
+        self._data, self._model = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 3])
+
+
+def refused() -> str:
+    mpu = _Overlapping()
+    try:
+        if dist.get_rank() < 2:
+            ranks_of_model(mpu)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_that_are_no_grid_are_refused() -> None:
+    told = run_ranks(4, refused)
+    assert all("get_model_parallel_group" in text for text in told[:2])
