@@ -36,6 +36,7 @@ __all__ = ["main"]
 
 EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
 EXAMPLES = {
+    "report": "deepspeed-ext report outputs/hf --svg report.svg",
     "doctor": "deepspeed-ext doctor",
     "config": "deepspeed-ext config trainer_zenflow > ds.json",
     "plan": "deepspeed-ext plan --memory --params 7e9 --gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",

@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 from deepspeed_ext.errors import ConfigError
 
-__all__ = ["Lanes", "lanes_of", "picture", "read_records"]
+__all__ = ["lanes_of", "picture", "read_records"]
 
 FILES = ("trainer_state.json", "metrics.jsonl")
 NAMES = ("device_ms", "step_ms", "wait_ms", "worker_ms", "link_ms", "interval", "overlap")
