@@ -85,7 +85,7 @@ class Bench:
 
 
 def use_all_cores() -> None:
-    """A thread for each core, as where nobody sets another number: ranks of tests have one. Ours divides them itself."""
+    """A thread for each core, as where nobody sets another number; ranks of tests have one. Ours divides them."""
     cores = len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(cores)  # read by DeepSpeed's operator when it is loaded
     torch.set_num_threads(cores)
