@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def test_ways_take_turns_and_every_step_is_in_the_mean(tmp_path: Path) -> None:
     assert {"wait ms", "worker ms", "planned device GiB", "device GiB"} <= set(rows[2])
     assert rows[2]["idle share, no kernel"] is None, "no device, no idle share"
     assert "error" not in rows[0]
+    assert rows[0]["threads"] == str(len(os.sched_getaffinity(0))), "a rank of tests has one"
     kept = json.loads((tmp_path / "decoder.json").read_text())["rows"]
     assert all(row["made"]["versions"]["torch"] == torch.__version__ for row in kept)
 

@@ -22,7 +22,7 @@ from deepspeed_ext.commands.memory.fit_config import config_of
 from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.ways import inexactness, name_of
 
-__all__ = ["answer", "as_json", "as_text"]
+__all__ = ["as_json", "as_text"]
 
 _GIB = 1 << 30
 _COLUMNS = ("GPU GiB", "host GiB", "exposed ms", "step ms", "hidden from")

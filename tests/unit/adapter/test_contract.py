@@ -171,7 +171,8 @@ def test_what_deepspeed_hangs_on_parameters_is_in_the_contract() -> None:
 
 OF_OTHERS = {
     *("accelerator", "all_gather_single", "get_device_properties", "mem_get_info", "supports_coalescing"),
-    *("__closure__", "__spec__", "_initializing", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
+    *("__closure__", "__file__", "__spec__", "_initializing", "co_filename"),
+    *("O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
     *("iowait", "sched_getaffinity", "FileBaton"),
     *("_end_copies", "arena", "measurements", "process", "zenflow_adam"),
     *("architectures", "text_config", "is_integrated"),
