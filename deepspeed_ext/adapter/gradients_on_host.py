@@ -17,10 +17,9 @@ from deepspeed_ext.adapter.grad_norm import known_norm_tensors
 from deepspeed_ext.adapter.host_gradients import HostGradients
 from deepspeed_ext.adapter.step import Step
 from deepspeed_ext.adapter.upstream import ZeROOptimizer
-from deepspeed_ext.runtime.backend import dist, get_accelerator
-from deepspeed_ext.zenflow.gradients_place import GradientBytes
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.worker.sizes import gradient_bytes
 
 __all__ = ["GradientsOnHost"]
 
@@ -42,9 +41,9 @@ class GradientsOnHost(ZeROOptimizer, ABC):
         """The weights of a partition, 1-D [n], in the model's dtype."""
 
     @property
-    def _weights_on_host(self) -> bool:
-        """Whether partitions of the weights are on the host."""
-        return False
+    def _place_of_weights(self) -> Place:
+        """Where partitions of the weights are."""
+        return Place.ACCELERATOR
 
     @property
     def _can_take_gradients(self) -> bool:
@@ -61,19 +60,6 @@ class GradientsOnHost(ZeROOptimizer, ABC):
     @abstractmethod
     def _bucket_bytes(self) -> int:
         """Bytes of the buckets in which DeepSpeed reduces gradients."""
-
-    def _gradient_bytes(self, partitions: int, handed_over: torch.dtype) -> GradientBytes:
-        """What the gradients of so many partitions take on the accelerator or on the host, if they are `handed_over` in
-        that dtype."""
-        weights, summed = [self._weights(index) for index in range(partitions)], self.gradient_accumulation_dtype
-        numels = [each.numel() for each in weights]
-        items = weights[0].itemsize, summed.itemsize, handed_over.itemsize
-        there = gradient_bytes(sum(numels), max(numels, default=0), *items, flattens=self._flattens_sums)
-        if not self._can_take_gradients:  # those of all ranks' partitions, until they are reduced
-            others = dist.get_world_size(group=self.dp_process_group) - 1
-            there += summed.itemsize * sum(numels) * others
-        sums = 0 if summed is handed_over else summed.itemsize * sum(numels)
-        return GradientBytes(there, sums, self._bucket_bytes, self._can_take_gradients)
 
     def _take_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """Start the copy of this rank's part of a reduced gradient of this micro-step to the host; `number` is the

@@ -16,11 +16,11 @@ import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["HostGradients", "Place"]
+__all__ = ["HostGradients", "Extent"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Where a parameter's gradient lies.
 
     Attributes:
@@ -49,7 +49,7 @@ class HostGradients:
 
     def __init__(
         self,
-        places: Mapping[int, Place],
+        places: Mapping[int, Extent],
         slot: Callable[[int], torch.Tensor],
         sums: torch.Tensor | None,
         norm: Callable[[torch.Tensor], torch.Tensor],

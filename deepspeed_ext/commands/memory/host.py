@@ -6,18 +6,20 @@ MiB per rank with its optimizer process).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from deepspeed_ext.commands.memory.host_save import HostSave
 from deepspeed_ext.commands.memory.parts import Part, Phase, largest
 from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Run, Setup
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
-from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.worker.arena import plan_layout
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import UPLOAD_NUMEL, ChunkSlots, arena_specs, chunk_of, chunk_slots, slot_specs
 
 __all__ = ["host_parts"]
 
@@ -67,6 +69,8 @@ class _Host:
 
     def __init__(self, model: Model, ranks: Ranks, setup: Setup, first: bool) -> None:
         self.model, self.setup, self.first = model, setup, first
+        self.plan = None if setup.zenflow is None else setup.zenflow_plan(model, ranks)
+        self.leaves_early = setup.copies in (Copies.WEIGHTS, Copies.NONE)
         self.partitions = setup.partitions(model, ranks)
         self.numel = sum(run.numel * run.times for run in self.partitions)
         self.most = max(run.numel for run in self.partitions)
@@ -84,7 +88,7 @@ class _Host:
 
     def between(self) -> list[Part]:
         """Memory that is held all the time."""
-        whole = self.model.itemsize * self.numel if self.setup.weights_on_host else 0
+        whole = self.model.itemsize * self.numel if self.setup.weights is Place.HOST else 0
         weights = _by_torch(self.setup, "weights", whole, pins=True)
         if self.setup.zenflow is not None:
             hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.on_host())
@@ -94,7 +98,7 @@ class _Host:
     def beside(self) -> list[Part]:
         """What ZenFlow keeps to compute weights on the host: the rule's state, sums of gradients, and buffers through
         which weights go to the accelerator."""
-        if not self.setup.fills_early:
+        if not self.leaves_early:
             return []
         kept = dict[str, int]()
         for run in self.partitions:
@@ -102,7 +106,7 @@ class _Host:
                 kept[kind] = kept.get(kind, 0) + nbytes * run.times
         sums = FLOAT_BYTES * self.numel if self.setup.sums_apart(self.model) else 0
         parts = [Part(kind, nbytes) for kind, nbytes in kept.items()]
-        uploads = not self.setup.weights_on_host and isinstance(self.setup.rule, PredictiveSettings)
+        uploads = self.setup.weights is not Place.HOST and isinstance(self.setup.rule, PredictiveSettings)
         numel = min(self.most, chunk_of(UPLOAD_NUMEL, self.setup.rule.block_size)) if uploads else 0
         buffers = Part("weights on their way", 2 * self.model.itemsize * numel, page_locked=True)
         return [*parts, _by_torch(self.setup, "accumulated gradients", sums), buffers]
@@ -113,38 +117,35 @@ class _Host:
 
     def arena(self, *, at_start: bool) -> list[Part]:
         """The arena's arrays, in whole pages."""
-        rule, model = self.setup.rule, self.model
-        publish_dtype, grad_dtype = self.setup.publish_dtype(model), self.setup.handed_over_dtype(model)
-        open_interval = self.setup.zenflow is not None and self.setup.zenflow.interval is None
-        nbytes, slots = dict.fromkeys(ARENA_KINDS, 0), self.chunk_slots()
-        if slots is not None:
-            nbytes["chunks"] = sum(plan_layout(slot_specs(slots, publish_dtype, grad_dtype)).page_bytes().values())
-        for numels, count in self.laid_out():
-            there, dtypes = [self.setup.stepped_there(numel) for numel in numels], (publish_dtype, grad_dtype)
-            pages = plan_layout(arena_specs(rule, numels, *dtypes, there, in_chunks=slots is not None)).page_bytes()
-            kept = {key: size for key, size in pages.items() if key.kind in ARENA_KINDS}
-            for key, size in kept.items():
-                nbytes[key.kind] += 0 if at_start and open_interval and key.slot >= rule.least_slots else size * count
+        assert self.plan is not None
+        nbytes = dict.fromkeys(ARENA_KINDS, 0)
+        for specs, count in self.laid_out(self.plan):
+            pages = plan_layout(specs).page_bytes()
+            touched = {spec.key: spec.touched or not at_start for spec in specs}
+            for key, size in pages.items():
+                kind = "chunks" if key.partition == OF_CHUNKS else key.kind
+                if kind in ARENA_KINDS and touched[key]:
+                    nbytes[kind] += size * count
         exchanged = {"g", "y", "chunks", "block_means", "known"}
-        if self.setup.fills_early:
-            exchanged = {"g"} if self.setup.weights_on_host else {"g", "y"}
+        if self.leaves_early:
+            exchanged = {"g"} if self.setup.weights is Place.HOST else {"g", "y"}
         return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
 
-    def chunk_slots(self) -> ChunkSlots | None:
-        """Places for chunks in place of whole gradients; None: the ring has those."""
-        if not self.setup.hides_transfers:
-            return None
-        dtypes = self.setup.publish_dtype(self.model), self.setup.handed_over_dtype(self.model)
-        runs = self.on_host()
-        whole = sum(run.numel * run.times for run in runs)
-        return chunk_slots(self.setup.rule, whole, max(run.numel for run in runs), *dtypes)
-
-    def laid_out(self) -> list[tuple[list[int], int]]:
-        """Groups of partitions whose arrays are placed together, and the number of such groups. Exact for up to
-        `MOST_PLACED` partitions. With more, each counts like the first; its arrays may lie on one page more or less."""
-        if sum(run.times for run in self.partitions) <= MOST_PLACED:
-            return [([run.numel for run in self.partitions for _ in range(run.times)], 1)]
-        return [([run.numel], run.times) for run in self.partitions]
+    @staticmethod
+    def laid_out(plan: ZenFlowPlan) -> Iterator[tuple[list[ArraySpec], int]]:
+        """Groups of arrays that are placed together, and the number of such groups. Exact for up to `MOST_PLACED`
+        partitions. With more, each counts like the first; its arrays may lie on one page more or less."""
+        partitions = plan.partitions
+        if sum(each.times for each in partitions) <= MOST_PLACED:
+            each_alone = [each for each in partitions for _ in range(each.times)]
+            groups = [[(index, each) for index, each in enumerate(each_alone)]]
+            counts = [1]
+        else:
+            groups, counts = [[(0, each)] for each in partitions], [each.times for each in partitions]
+        for group, count in zip(groups, counts, strict=True):
+            found = (plan.kinds.of(index, each.on_host, each.head) for index, each in group)
+            yield [spec for specs in found for spec in specs], count
+        yield [spec for spec in plan.arena if spec.partition == OF_CHUNKS], 1
 
     def offloaded(self) -> list[Part]:
         """State and buffers of DeepSpeed's ZeRO-Offload."""
@@ -187,7 +188,7 @@ class _Host:
                 weights, *sums = [part for part in between if part.kind in ("weights", "accumulated gradients")]
                 copied = [part for part in sums if part.page_locked]  # by DeepSpeed, to lock its pages
                 return largest(
-                    [weights, *arena, *([] if self.setup.weights_on_host else [self.staging()])],
+                    [weights, *arena, *([] if self.setup.weights is Place.HOST else [self.staging()])],
                     [weights, *arena, *sums, *copied],
                     self.defragmentation(),
                 )
@@ -220,7 +221,7 @@ class _Host:
         that is moved when hot blocks are selected, or those of hot blocks that step on the host."""
         if self.setup.zenflow is not None:
             rule = bytes_of(self.setup.rule, self.most, self.model.itemsize)
-            steps_here = self.setup.fills_early and isinstance(self.setup.rule, SelectiveSettings)
+            steps_here = self.leaves_early and isinstance(self.setup.rule, SelectiveSettings)
             return Part("temporaries", max(rule.moved, rule.step if steps_here else 0))
         uses_torch = self.setup.offload and not self.setup.fused_adam
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)

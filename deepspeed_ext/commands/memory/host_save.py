@@ -9,7 +9,8 @@ from deepspeed_ext.commands.memory.parts import Part
 from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Run, Setup
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
-from deepspeed_ext.zenflow.worker.sizes import CODED_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 
 __all__ = ["HostSave"]
 
@@ -67,9 +68,10 @@ class HostSave:
 
     def _most_saved(self) -> int:
         """Bytes of the largest tensor of the accelerator in ZenFlow's state."""
-        if self.setup.weights_on_host:
+        if self.setup.weights is Place.HOST:
             return 0
-        weight, runs = self.model.itemsize, () if self.setup.fills_early else self.on_host
+        computes_there = self.setup.copies in (Copies.INSIDE_STEP, Copies.BESIDE_STEP)
+        weight, runs = self.model.itemsize, self.on_host if computes_there else ()
         saved = [size for run in runs for size in bytes_of(self.setup.rule, run.numel, weight).saved]
         return max([*saved, weight * self.most if self.setup.partitions_weights else 0])
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import arena_specs
 
 __all__ = ["Machine", "StepTime", "Traffic", "step_time", "traffic"]
 
@@ -101,13 +101,13 @@ def _offload(model: Model) -> Traffic:
 
 def _zenflow(model: Model, setup: Setup) -> Traffic:
     """From the arrays of the arena: every gradient goes down; y and the block means come up once an interval."""
-    rule, publish_dtype, grad_dtype = setup.rule, setup.publish_dtype(model), setup.handed_over_dtype(model)
+    rule, dtypes = setup.rule, setup.dtypes(model)
     interval = rule.update_interval or rule.longest_interval
-    specs = arena_specs(rule, [_NUMEL], publish_dtype, grad_dtype)
+    specs = setup.zenflow_plan(model, Ranks(1, 1)).kinds.of(0, _NUMEL)
     kinds = (*rule.layout.kinds, *rule.layout.scales)
     state = sum(spec.nbytes for spec in specs if spec.kind in kinds) / _NUMEL
     means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known")) / _NUMEL
-    gradient, published = DTYPE_BYTES[grad_dtype], DTYPE_BYTES[publish_dtype] + means
+    gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published] + means
     every = rule.steps_between_selections(interval) if isinstance(rule, SelectiveSettings) else 0
     moved = len("pmv") * bytes_of(rule, _NUMEL).moved / _NUMEL / every if every else 0.0  # hot state, both ways
     down, up = gradient + moved, published / interval + moved
@@ -129,19 +129,19 @@ def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> Ste
     host = moves.passed * numel * ranks.per_host / machine.host
     transfer = max(down, up)
     # DeepSpeed fetches weights that are on the host in every forward and backward pass
-    fetched = 2 * setup.accumulation * model.itemsize * whole / machine.link if setup.weights_on_host else 0.0
+    fetched = 2 * setup.accumulation * model.itemsize * whole / machine.link if setup.weights is Place.HOST else 0.0
     if setup.zenflow is None:
-        sent = 0.0 if setup.weights_on_host else up
+        sent = 0.0 if setup.weights is Place.HOST else up  # otherwise they are fetched in forward
         return StepTime(transfer, host, host + sent if setup.offload else 0.0, max(down, fetched))
     if not setup.zenflow.overlapped:
         return StepTime(transfer, host, max(transfer, host), 0.0)
-    if setup.fills_early:
-        sent = 0.0 if setup.weights_on_host else model.itemsize * numel / machine.link
-        if isinstance(setup.rule, SelectiveSettings):
-            sent = 0.0 if setup.weights_on_host else up
-        touched = moves.down + (2 if setup.weights_on_host else 3) * model.itemsize  # the link reads weights, too
+    if setup.copies in (Copies.WEIGHTS, Copies.NONE):
+        lifts = setup.copies is Copies.WEIGHTS
+        whole_up = up if isinstance(setup.rule, SelectiveSettings) else model.itemsize * numel / machine.link
+        sent = whole_up if lifts else 0.0
+        touched = moves.down + (3 if lifts else 2) * model.itemsize  # the link reads weights, too
         estimate = touched * numel * ranks.per_host / machine.host
         return StepTime(max(transfer, sent), host, max(estimate, sent), max(down, host, fetched))
-    if not setup.hides_transfers:
+    if setup.copies is not Copies.BESIDE_STEP:
         return StepTime(transfer, host, transfer, host)
     return StepTime(transfer, host, 0.0, max(transfer, host))

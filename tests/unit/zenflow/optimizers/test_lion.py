@@ -12,7 +12,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.kernels import lion as kernels
 from deepspeed_ext.zenflow.optimizers.choose import hosted
 from deepspeed_ext.zenflow.optimizers.lion import HostedLion
-from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.worker.kernel import LionStep
 from tests.support.same import assert_same
 
